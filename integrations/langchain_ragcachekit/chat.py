@@ -1,0 +1,135 @@
+"""A LangChain chat model on :class:`ragcachekit.RagCache`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from langchain_ragcachekit.messages import to_dicts
+from langchain_ragcachekit.settings import EngineSettings
+from ragcachekit import agenerate, astream
+
+if TYPE_CHECKING:
+    from ragcachekit import Answer
+
+
+class ChatRagCache(EngineSettings, BaseChatModel):
+    """Chat model that reuses the KV of chunks which it finds inside the prompt.
+
+    The chain needs no change: chunks that a :class:`RagCacheRetriever` returned, or that
+    ``rag.encode`` was given, are recognised in the messages that the chain's template assembled.
+    ``usage_metadata["input_token_details"]["cache_read"]`` is the number of prompt tokens whose KV was
+    really reused; ``response_metadata["ragcachekit"]`` is the whole report.
+
+    Examples
+    --------
+    >>> llm = ChatRagCache(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> llm.invoke("Where does Ada live?").usage_metadata["input_token_details"]  # doctest: +SKIP
+    {'cache_read': 412}
+    """
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        answer = self.rag.generate(to_dicts(messages), **self._call_options(stop, kwargs))
+        return self._result(answer)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> ChatResult:
+        options = self._call_options(stop, kwargs)
+        return self._result(await agenerate(self.rag, to_dicts(messages), **options))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with self.rag.stream(to_dicts(messages), **self._call_options(stop, kwargs)) as stream:
+            for piece in stream:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._last_chunk(stream.answer)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with astream(self.rag, to_dicts(messages), **self._call_options(stop, kwargs)) as stream:
+            async for piece in stream:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._last_chunk(stream.answer)
+
+    def _result(self, answer: Answer) -> ChatResult:
+        message = AIMessage(
+            content=answer.text,
+            usage_metadata=_usage(answer),
+            response_metadata=self._response_metadata(answer),
+        )
+        info = {"finish_reason": answer.report.finish_reason}
+        return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
+
+    def _last_chunk(self, answer: Answer) -> ChatGenerationChunk:
+        message = AIMessageChunk(
+            content="",
+            usage_metadata=_usage(answer),
+            response_metadata=self._response_metadata(answer),
+            chunk_position="last",
+        )
+        return ChatGenerationChunk(message=message)
+
+    def _response_metadata(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "model_name": self.model_name,
+            "model_provider": "ragcachekit",
+            "finish_reason": answer.report.finish_reason,
+            "ragcachekit": answer.report.to_dict(),
+        }
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = "ragcachekit"
+        return params
+
+    def get_num_tokens(self, text: str) -> int:
+        """Tokens of ``text`` under the model's own tokenizer."""
+        return int(self.rag.count_tokens(text))
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragcachekit-chat"
+
+
+def _usage(answer: Answer) -> UsageMetadata:
+    link, output = answer.report.link, answer.report.output_tokens
+    return UsageMetadata(
+        input_tokens=link.prompt_tokens,
+        output_tokens=output,
+        total_tokens=link.prompt_tokens + output,
+        input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
+    )

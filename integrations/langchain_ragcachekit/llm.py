@@ -1,0 +1,119 @@
+"""A LangChain language model for plain prompts on :class:`ragcachekit.RagCache`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from langchain_ragcachekit.settings import EngineSettings
+from ragcachekit import agenerate, astream
+
+if TYPE_CHECKING:
+    from ragcachekit import Answer
+
+
+class RagCacheLLM(EngineSettings, BaseLLM):
+    """Text completion that reuses the KV of chunks which it finds inside the prompt.
+
+    Several prompts of one call run as one left-padded batch. ``generation_info`` of each answer has
+    ``finish_reason``, ``cache_read`` (prompt tokens whose KV was really reused) and the report.
+
+    Examples
+    --------
+    >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
+    """
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._call_options(stop, kwargs)
+        if len(prompts) == 1:
+            return self._result([self.rag.generate(prompts[0], **options)])
+        return self._result(self.rag.generate_batch(prompts, **options))
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._call_options(stop, kwargs)
+        if len(prompts) > 1:  # one batch cannot be cancelled for one of its prompts only
+            return self._result(await asyncio.to_thread(self.rag.generate_batch, prompts, **options))
+        return self._result([await agenerate(self.rag, prompts[0], **options)])
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        with self.rag.stream(prompt, **self._call_options(stop, kwargs)) as stream:
+            for piece in stream:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield GenerationChunk(text="", generation_info=_info(stream.answer))
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        async with astream(self.rag, prompt, **self._call_options(stop, kwargs)) as stream:
+            async for piece in stream:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield GenerationChunk(text="", generation_info=_info(stream.answer))
+
+    def _result(self, answers: list[Answer]) -> LLMResult:
+        generations = [[Generation(text=a.text, generation_info=_info(a))] for a in answers]
+        prompt = sum(a.report.link.prompt_tokens for a in answers)
+        completion = sum(a.report.output_tokens for a in answers)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        return LLMResult(
+            generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name}
+        )
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = "ragcachekit"
+        return params
+
+    def get_num_tokens(self, text: str) -> int:
+        """Tokens of ``text`` under the model's own tokenizer."""
+        return int(self.rag.count_tokens(text))
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragcachekit"
+
+
+def _info(answer: Answer) -> dict[str, Any]:
+    return {
+        "finish_reason": answer.report.finish_reason,
+        "cache_read": answer.report.link.reused_tokens,
+        "ragcachekit": answer.report.to_dict(),
+    }

@@ -1,0 +1,136 @@
+"""What the chat model and the plain language model share: the engine and how it generates."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from langchain_core.caches import BaseCache
+from pydantic import BaseModel, Field, SkipValidation, model_validator
+
+DEFAULT_MAX_TOKENS = 256
+IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
+"""LangChain's standard parameters for remote services; a model in this process has no use for them."""
+NOT_FOR_GENERATE = frozenset({"stream", "tool_choice", "tools"})
+
+
+class EngineSettings(BaseModel):
+    """The engine, and the generation settings that every call starts from.
+
+    ``cache=`` takes the :class:`ragcachekit.RagCache`. LangChain has a field of the same name for its
+    own cache of whole answers: a ``BaseCache`` or a bool given there keeps that meaning, and the
+    engine is then passed as ``rag=``.
+
+    Attributes
+    ----------
+    rag : RagCache
+        The engine.
+    namespace : str or None
+        Tenant and corpus; None for the engine's own.
+    policy : str or None
+        Selection policy (``lego:16``, ``reuse``, ``full``); None for the engine's own.
+    max_tokens : int
+        Most tokens to generate; ``max_new_tokens`` is accepted as well.
+    temperature : float or None
+        None or 0 is greedy; anything above samples.
+    top_p, top_k : float, int or None
+        Sampling restrictions; used only when sampling.
+    stop : list of str or None
+        Texts at which generation ends; they are not part of the answer.
+    generate_kwargs : dict
+        Anything else for transformers' ``generate`` (``min_new_tokens``, ``repetition_penalty``).
+    """
+
+    cache: Any = Field(default=None, exclude=True, repr=False)
+    rag: SkipValidation[Any] = Field(default=None, exclude=True, repr=False)
+    namespace: str | None = None
+    policy: str | None = None
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, gt=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, gt=0)
+    stop: list[str] | None = None
+    streaming: bool = False
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = {name: value for name, value in values.items() if name not in IGNORED}
+        unknown = sorted(values.keys() - cls.model_fields.keys() - {"max_new_tokens"})
+        if unknown:
+            raise ValueError(
+                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
+                "generate_kwargs={...}"
+            )
+        if "max_new_tokens" in values:
+            if values.get("max_tokens") is not None:
+                raise ValueError("give max_tokens or max_new_tokens, not both")
+            values["max_tokens"] = values.pop("max_new_tokens")
+        if values.get("max_tokens", 0) is None:
+            del values["max_tokens"]
+        if not isinstance(values.get("cache"), BaseCache | bool | None):
+            if values.get("rag") is not None:
+                raise ValueError("cache= and rag= were both given an engine; pass it once")
+            values["rag"] = values.pop("cache")
+        return values
+
+    @model_validator(mode="after")
+    def _require_engine(self) -> Self:
+        if not all(callable(getattr(self.rag, name, None)) for name in ("generate", "stream")):
+            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """Name or path of the engine's model; its class where it has none."""
+        model = self.rag.model
+        config = getattr(model, "config", None)
+        return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        # LangChain keys its cache of whole answers by these: tenants and policies must not meet there.
+        settings = self.model_dump(
+            include={"max_tokens", "temperature", "top_p", "top_k", "stop", "generate_kwargs"}
+        )
+        return {
+            "model_name": self.model_name,
+            "namespace": self.namespace or self.rag.namespace,
+            "policy": str(self.policy or self.rag.policy),
+            **settings,
+        }
+
+    def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
+        overrides = dict(overrides)
+        self._refuse(overrides)
+        given = {"max_tokens": overrides.pop("max_new_tokens")} if "max_new_tokens" in overrides else {}
+        names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
+        given |= {name: overrides.pop(name) for name in names if name in overrides}
+        chosen = EngineSettings.model_validate({**self._settings(), **given})
+        options: dict[str, Any] = {
+            "namespace": chosen.namespace,
+            "policy": chosen.policy,
+            "stop": (self.stop if stop is None else stop) or None,
+            "max_new_tokens": chosen.max_tokens,
+            "do_sample": bool(chosen.temperature),
+        }
+        if chosen.temperature:
+            sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
+            options |= {name: value for name, value in sampling.items() if value is not None}
+        return {**options, **self.generate_kwargs, **overrides}
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, name)
+            for name in ("rag", "namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
+        }
+
+    def _refuse(self, overrides: dict[str, Any]) -> None:
+        if overrides.get("tools"):
+            raise ValueError(f"{type(self).__name__} does not call tools; leave tools= away")
+        model = overrides.pop("model", None)
+        if model not in (None, self.model_name):
+            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
+        for name in NOT_FOR_GENERATE:
+            overrides.pop(name, None)

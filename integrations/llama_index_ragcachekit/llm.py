@@ -1,0 +1,227 @@
+"""A LlamaIndex model on :class:`ragcachekit.RagCache`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
+from llama_index.core.llms import CustomLLM
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from pydantic import Field, SkipValidation
+
+from llama_index_ragcachekit.messages import to_dicts
+from ragcachekit import Answer, agenerate, astream
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class RagCacheLLM(CustomLLM):
+    """Chat and completion model that reuses the KV of chunks which it finds inside the prompt.
+
+    Works in a ``RetrieverQueryEngine`` with its default prompts. Every response carries the report as
+    ``raw`` and token counts as ``additional_kwargs`` (``cache_read_tokens``: prompt tokens whose KV was
+    really reused); a query engine drops both, LlamaIndex's instrumentation events have them.
+
+    Attributes
+    ----------
+    cache : RagCache
+        The engine.
+    namespace, policy : str or None
+        None for the engine's own.
+    max_tokens : int
+        Most tokens to generate.
+    temperature : float or None
+        None or 0 is greedy; anything above samples.
+    top_p, top_k : float, int or None
+        Sampling restrictions; used only when sampling.
+    stop : list of str or None
+        Texts at which generation ends; they are not part of the answer.
+    generate_kwargs : dict
+        Anything else for transformers' ``generate``.
+    context_window : int or None
+        Tokens of prompt and answer; None reads it from the model's configuration.
+    is_chat_model : bool or None
+        Whether query engines send messages rather than text; None: if the tokenizer has a template.
+
+    Examples
+    --------
+    >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> engine = RetrieverQueryEngine.from_args(retriever, llm=llm)  # doctest: +SKIP
+    """
+
+    cache: SkipValidation[Any] = Field(exclude=True, repr=False)
+    namespace: str | None = None
+    policy: str | None = None
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, gt=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, gt=0)
+    stop: list[str] | None = None
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    context_window: int | None = Field(default=None, gt=0)
+    is_chat_model: bool | None = None
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex's events show this model."""
+        return "RagCacheLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What query engines ask: context window, answer length, whether to send messages."""
+        config = getattr(self.cache.model, "config", None)
+        limit: int = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_WINDOW
+        chat = self.is_chat_model
+        if chat is None:
+            chat = bool(getattr(self.cache.tokenizer, "chat_template", None))
+        return LLMMetadata(
+            context_window=self.context_window or limit,
+            num_output=self.max_tokens,
+            is_chat_model=chat,
+            model_name=str(getattr(config, "_name_or_path", "") or type(self.cache.model).__name__),
+        )
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Complete one prompt."""
+        answer = self.cache.generate(self._completion(prompt, formatted), **self._options(kwargs))
+        return _completion(answer)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Complete one prompt piece by piece; the last response has the report."""
+        prompt = self._completion(prompt, formatted)
+        return self._pieces(prompt, self._options(kwargs))
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """:meth:`complete` without blocking the loop."""
+        prompt = self._completion(prompt, formatted)
+        return _completion(await agenerate(self.cache, prompt, **self._options(kwargs)))
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """:meth:`stream_complete` without blocking the loop."""
+        return self._apieces(self._completion(prompt, formatted), self._options(kwargs))
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation."""
+        return _chat(_completion(self.cache.generate(self._chat(messages), **self._options(kwargs))))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer a conversation piece by piece; the last response has the report."""
+        prompt, options = self._chat(messages), self._options(kwargs)
+
+        def responses() -> ChatResponseGen:
+            with closing(self._pieces(prompt, options)) as pieces:
+                for piece in pieces:
+                    yield _chat(piece)
+
+        return responses()
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """:meth:`chat` without blocking the loop."""
+        answer = await agenerate(self.cache, self._chat(messages), **self._options(kwargs))
+        return _chat(_completion(answer))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """:meth:`stream_chat` without blocking the loop."""
+        prompt, options = self._chat(messages), self._options(kwargs)
+
+        async def responses() -> ChatResponseAsyncGen:
+            async with aclosing(self._apieces(prompt, options)) as pieces:
+                async for piece in pieces:
+                    yield _chat(piece)
+
+        return responses()
+
+    def _completion(self, prompt: str, formatted: bool) -> str:
+        if formatted or self.completion_to_prompt is None:
+            return prompt
+        return self.completion_to_prompt(prompt)
+
+    def _chat(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, Any]]:
+        if self.metadata.is_chat_model:
+            return to_dicts(messages)
+        assert self.messages_to_prompt is not None  # LLM's validator fills it in
+        return self.messages_to_prompt(messages)
+
+    def _pieces(self, prompt: Any, options: dict[str, Any]) -> Generator[CompletionResponse, None, None]:
+        text = ""
+        with self.cache.stream(prompt, **options) as stream:
+            for piece in stream:
+                text += piece
+                yield CompletionResponse(text=text, delta=piece)
+            yield _completion(stream.answer, delta="")
+
+    async def _apieces(
+        self, prompt: Any, options: dict[str, Any]
+    ) -> AsyncGenerator[CompletionResponse, None]:
+        text = ""
+        async with astream(self.cache, prompt, **options) as stream:
+            async for piece in stream:
+                text += piece
+                yield CompletionResponse(text=text, delta=piece)
+            yield _completion(stream.answer, delta="")
+
+    def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
+        settings = {
+            name: getattr(self, name)
+            for name in ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
+        }
+        settings |= overrides
+        length, temperature = settings.pop("max_tokens"), settings.pop("temperature")
+        sampling = {name: settings.pop(name) for name in ("top_p", "top_k")}
+        options = {
+            "max_new_tokens": length,
+            "do_sample": bool(temperature),
+            **self.generate_kwargs,
+            **settings,
+        }
+        if temperature:
+            options |= {"temperature": temperature}
+            options |= {name: value for name, value in sampling.items() if value is not None}
+        return options
+
+
+def _completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
+    link, output = answer.report.link, answer.report.output_tokens
+    counts = {
+        "prompt_tokens": link.prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": link.prompt_tokens + output,
+        "cache_read_tokens": link.reused_tokens,
+        "finish_reason": answer.report.finish_reason,
+    }
+    return CompletionResponse(
+        text=answer.text, delta=delta, raw=answer.report.to_dict(), additional_kwargs=counts
+    )
+
+
+def _chat(response: CompletionResponse) -> ChatResponse:
+    return ChatResponse(
+        message=ChatMessage(role=MessageRole.ASSISTANT, content=response.text),
+        delta=response.delta,
+        raw=response.raw,
+        additional_kwargs=response.additional_kwargs,
+    )

@@ -1,0 +1,45 @@
+"""The one place that chooses an implementation; callers import from here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ragcachekit_kernels import reference, tiled
+
+rotate = reference.rotate
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of rows at ascending ``positions`` over keys ``0..tokens-1``.
+
+    Shapes and arguments as in :func:`ragcachekit_kernels.reference.sparse_attention`.
+
+    Raises
+    ------
+    ValueError
+        If the positions are not ascending or lie outside the keys, or the heads do not divide.
+    """
+    rows, tokens = query.shape[1], key.shape[1]
+    if len(positions) != rows:
+        raise ValueError(f"{rows} query rows but {len(positions)} positions")
+    if rows == 0:
+        return query.new_empty(query.shape[0], 0, value.shape[-1])
+    if query.shape[0] % key.shape[0]:
+        raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
+    if positions[0] < 0 or positions[-1] >= tokens or any(a >= b for a, b in zip(positions, positions[1:], strict=False)):
+        raise ValueError(f"positions must be ascending within 0..{tokens - 1}")
+    return tiled.sparse_attention(
+        query, key, value, positions, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )

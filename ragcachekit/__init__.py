@@ -1,0 +1,55 @@
+"""RagCacheKit: retrieval-augmented generation without paying twice for retrieval and prefill."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ragcachekit.config import StoreConfig
+from ragcachekit.errors import ModelNotSupported, RagCacheError
+from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, Text
+
+if TYPE_CHECKING:
+    from ragcachekit.aio import agenerate, astream
+    from ragcachekit.engine import RagCache
+    from ragcachekit.query.base import Partition
+    from ragcachekit.query.calibrate import calibrate
+    from ragcachekit.query.proximity import ProximityCache
+    from ragcachekit.query.retrieval import CachedRetrieval
+
+__version__ = "0.1.0"
+__all__ = [
+    "Answer",
+    "CachedRetrieval",
+    "Chunk",
+    "GenerateReport",
+    "LinkReport",
+    "ModelNotSupported",
+    "Partition",
+    "Prompt",
+    "ProximityCache",
+    "RagCache",
+    "RagCacheError",
+    "StoreConfig",
+    "Text",
+    "agenerate",
+    "astream",
+    "calibrate",
+]
+
+# What needs torch or numpy is imported at first use, so that importing the package stays light.
+_LAZY = {
+    "CachedRetrieval": "ragcachekit.query.retrieval",
+    "Partition": "ragcachekit.query.base",
+    "ProximityCache": "ragcachekit.query.proximity",
+    "RagCache": "ragcachekit.engine",
+    "agenerate": "ragcachekit.aio",
+    "astream": "ragcachekit.aio",
+    "calibrate": "ragcachekit.query.calibrate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

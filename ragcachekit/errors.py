@@ -1,0 +1,43 @@
+"""The one exception tree of the library.
+
+Bad arguments raise :class:`ValueError` or :class:`TypeError` as everywhere in Python; what depends on
+state (a model, a folder, a prompt already used) raises a subclass of :class:`RagCacheError`.
+"""
+
+from __future__ import annotations
+
+
+class RagCacheError(Exception):
+    """Base of every error that this library raises about state."""
+
+
+class ModelNotSupported(RagCacheError):
+    """The model cannot be linked exactly; the message names the layer and the size of the difference."""
+
+
+class ModelChanged(RagCacheError):
+    """The model's weights, adapter or configuration changed after its fingerprint was taken."""
+
+
+class PromptTooLong(RagCacheError):
+    """The prompt (and the tokens asked for) exceeds the model's context length."""
+
+
+class LinkedPromptUsed(RagCacheError):
+    """A linked prompt was used a second time; its cache already holds generated tokens."""
+
+
+class GenerationNotSupported(RagCacheError):
+    """The generation option asked for would be silently wrong with a linked cache."""
+
+
+class StoreError(RagCacheError):
+    """A KV store cannot be opened or written (permissions, ownership, no space)."""
+
+
+class CorpusError(RagCacheError):
+    """A corpus folder is missing, empty or unreadable."""
+
+
+class RetrievalError(RagCacheError):
+    """A query embedding or a vector index cannot be used (NaN, wrong width, empty index)."""

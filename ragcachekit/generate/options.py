@@ -1,0 +1,86 @@
+"""Which generate options work inside a linked prefill, which need linking ahead of it, which never work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from ragcachekit.errors import GenerationNotSupported
+
+
+class Way(Enum):
+    """How a prompt reaches generate."""
+
+    ONE_PASS = "one pass"
+    """The linked forward is generate's own prefill; it sees the prompt's ids permuted."""
+
+    AHEAD = "ahead"
+    """The linked forward runs first; generate sees the ids in order and computes the last one."""
+
+
+_REFUSED = {
+    "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
+    "assistant_early_exit": "assisted decoding rolls the cache back, which a linked cache cannot follow",
+    "prompt_lookup_num_tokens": "prompt-lookup decoding reads the prompt's order and rolls the cache back",
+    "guidance_scale": "classifier-free guidance runs the model on a second prompt without this cache",
+    "cache_implementation": "the linked cache is the cache",
+    "penalty_alpha": "contrastive search is not part of transformers' generate loop any more",
+    "dola_layers": "DoLa is not part of transformers' generate loop any more",
+    "custom_generate": "a custom loop may read what a linked prompt permutes; use rag.link and your own loop",
+    "prefill_chunk_size": "the linked prefill is one short forward; chunks would cut it apart",
+    "past_key_values": "the linked cache is the cache",
+    "input_ids": "give the prompt instead",
+    "inputs_embeds": "give the prompt instead",
+    "attention_mask": "it follows from the prompt",
+    "position_ids": "they follow from the prompt",
+    "return_dict_in_generate": "rag.generate returns an Answer; use rag.link and model.generate for raw outputs",
+    "output_scores": "use rag.link and model.generate for raw outputs",
+    "output_attentions": "use rag.link and model.generate for raw outputs",
+    "output_hidden_states": "use rag.link and model.generate for raw outputs",
+    "output_logits": "use rag.link and model.generate for raw outputs",
+    "num_return_sequences": "rag.generate returns one answer; call it again, or use rag.link and model.generate",
+}
+
+# Processors that read the order of the prompt's ids, or may, and searches that repeat the cache.
+_READ_ORDER = (
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "watermarking_config",
+    "prefix_allowed_tokens_fn",
+    "logits_processor",
+    "stopping_criteria",
+    "constraints",
+    "force_words_ids",
+    "token_healing",
+)
+_NEUTRAL = (None, False, 0, 1, 1.0, [], ())
+
+
+def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
+    """Choose the way for these options over the model's generation config.
+
+    Raises
+    ------
+    GenerationNotSupported
+        For an option that would be silently wrong, with what to do instead.
+    """
+    config = options.get("generation_config", defaults)
+
+    def effective(name: str) -> Any:
+        return options[name] if name in options else getattr(config, name, None)
+
+    for name, reason in _REFUSED.items():
+        if effective(name) not in _NEUTRAL:
+            raise GenerationNotSupported(f"{name}={effective(name)!r} does not work with a linked prompt: {reason}")
+    if effective("use_cache") is False:
+        raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
+    reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)
+    beams = (effective("num_beams") or 1) > 1
+    return Way.AHEAD if reads_order or beams else Way.ONE_PASS
+
+
+def _neutral(value: Any) -> bool:
+    return value is None or value == 0 or (hasattr(value, "__len__") and len(value) == 0)

@@ -1,0 +1,140 @@
+"""Run the ordinary ``model.generate`` on linked prompts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragcachekit.generate.options import Way, way_in
+from ragcachekit.generate.stopping import StopStrings, Watch
+from ragcachekit.generate.streaming import OrderedPrompt
+from ragcachekit.link.linker import LinkedInputs, link
+from ragcachekit.link.plan import LinkPlan
+from ragcachekit.model.rope import Rope
+
+
+@dataclass(frozen=True)
+class Generated:
+    """New token ids per prompt (padding after the end removed) and whether they end with an end token.
+
+    ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the
+    cache was assembled.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    ended: tuple[bool, ...]
+    first_token: float
+    linked: float
+    cancelled: bool
+
+
+def run_generate(
+    model: Any,
+    rope: Rope,
+    plans: Sequence[LinkPlan],
+    options: Mapping[str, Any],
+    *,
+    pad: int,
+    cancel: threading.Event | None = None,
+    stop: Sequence[str] = (),
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> Generated:
+    """Generate after linked prompts: one link each, left-padded to one batch.
+
+    A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
+    generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
+    needed.
+    """
+    way = way_in(options, model.generation_config)
+    if way is Way.AHEAD and len(plans) > 1:
+        raise ValueError("these options need one prompt at a time")
+    options = dict(options)
+    watch = Watch(cancel)
+    options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
+    if streamer := options.get("streamer"):
+        options["streamer"] = OrderedPrompt(streamer, plans[0].token_ids)
+    inputs = _inputs(model, rope, plans, way, options, pad)
+    if stop and decode is not None:
+        stops = StopStrings(stop, decode, inputs["input_ids"].shape[1])
+        options["stopping_criteria"] = [*options["stopping_criteria"], stops]
+    linked = time.perf_counter()
+    with torch.no_grad():
+        output = model.generate(**inputs, **options)
+    prompt = inputs["input_ids"].shape[1]
+    ends = _ends(model, options)
+    rows = [_trim(row, ends) for row in output[:, prompt:].tolist()]
+    return Generated(
+        tuple(rows),
+        tuple(bool(row) and row[-1] in ends for row in rows),
+        watch.first if watch.first is not None else time.perf_counter(),
+        linked,
+        watch.cancelled,
+    )
+
+
+def _inputs(
+    model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, options: Mapping[str, Any], pad: int
+) -> dict[str, Any]:
+    if not any(plan.kept for plan in plans):
+        return _plain(plans, model.device, pad)
+    if way is Way.ONE_PASS:
+        return link(plans, rope, model.device, pad).as_kwargs()
+    return link_ahead(model, rope, plans[0], pad, repeats=_effective(model, options, "num_beams") or 1)
+
+
+def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[str, Any]:
+    width = max(len(plan.token_ids) for plan in plans)
+    ids = torch.full((len(plans), width), pad)
+    mask = torch.zeros(len(plans), width, dtype=torch.long)
+    for item, plan in enumerate(plans):
+        ids[item, width - len(plan.token_ids) :] = torch.tensor(plan.token_ids)
+        mask[item, width - len(plan.token_ids) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+@torch.no_grad()
+def link_ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1) -> dict[str, Any]:
+    """Run the linked forward now, over all tokens but the last; the ids come back in order.
+
+    Costs one pass over the weights for the last token more than linking inside generate, and works
+    with everything that generate offers for a pre-filled cache.
+    """
+    ahead = plan.without_last()
+    if not ahead.kept:
+        return _plain([plan], model.device, pad)
+    inputs: LinkedInputs = link([ahead], rope, model.device, pad)
+    if ahead.rows:
+        model.base_model(
+            input_ids=inputs.input_ids[:, -len(ahead.rows) :],
+            position_ids=inputs.position_ids[:, -len(ahead.rows) :],
+            attention_mask=inputs.attention_mask,
+            past_key_values=inputs.cache,
+            use_cache=True,
+        )
+    if repeats > 1:
+        inputs.cache.batch_repeat_interleave(repeats)
+    ids = torch.tensor([plan.token_ids], device=model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": inputs.cache}
+
+
+def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    config = options.get("generation_config", model.generation_config)
+    return options[name] if name in options else getattr(config, name, None)
+
+
+def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
+    ends = _effective(model, options, "eos_token_id")
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
+
+
+def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:
+    """Cut the padding that follows a finished sequence in a batch; the end token itself stays."""
+    for at, token in enumerate(ids):
+        if token in ends:
+            return tuple(ids[: at + 1])
+    return tuple(ids)

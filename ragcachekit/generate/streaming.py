@@ -1,0 +1,101 @@
+"""Token ids to text as they come: whole characters only, nothing that may become a stop string."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+
+class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
+    """Hands a user's streamer the prompt in order; generate itself was given it permuted."""
+
+    def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
+        self._inner = inner
+        self._prompt: torch.Tensor | None = torch.tensor([list(prompt)])
+
+    def put(self, value: torch.Tensor) -> None:
+        """Forward token ids; the first call carries the prompt."""
+        if self._prompt is not None:
+            value, self._prompt = self._prompt, None
+        self._inner.put(value)
+
+    def end(self) -> None:
+        """Forward the end."""
+        self._inner.end()
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """``text`` up to the first stop string, and whether there was one."""
+    found = [at for s in stop if (at := text.find(s)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+class Detokenizer:
+    """Text that is final after each token.
+
+    Parameters
+    ----------
+    decode : callable
+        Token ids to text.
+    stop : sequence of str
+        Stop strings: neither they nor what follows them is given out.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._given = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that cannot change any more."""
+        self._ids.extend(ids)
+        text, stopped = cut_at_stop(self._decode(self._ids), self._stop)
+        if stopped:
+            return self._give(text)
+        if text.endswith("�"):
+            # An unfinished character: its bytes are spread over several tokens.
+            return ""
+        return self._give(text[: len(text) - self._held(text)])
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._give(cut_at_stop(self._decode(self._ids), self._stop)[0])
+
+    def _held(self, text: str) -> int:
+        """Length of the longest tail that may be the beginning of a stop string."""
+        return max(
+            (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])),
+            default=0,
+        )
+
+    def _give(self, text: str) -> str:
+        new = text[self._given :]
+        self._given += len(new)
+        return new
+
+
+class TokenQueue(BaseStreamer):  # type: ignore[misc]
+    """Generated token ids from the thread that generates to the one that reads."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Token ids of one step; the first call carries the prompt and is dropped."""
+        if self._prompt_seen:
+            self._queue.put(value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """No more tokens; may be called more than once."""
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (ids := self._queue.get()) is not None:
+            yield ids

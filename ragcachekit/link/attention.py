@@ -1,0 +1,106 @@
+"""The one attention function: linked forwards go by positions, all others to what the model had before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ragcachekit_kernels.dispatch import sparse_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.link.cache import LinkRows, linked_rows
+
+PREFIX = "ragcachekit_"
+
+
+def install(model: Any) -> str:
+    """Route the model's attention through ours, once; idempotent. Returns the name it runs under.
+
+    The name carries the implementation the model had (``ragcachekit_sdpa``), and everything that is
+    not a linked forward is handed to that one with its own mask function: plain ``generate`` calls
+    by others stay what they were.
+    """
+    before = model.config.get_text_config()._attn_implementation
+    if before.startswith(PREFIX):
+        return str(before)
+    name = PREFIX + before
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, _forward_over(before))
+        if before in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    model.set_attn_implementation(name)
+    return name
+
+
+def is_installed(model: Any) -> bool:
+    """Whether linked forwards of this model reach our attention function."""
+    return str(model.config.get_text_config()._attn_implementation).startswith(PREFIX)
+
+
+def _forward_over(before: str) -> Callable[..., Any]:
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = linked_rows(key)
+        if rows is not None:
+            return _linked(module, query, key, value, rows, **kwargs), None
+        result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return result
+
+    return forward
+
+
+def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
+    if before != "eager":
+        return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
+    # Eager attention is each model's own function (Gemma 2 soft-caps there, gpt-oss adds its sinks).
+    own: Callable[..., Any] | None = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
+    if own is None:
+        raise ModelNotSupported(f"{type(module).__name__} has no eager_attention_forward to fall back to")
+    return own
+
+
+def _linked(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: LinkRows,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """``[batch, rows, heads, value_head_dim]``, as attention functions of transformers return it."""
+    sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
+        first = query.shape[2] - len(positions)
+        mixed = sparse_attention(
+            query[item, :, first:],
+            key[item, :, offset:],
+            value[item, :, offset:],
+            positions,
+            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out[item, first:] = mixed.transpose(0, 1)
+    return out

@@ -1,0 +1,176 @@
+"""Decide, for one prompt, which rows are kept, which are recomputed and which were never cached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ragcachekit.link.base import PlacedChunk, SelectionPolicy
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import KVStore
+from ragcachekit.types import ChunkUse, KVKey, LinkReport
+
+
+@dataclass(frozen=True)
+class TokenSegment:
+    """A tokenised segment; ``is_chunk`` marks retrieved text."""
+
+    token_ids: tuple[int, ...]
+    is_chunk: bool
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An entry that this prompt would have used: what to encode, and under which key to keep it."""
+
+    key: KVKey
+    token_ids: tuple[int, ...]
+    encoding: Encoding
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A cached stretch of the prompt: ``kv`` belongs at ``start``."""
+
+    start: int
+    kv: ChunkKV
+
+
+@dataclass(frozen=True, eq=False)
+class LinkPlan:
+    """One prompt, decided.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        The whole prompt, in order.
+    pieces : tuple of Piece
+        Cached stretches, in order, not overlapping.
+    rows : tuple of int
+        Ascending positions to compute: recomputed, missing and new ones. The last position of the
+        prompt is always among them.
+    missing : tuple of Missing
+    report : LinkReport
+    """
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    rows: tuple[int, ...]
+    missing: tuple[Missing, ...]
+    report: LinkReport
+
+    @property
+    def kept(self) -> int:
+        """Number of rows taken from the cache as they are."""
+        return len(self.token_ids) - len(self.rows)
+
+    def without_last(self) -> LinkPlan:
+        """The same plan for the prompt without its last token (linked ahead of generate, not inside it)."""
+        return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=_crop(self))
+
+
+def _crop(plan: LinkPlan) -> tuple[Piece, ...]:
+    last = len(plan.token_ids) - 1
+    out = []
+    for piece in plan.pieces:
+        if piece.start + piece.kv.tokens > last:
+            keep = last - piece.start
+            if keep == 0:
+                continue
+            kv = piece.kv
+            piece = Piece(
+                piece.start,
+                ChunkKV(tuple(k[:, :keep] for k in kv.keys), tuple(v[:, :keep] for v in kv.values), kv.start),
+            )
+        out.append(piece)
+    return tuple(out)
+
+
+def plain_plan(
+    segments: Sequence[TokenSegment], policy: str, encoder: str, namespace: str, fallback: str | None = None
+) -> LinkPlan:
+    """A plan that reuses nothing: an ordinary prefill."""
+    ids = tuple(i for segment in segments for i in segment.token_ids)
+    has_chunk = any(segment.is_chunk for segment in segments)
+    report = LinkReport(
+        policy,
+        encoder,
+        namespace,
+        prompt_tokens=len(ids),
+        computed_tokens=len(ids),
+        # By definition full recomputes all that could have been cached.
+        recompute_ratio=1.0 if policy == "full" and has_chunk else 0.0,
+        fallback=fallback,
+    )
+    return LinkPlan(ids, (), tuple(range(len(ids))), (), report)
+
+
+def make_plan(
+    segments: Sequence[TokenSegment],
+    policy: SelectionPolicy,
+    encodings: Encodings,
+    store: KVStore,
+    fingerprint: str,
+    namespace: str,
+) -> LinkPlan:
+    """Look every cacheable segment up and let the policy choose among the cached rows."""
+    if not policy.reads_cache:
+        return plain_plan(segments, policy.name, encodings.name, namespace)
+    begun = time.perf_counter()
+    ids = tuple(i for segment in segments for i in segment.token_ids)
+    placed: list[PlacedChunk] = []
+    pieces: list[Piece] = []
+    missing: dict[KVKey, Missing] = {}
+    uses: list[ChunkUse] = []
+    for want in encodings.wanted(segments, fingerprint, namespace):
+        found = store.get(want.key)
+        chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), want.exact)
+        # Tokens are part of the chunk id; a count that differs means a damaged entry.
+        if found is None or found.kv.tokens != chunk.tokens:
+            missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
+            uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, "computed"))
+            continue
+        placed.append(chunk)
+        pieces.append(Piece(want.start, found.kv))
+        uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, found.tier))
+    load_ms = (time.perf_counter() - begun) * 1e3
+    chosen = set(policy.select(placed))
+    cached = {p for chunk in placed for p in range(chunk.start, chunk.stop)}
+    if len(ids) - 1 in cached:
+        # The last row gives the next token's logits, so it is computed whatever the policy says.
+        chosen.add(len(ids) - 1)
+    if not chosen <= cached:
+        raise ValueError(f"policy {policy.name} chose positions outside the cached chunks")
+    exact = {p for chunk in placed if chunk.exempt for p in range(chunk.start, chunk.stop)}
+    kept = cached - chosen
+    report = LinkReport(
+        policy.name,
+        encodings.name,
+        namespace,
+        prompt_tokens=len(ids),
+        exact_tokens=len(kept & exact),
+        approximate_tokens=len(kept - exact),
+        recomputed_tokens=len(chosen),
+        computed_tokens=len(ids) - len(cached),
+        recompute_ratio=len(chosen) / len(cached) if cached else 0.0,
+        chunks=_with_recomputed(uses, placed, chosen),
+        load_ms=load_ms,
+    )
+    rows = tuple(p for p in range(len(ids)) if p not in kept)
+    return LinkPlan(ids, tuple(pieces), rows, tuple(missing.values()), report)
+
+
+def _with_recomputed(
+    uses: Sequence[ChunkUse], placed: Sequence[PlacedChunk], chosen: set[int]
+) -> tuple[ChunkUse, ...]:
+    remaining = iter(placed)
+    out = []
+    for use in uses:
+        if use.source != "computed":
+            chunk = next(remaining)
+            use = replace(use, recomputed=sum(p in chosen for p in range(chunk.start, chunk.stop)))
+        out.append(use)
+    return tuple(out)

@@ -1,0 +1,107 @@
+"""Prefill chunks once and take their KV with RoPE removed (EPIC section 2.2 calls this compile)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope import Rope
+from ragcachekit.types import ENCODING_PREFIX
+
+BATCH_TOKENS = 2048
+"""Padded tokens of one batch: enough to fill a matmul, small enough for memory."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a chunk is encoded behind.
+
+    Attributes
+    ----------
+    name : str
+        ``standalone``, ``sinks:n``, ``system`` or ``prefix``.
+    behind : tuple of int
+        Token ids that stand before the chunk and whose KV is dropped.
+    length : int
+        Use the frequencies of a prompt of this many tokens (longrope); 0 for the chunk's own.
+    """
+
+    name: str
+    behind: tuple[int, ...] = ()
+    length: int = 0
+
+
+class ChunkEncoder:
+    """Runs chunks through a model, batched over unequal lengths.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal LM; its decoder runs, its LM head does not.
+    rope : Rope
+        The model's rotary embedding.
+    """
+
+    def __init__(self, model: Any, rope: Rope) -> None:
+        self._model = model
+        self._rope = rope
+
+    def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
+        """Yield ``(index, ChunkKV)`` for every chunk, in order of length.
+
+        Chunks are right-padded into batches of at most :data:`BATCH_TOKENS` tokens: under causal
+        attention what follows a token cannot change it, so padding needs no mask.
+        """
+        if any(len(chunk) == 0 for chunk in chunks):
+            raise ValueError("an empty chunk has no KV; drop it before encoding")
+        order = sorted(range(len(chunks)), key=lambda i: len(chunks[i]))
+        while order:
+            batch = self._take(order, chunks, len(encoding.behind))
+            yield from zip(batch, self._forward([chunks[i] for i in batch], encoding), strict=True)
+
+    @staticmethod
+    def _take(order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
+        """Move the longest chunks that fit into one batch out of ``order``."""
+        width = before + len(chunks[order[-1]])
+        count = max(1, min(len(order), BATCH_TOKENS // width))
+        batch = order[-count:]
+        del order[-count:]
+        return batch[::-1]
+
+    @torch.no_grad()
+    def _forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
+        device, before = self._model.device, len(encoding.behind)
+        width = before + max(len(chunk) for chunk in chunks)
+        length = max(encoding.length, width)
+        # One more token at the prompt's last position makes the model use that prompt's frequencies;
+        # under causal attention nothing before it notices.
+        stretch = [length - 1] if length > width else []
+        ids = torch.zeros(len(chunks), width + len(stretch), dtype=torch.long)
+        for row, chunk in enumerate(chunks):
+            ids[row, : before + len(chunk)] = torch.tensor([*encoding.behind, *chunk])
+        positions = torch.tensor([*range(width), *stretch])
+        cache = DynamicCache()
+        self._model.base_model(
+            input_ids=ids.to(device),
+            position_ids=positions.expand(len(chunks), -1).to(device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        angles = self._rope.angles(positions[before:width], length)
+        keys: list[list[torch.Tensor]] = [[] for _ in chunks]
+        values: list[list[torch.Tensor]] = [[] for _ in chunks]
+        for index, layer in enumerate(cache.layers):
+            bare = layer.keys[:, :, before:width]
+            if encoding.name != ENCODING_PREFIX:
+                bare = self._rope.remove(index, bare, angles)
+            for row, chunk in enumerate(chunks):
+                # clone: a view would keep the whole padded batch alive.
+                keys[row].append(bare[row, :, : len(chunk)].clone())
+                values[row].append(layer.values[row, :, before : before + len(chunk)].clone())
+        start = 0 if encoding.name == ENCODING_PREFIX else None
+        return [ChunkKV(tuple(k), tuple(v), start) for k, v in zip(keys, values, strict=True)]

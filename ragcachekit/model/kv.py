@@ -1,0 +1,48 @@
+"""Chunk KV: what the encoder makes, the store keeps and the linker places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkKV:
+    """Keys and values of one chunk, layer by layer. Shared and never written to.
+
+    Attributes
+    ----------
+    keys, values : tuple of torch.Tensor
+        One tensor per layer, shape ``[kv_heads, tokens, head_dim]``; keys after any q/k norm.
+    start : int or None
+        None: RoPE is removed from the keys (and the attention scaling m of YaRN/longrope divided
+        out), so that they can be placed at any position. An int: the keys are exactly as the model
+        rotated them from that position on (exact prefixes, which are only ever reused there).
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.values) or not self.keys:
+            raise ValueError("keys and values need the same, non-zero number of layers")
+        tokens = {t.shape[1] for t in (*self.keys, *self.values)}
+        if len(tokens) != 1 or any(t.dim() != 3 for t in (*self.keys, *self.values)):
+            raise ValueError("every layer must be [kv_heads, tokens, head_dim] with the same number of tokens")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the chunk."""
+        return self.keys[0].shape[1]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))

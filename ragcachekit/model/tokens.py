@@ -1,0 +1,80 @@
+"""Text to token ids, segment by segment: nothing is decoded and encoded again."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class SegmentTokenizer:
+    """Tokenises the segments of a prompt with private copies of the user's tokenizer.
+
+    Copies, because a fast tokenizer's special-token setting is state of the object, and the user's
+    other threads use theirs. Chunks are split without special tokens: a document that contains
+    ``<|im_end|>`` cannot speak as the system. Segments after the first get no leading space from
+    tokenizers that mark word starts (Llama 2, T5): they are encoded behind a newline that is cut off.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._texts = copy.deepcopy(tokenizer)
+        self._chunks = copy.deepcopy(tokenizer)
+        self._locks = {id(self._texts): threading.Lock(), id(self._chunks): threading.Lock()}
+        newline, a = self._raw(self._texts, "\n"), self._raw(self._texts, "a")
+        self._behind = () if self._raw(self._texts, "\na") == newline + a else newline
+        self.bos: int | None = tokenizer.bos_token_id
+        whole, bare = list(self._texts("a").input_ids), list(a)
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        self.leading = tuple(whole[:at])
+
+    @property
+    def pad(self) -> int:
+        """An id for padding; never read by the model."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+    def text(self, text: str, *, first: bool = False) -> tuple[int, ...]:
+        """Ids of fixed text; ``first`` for the start of a prompt. No BOS is added."""
+        return self._raw(self._texts, text) if first else self._continued(self._texts, text)
+
+    def chunk(self, text: str) -> tuple[int, ...]:
+        """Ids of a chunk: special-token text in it is plain text."""
+        return self._continued(self._chunks, text, split_special_tokens=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The chat template over ``messages``, with the generation prompt.
+
+        Raises
+        ------
+        ValueError
+            If the tokenizer has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise ValueError("this tokenizer has no chat template; give the prompt as a string")
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _continued(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
+        if self._behind and text:
+            ids = self._raw(tokenizer, "\n" + text, **options)
+            if ids[: len(self._behind)] == self._behind:
+                return ids[len(self._behind) :]
+        return self._raw(tokenizer, text, **options)
+
+    def _raw(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
+        if not text:
+            return ()
+        with self._locks[id(tokenizer)]:
+            # verbose=False: a document longer than the context is no news here.
+            return tuple(tokenizer(text, add_special_tokens=False, verbose=False, **options).input_ids)

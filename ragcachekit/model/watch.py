@@ -1,0 +1,137 @@
+"""Noticing, at every request, that a model is no longer the one whose fingerprint was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+ADAPTER_FIELDS = ("_active_adapter", "active_adapter", "active_adapters")
+_LAYER_FIELDS = ("merged_adapters", "_disable_adapters", "scaling")
+_CONFIG_FIELDS = (
+    "rope_parameters",
+    "rope_scaling",
+    "sliding_window",
+    "layer_types",
+    "_attn_implementation",
+    "quantization_config",
+)
+_ROOT_FIELDS = (*ADAPTER_FIELDS, "_hf_peft_config_loaded")
+_SAMPLES = 8
+
+
+class ModelWatch:
+    """A cheap probe of a model's identity: take ``state()`` once and compare it at each request.
+
+    Built once (a walk over all modules, a few milliseconds); ``state()`` then takes about 90 µs for 30
+    layers on one slow core, as it follows the dictionaries found in that walk. Adapter layers add
+    about 1 µs each.
+
+    Noticed
+        - a parameter or persistent buffer written in place by torch (``copy_``, an optimizer's step,
+          ``load_state_dict``): its version counter moves, under ``no_grad`` and ``inference_mode`` too;
+        - one that was replaced, or moved, or cast (``model.to``, ``model.half``);
+        - a submodule replaced, added or removed (an adapter injected or merged and unloaded);
+        - an adapter switched, disabled, rescaled or merged (peft's layer attributes);
+        - another configuration object, or a change of its RoPE, sliding window, layer types,
+          quantisation or attention implementation; train mode switched on.
+
+    Not noticed
+        - values written through ``.data``, NumPy views, foreign kernels or shared memory: nothing
+          counts those; take a new fingerprint after such surgery;
+        - in-place writes to weights that were loaded inside ``torch.inference_mode`` (no counter);
+        - the rotary modules' buffers, which dynamic scaling rewrites by itself; hooks; a patched
+          ``forward``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Kept alive by the watch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._slots: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
+        self._adapters: list[tuple[nn.Module, tuple[str, ...]]] = []
+        for module in model.modules():
+            self._follow(module)
+        step = max(1, len(self._slots) // _SAMPLES)
+        self._sampled = self._slots[::step]
+        config: Any = getattr(model, "config", None)
+        self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def state(self) -> str:
+        """A word that is the same, within this process, as long as no change is noticed."""
+        children = [tuple(map(id, d.values())) for d in self._children]
+        tensors = self._identities()
+        placed = [_placement(d.get(name)) for d, name in self._sampled]
+        adapters = repr([_adapter_state(module, names) for module, names in self._adapters])
+        fields = repr([getattr(self._config, name, None) for name in _CONFIG_FIELDS])
+        own = vars(self._model)
+        root = repr([own.get(name) for name in _ROOT_FIELDS]), tuple(own.get("peft_config") or ())
+        rest = (adapters, fields, root, id(own.get("config")), self._model.training)
+        return f"{hash((*children, *tensors, *placed, *rest)) & (1 << 64) - 1:016x}"
+
+    def _identities(self) -> list[int]:
+        try:  # spelled out because it is what a request pays for
+            tensors: list[Any] = [d[name] for d, name in self._slots]
+            return [*map(id, tensors), *[tensor._version for tensor in tensors]]
+        except (KeyError, AttributeError, RuntimeError):  # gone, None, or without a version counter
+            tensors = [d.get(name) for d, name in self._slots]
+            return [*map(id, tensors), *map(_version, tensors)]
+
+    def _follow(self, module: nn.Module) -> None:
+        if module._modules:
+            self._children.append(module._modules)
+        transient = module._non_persistent_buffers_set
+        self._slots += ((module._parameters, n) for n, p in module._parameters.items() if p is not None)
+        self._slots += ((module._buffers, n) for n in module._buffers if n not in transient)
+        if names := adapter_fields(module):
+            self._adapters.append((module, names))
+
+
+def quick_check(model: nn.Module) -> str:
+    """``ModelWatch(model).state()``: for one look. Keep a :class:`ModelWatch` to look often."""
+    return ModelWatch(model).state()
+
+
+def adapter_fields(module: nn.Module) -> tuple[str, ...]:
+    """Names of the module's attributes that say which adapters act in it, and how."""
+    names = [n for n in ADAPTER_FIELDS if _readable(module, n)]
+    return (*names, *(n for n in _LAYER_FIELDS if _readable(module, n))) if names else ()
+
+
+def adapter_values(module: nn.Module) -> list[tuple[str, str]]:
+    """The module's adapter attributes and their values as text; empty where it has none."""
+    return [(name, repr(getattr(module, name, None))) for name in adapter_fields(module)]
+
+
+def _adapter_state(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
+    return [getattr(module, name, None) for name in names]
+
+
+def _readable(module: nn.Module, name: str) -> bool:
+    # transformers gives every model a method of this name, which raises where no adapter is loaded;
+    # what it would return stands in the layers.
+    if name in vars(module):
+        return True
+    return isinstance(getattr(type(module), name, None), property)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    try:
+        return -1 if tensor is None else tensor._version
+    except RuntimeError:  # an inference tensor
+        return -1
+
+
+def _placement(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    if tensor is None:
+        return ()
+    try:
+        return (tensor.data_ptr(), tensor.dtype, tensor.device)
+    except RuntimeError:  # tensor subclasses without storage
+        return (tensor.dtype, tensor.device)

@@ -1,0 +1,159 @@
+"""Digests of weights: of the files they were loaded from, or of the tensors themselves; streamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.model.file_digests import FileDigests
+
+PIECE_BYTES = 32 << 20
+"""Most bytes of weights held as a copy at any time."""
+
+_MAX_HEADER_BYTES = 100 << 20
+_log = logging.getLogger(__name__)
+
+
+class Hasher(Protocol):
+    """What of :mod:`hashlib`'s objects is used here."""
+
+    def update(self, data: Any, /) -> None:
+        """Add bytes (any C-contiguous buffer) to the digest."""
+        ...
+
+
+def state_digest(model: nn.Module) -> str:
+    """SHA-256 over the state dict: name, dtype, shape and bytes of every tensor, sorted by name.
+
+    Tensors that share memory (tied embeddings) are read once.
+
+    Raises
+    ------
+    ModelNotSupported
+        If a tensor has no bytes here (meta device: weights offloaded to disk) or hides them.
+    """
+    hasher = hashlib.sha256()
+    seen: dict[tuple[object, ...], str] = {}
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, torch.Tensor):
+            _frame(hasher, f"{name} {value!r}")
+            continue
+        where = _place(value)
+        same = seen.setdefault(where, name)
+        _frame(hasher, f"{name} {value.dtype} {tuple(value.shape)} {same if same != name else ''}")
+        if same == name:
+            hash_tensor(hasher, value, name)
+    return hasher.hexdigest()
+
+
+def hash_tensor(hasher: Hasher, tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Feed the tensor's bytes (row-major) to the hasher in pieces of at most ``PIECE_BYTES``.
+
+    A single row of a tensor that is not contiguous may be larger, and is then copied whole.
+    """
+    if tensor.is_meta:
+        raise ModelNotSupported(
+            f"{name} is on the meta device: load the whole model into memory, not offloaded"
+        )
+    try:
+        for piece in _pieces(tensor.detach()):
+            hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        kind = type(tensor).__name__
+        raise ModelNotSupported(
+            f"the bytes of {name} ({kind}, {tensor.dtype}) cannot be read: {error}"
+        ) from error
+
+
+def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str | None:
+    """SHA-256 over the folder's safetensors files, or None where they do not say what the model holds.
+
+    They do only if every tensor of the state dict stands in them under its own name and shape (or
+    shares memory with one that does): a renamed, missing or resized tensor was made by the loader.
+    """
+    files = _safetensors_files(folder)
+    if not files:
+        return None
+    try:
+        shapes = {name: shape for file in files for name, shape in _shapes(file)}
+        if not _all_from(model, shapes):
+            return None
+        hashed = hashlib.sha256()
+        for file in files:
+            _frame(hashed, digests.get(file))
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "cannot read the weights files in %s (%s); hashing the loaded weights instead", folder, error
+        )
+        return None
+    return hashed.hexdigest()
+
+
+def _frame(hasher: Hasher, text: str) -> None:
+    raw = text.encode()
+    hasher.update(len(raw).to_bytes(8, "little") + raw)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are views of the same memory in the same way."""
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # tensor subclasses without storage
+        pointer = 0
+    if not pointer:
+        return (id(tensor),)
+    return (pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    if not tensor.numel():
+        return
+    row_bytes = tensor.element_size() * (tensor.numel() // tensor.shape[0])
+    rows = max(1, PIECE_BYTES // row_bytes)
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows].reshape(-1)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """The files that transformers loads from the folder, in the order of its own preference."""
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes from a safetensors header: 8 bytes of length, then JSON."""
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= _MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is not a safetensors file")
+        header = json.loads(handle.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is not a safetensors file")
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"])
+
+
+def _all_from(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> bool:
+    state = model.state_dict()
+    if not all(isinstance(value, torch.Tensor) and not value.is_meta for value in state.values()):
+        return False
+    stored = {_place(value) for name, value in state.items() if shapes.get(name) == tuple(value.shape)}
+    return all(_place(value) in stored for value in state.values())

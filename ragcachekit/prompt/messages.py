@@ -1,0 +1,191 @@
+"""Chat messages: where the chunks are after the chat template has been rendered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ragcachekit.prompt.base import ChunkFinder, Segmentation
+from ragcachekit.prompt.segment import merge_texts, segment_text
+from ragcachekit.types import Chunk, Prompt, Segment, Text
+
+MARK = "chunk"
+"""Key of a content block that says whether the block's text is a chunk."""
+
+Message = Mapping[str, Any]
+Render = Callable[[list[dict[str, Any]]], str]
+
+# What stands in for a chunk. Plain letters and digits, so that no template escapes or reformats it;
+# its Z stands first and only there, so that no occurrence can begin in the text before it.
+_SENTINEL_START = "Zq7xChunk"
+
+
+def marked(text: str) -> dict[str, Any]:
+    """A content block whose text is a chunk, registered or not."""
+    return {"type": "text", "text": text, MARK: True}
+
+
+def segment_messages(
+    messages: Sequence[Message], render: Render, registry: ChunkFinder, namespace: str
+) -> Segmentation:
+    """Render chat messages and cut the rendered text at the chunks in their contents.
+
+    Marked blocks (:func:`marked`) are chunks as they are; the other text is searched for registered
+    chunks as :func:`~ragcachekit.prompt.segment.segment_text` does. Every chunk is replaced by a
+    sentinel, the messages are rendered, and the chunks are put back; only if that gives exactly what
+    the template makes of the messages themselves is the result used. A template that trims, escapes,
+    drops, repeats or reorders contents, or looks into them, or prints the time, thus leads to a plain
+    prefill with the reason in ``fallback``.
+
+    Parameters
+    ----------
+    messages : sequence of mapping
+        ``role`` and ``content``: a string, None, or a list of strings and text blocks, which are
+        joined without a separator. Other keys are handed to ``render`` as they are.
+    render : callable
+        Chat template: messages (with string contents) to the prompt's text, generation prompt included.
+    registry, namespace
+        Whose chunks to look for.
+
+    Returns
+    -------
+    Segmentation
+        The segments' texts, joined, are ``render`` of the messages with flattened contents.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For messages that are not of this form (a block that is not text, no role).
+    Exception
+        Whatever ``render`` raises for the messages themselves: the template refuses them.
+    """
+    contents = [_content_segments(message) for message in messages]
+    rendered = render([_with_content(m, c) for m, c in zip(messages, contents, strict=True)])
+    if not isinstance(rendered, str):
+        raise TypeError(
+            f"render must return the prompt's text, not {type(rendered).__name__}; use tokenize=False"
+        )
+    searched, notes, fallback = _search(contents, registry, namespace)
+    if fallback is not None:
+        return Segmentation.plain(rendered, fallback)
+    if not any(isinstance(s, Chunk) for content in searched for s in content):
+        return Segmentation(Prompt(Segmentation.plain(rendered).prompt.segments, notes))
+    reason = ""
+    for attempt in _attempts(searched):
+        segments, reason = _through_template(messages, attempt, rendered, render)
+        if segments:
+            return Segmentation(Prompt(segments, notes))
+    return Segmentation(Prompt([Text(rendered)] if rendered else [], notes), reason)
+
+
+def _content_segments(message: Message) -> list[Segment]:
+    """The content as segments: marked blocks as Chunk, everything else as Text."""
+    if "role" not in message or "content" not in message:
+        raise ValueError(f"a message needs 'role' and 'content', got {sorted(message)}")
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return merge_texts([Text(content or "")])
+    if not isinstance(content, Iterable):
+        raise TypeError(f"content must be str or a list of text blocks, not {type(content).__name__}")
+    return merge_texts(_block_segment(block) for block in content)
+
+
+def _block_segment(block: object) -> Segment:
+    if isinstance(block, str):
+        return Text(block)
+    if not isinstance(block, Mapping) or block.get("type", "text") != "text":
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        raise ValueError(f"only text blocks can be used in a prompt, got {kind!r}; leave other blocks out")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"a text block needs a 'text' string, got {type(text).__name__}")
+    # Whitespace alone is no chunk: there is nothing to reuse.
+    return Chunk(text) if block.get(MARK) and text.strip() else Text(text)
+
+
+def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any]:
+    if message["content"] is None:
+        return dict(message)  # templates tell a missing content (tool calls) from an empty one
+    return {**message, "content": "".join(s.text or "" for s in content)}
+
+
+def _search(
+    contents: Sequence[Sequence[Segment]], registry: ChunkFinder, namespace: str
+) -> tuple[list[list[Segment]], tuple[str, ...], str | None]:
+    """The contents with their Texts cut at registered chunks, the notes, and why a search gave up."""
+    searched: list[list[Segment]] = []
+    notes: list[str] = []
+    for number, content in enumerate(contents, 1):
+        segments: list[Segment] = []
+        for segment in content:
+            if isinstance(segment, Chunk):
+                segments.append(segment)
+                continue
+            result = segment_text(segment.text or "", registry, namespace)
+            if result.fallback:
+                return [], (), result.fallback
+            segments += result.prompt.segments
+            notes += (f"message {number}: {note}" for note in result.prompt.notes)
+        searched.append(segments)
+    return searched, tuple(notes), None
+
+
+def _attempts(contents: list[list[Segment]]) -> Iterable[list[list[Segment]]]:
+    """The contents, then (if it differs) with the whitespace at a message's ends left out of its chunks.
+
+    Many templates trim messages. A chunk at the end of one then loses its last newline, and is still
+    the chunk.
+    """
+    yield contents
+    trimmed = [_edges_outside(content) for content in contents]
+    if trimmed != contents:
+        yield trimmed
+
+
+def _edges_outside(content: Sequence[Segment]) -> list[Segment]:
+    segments = list(content)
+    if segments and isinstance(first := segments[0], Chunk):
+        body = (first.text or "").lstrip()
+        segments[:1] = [Text((first.text or "")[: -len(body)]), Chunk(body)]
+    if segments and isinstance(last := segments[-1], Chunk):
+        body = (last.text or "").rstrip()
+        segments[-1:] = [Chunk(body), Text((last.text or "")[len(body) :])]
+    return merge_texts(segments)
+
+
+def _through_template(
+    messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
+) -> tuple[list[Segment], str]:
+    """The rendered prompt's segments, or none and the reason why they cannot be had."""
+    salt = _unused_salt([rendered, *(s.text or "" for content in contents for s in content)])
+    chunks: dict[str, Chunk] = {}
+    stand_ins = [[_stand_in(s, salt, chunks) for s in content] for content in contents]
+    try:
+        with_sentinels = render([_with_content(m, c) for m, c in zip(messages, stand_ins, strict=True)])
+    except Exception as error:  # a template may do anything with contents it does not expect
+        return [], f"the chat template fails on contents with the chunks taken out ({_brief(error)})"
+    pieces = re.split(f"({_SENTINEL_START}{salt}N[0-9]{{6}}E)", with_sentinels)
+    if pieces[1::2] != list(chunks):
+        return [], "the chat template drops, repeats, reorders or rewrites message contents"
+    segments = merge_texts(chunks[p] if i % 2 else Text(p) for i, p in enumerate(pieces))
+    if "".join(s.text or "" for s in segments) != rendered:
+        return [], "the chat template changes chunk texts (trims, escapes) or renders differently each time"
+    return segments, ""
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _unused_salt(texts: Iterable[str]) -> int:
+    used = {int(found) for text in texts for found in re.findall(f"{_SENTINEL_START}([0-9]{{1,18}})N", text)}
+    return next(salt for salt in range(len(used) + 1) if salt not in used)
+
+
+def _stand_in(segment: Segment, salt: int, chunks: dict[str, Chunk]) -> Segment:
+    if not isinstance(segment, Chunk):
+        return segment
+    sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"
+    chunks[sentinel] = segment
+    return Text(sentinel)

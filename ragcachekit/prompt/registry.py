@@ -1,0 +1,174 @@
+"""The chunks that a prompt may contain: those the retriever returned or that were encoded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ragcachekit.prompt.anchors import AnchorIndex
+from ragcachekit.prompt.base import Matches
+
+DEFAULT_MAX_CHUNKS = 100_000
+DEFAULT_MIN_CHARS = 16
+
+
+def forms(text: str) -> tuple[str, ...]:
+    """The forms under which a chunk text is looked for: itself, then itself without outer whitespace.
+
+    Chains and templates strip documents or keep them as they are. The two forms are two chunks
+    (their tokens differ); the longest form that a prompt holds is the one found.
+    """
+    stripped = text.strip()
+    return (text,) if stripped == text else (text, stripped)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What became of the texts given to :meth:`ChunkRegistry.add`.
+
+    Attributes
+    ----------
+    added, known : int
+        Texts that are new, and texts that were registered before.
+    refused : tuple of str
+        Texts not registered because, outer whitespace aside, they are shorter than ``min_chars``:
+        they would be found everywhere. Such a chunk can still be marked explicitly.
+    """
+
+    added: int
+    known: int
+    refused: tuple[str, ...]
+
+
+@dataclass
+class _Namespace:
+    lru: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    index: AnchorIndex = field(default_factory=AnchorIndex)
+
+    def put(self, text: str, limit: int) -> bool:
+        if text in self.lru:
+            self.lru.move_to_end(text)
+            return False
+        self.lru[text] = None
+        self.index.add(text)
+        while len(self.lru) > limit:
+            self.index.remove(self.lru.popitem(last=False)[0])
+        return True
+
+    def drop(self, text: str) -> bool:
+        if text not in self.lru:
+            return False
+        del self.lru[text]
+        self.index.remove(text)
+        return True
+
+
+class ChunkRegistry:
+    """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
+
+    Namespaces are separate indexes: a text registered by one tenant is never found in another
+    tenant's prompt. When a namespace is full, the chunk neither registered nor found for longest leaves.
+
+    Parameters
+    ----------
+    max_chunks : int
+        Texts kept per namespace (a text with outer whitespace counts twice, see :func:`forms`).
+    min_chars : int
+        Shortest text registered, in characters, outer whitespace aside.
+
+    Examples
+    --------
+    >>> registry = ChunkRegistry()
+    >>> registry.add("acme", ["Berlin is the capital of Germany.", "Berlin"])
+    Registered(added=1, known=0, refused=('Berlin',))
+    >>> registry.find("acme", "Context: Berlin is the capital of Germany.").found
+    (Match(start=9, end=42),)
+    """
+
+    def __init__(self, max_chunks: int = DEFAULT_MAX_CHUNKS, min_chars: int = DEFAULT_MIN_CHARS) -> None:
+        if max_chunks < 2:
+            raise ValueError(f"max_chunks must be >= 2 (a text and its stripped form), got {max_chunks}")
+        if min_chars < 1:
+            raise ValueError(f"min_chars must be >= 1, got {min_chars}")
+        self.max_chunks = max_chunks
+        self.min_chars = min_chars
+        self._lock = threading.Lock()
+        self._namespaces: dict[str, _Namespace] = {}
+
+    def add(self, namespace: str, texts: Iterable[str]) -> Registered:
+        """Register chunk texts; registering a text again keeps it from being evicted.
+
+        Raises
+        ------
+        TypeError
+            If ``texts`` is one string, or holds something that is not a string; nothing is added.
+        """
+        wanted = _strings(texts)
+        refused = tuple(text for text in wanted if len(text.strip()) < self.min_chars)
+        taken = [text for text in wanted if len(text.strip()) >= self.min_chars]
+        if not taken:
+            return Registered(0, 0, refused)
+        with self._lock:
+            space = self._namespaces.setdefault(namespace, _Namespace())
+            added = sum(self._put(space, text) for text in taken)
+        return Registered(added, len(taken) - added, refused)
+
+    def discard(self, namespace: str, texts: Iterable[str]) -> int:
+        """Forget texts and their stripped forms; returns how many of ``texts`` were registered."""
+        wanted = _strings(texts)
+        with self._lock:
+            space = self._namespaces.get(namespace)
+            if space is None:
+                return 0
+            return sum(self._drop(space, text) for text in wanted)
+
+    def clear(self, namespace: str) -> int:
+        """Forget the whole namespace; returns how many texts (all forms) it held."""
+        with self._lock:
+            space = self._namespaces.pop(namespace, None)
+            return len(space.lru) if space else 0
+
+    def size(self, namespace: str) -> int:
+        """Texts registered in the namespace, all forms counted."""
+        with self._lock:
+            space = self._namespaces.get(namespace)
+            return len(space.lru) if space else 0
+
+    def find(self, namespace: str, text: str) -> Matches:
+        """Every occurrence of the namespace's chunks; those found count as used just now."""
+        with self._lock:
+            space = self._namespaces.get(namespace)
+            if space is None:
+                return Matches(())
+            snapshot = space.index.snapshot()
+        matches = snapshot.find(text)  # outside the lock: prompts of several threads search at once
+        with self._lock:
+            for start, end in matches.found:
+                if (chunk := text[start:end]) in space.lru:
+                    space.lru.move_to_end(chunk)
+        return matches
+
+    def _put(self, space: _Namespace, text: str) -> bool:
+        new = text not in space.lru
+        if not new:
+            space.lru.move_to_end(text)  # or making room for its stripped form could evict it
+        for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
+            space.put(form, self.max_chunks)
+        return new
+
+    def _drop(self, space: _Namespace, text: str) -> bool:
+        for form in forms(text)[1:]:
+            space.drop(form)
+        return space.drop(text)
+
+
+def _strings(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of strings, not one string")
+    wanted = list(texts)
+    for text in wanted:
+        if not isinstance(text, str):
+            raise TypeError(f"a chunk text must be str, not {type(text).__name__}")
+    return wanted

@@ -1,0 +1,1 @@
+"""Was a near-identical question answered by the index before? (Proximity)"""

@@ -1,0 +1,176 @@
+"""The contract of every query cache, the key it is partitioned by, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+ResultId: TypeAlias = str | int
+"""What names one result of a search."""
+
+
+class Hit(NamedTuple):
+    """A cached answer: ordered result ids, and how far its query lies from this one.
+
+    ``distance`` has the unit of the cache's metric (``ragcachekit.query.metrics``). Scores of the
+    cached search are not kept: they belong to the old query.
+    """
+
+    ids: tuple[ResultId, ...]
+    distance: float
+
+
+class Entry(NamedTuple):
+    """A cached entry as seen from outside: its partition and its ordered result ids."""
+
+    partition: Hashable
+    ids: tuple[ResultId, ...]
+
+
+@dataclass(frozen=True)
+class QueryCacheStats:
+    """Counters since the cache was made; ``entries`` and ``partitions`` are the present content.
+
+    ``inserts = entries + replacements + evictions + forgotten`` always holds.
+    """
+
+    capacity: int
+    entries: int
+    partitions: int
+    hits: int
+    misses: int
+    inserts: int
+    replacements: int
+    evictions: int
+    forgotten: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits / lookups, 0 before the first lookup."""
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else 0.0
+
+
+class Partition(NamedTuple):
+    """The hard part of a query cache's key: entries of another partition are never considered.
+
+    Attributes
+    ----------
+    namespace : str
+        Tenant and corpus.
+    k : int
+        Number of results asked for.
+    filters, search_kwargs : hashable
+        Whatever else changes the answer. Use :meth:`of`, which freezes dicts and lists.
+    index_id : hashable
+        Identity of the index and of the embedding model: a name, a digest, a version.
+    """
+
+    namespace: str
+    k: int
+    filters: Hashable = None
+    search_kwargs: Hashable = None
+    index_id: Hashable = None
+
+    @classmethod
+    def of(
+        cls,
+        namespace: str,
+        k: int,
+        *,
+        filters: object = None,
+        search_kwargs: Mapping[str, object] | None = None,
+        index_id: object = None,
+    ) -> Partition:
+        """A partition from ordinary (also mutable) filters and keyword arguments.
+
+        Raises
+        ------
+        ValueError
+            ``k`` is not positive.
+        TypeError
+            ``k`` is no integer, or a value can be neither hashed nor taken apart.
+        """
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"k must be an int, not {type(k).__name__}")
+        if k <= 0:
+            raise ValueError(f"k must be > 0, got {k}")
+        return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
+
+
+def freeze(value: object) -> Hashable:
+    """``value`` as something hashable that is equal only for equal values *of equal types*.
+
+    Types are part of it because ``True == 1 == 1.0`` in Python and not in every filter language.
+    Functions and other hashable objects stand for themselves.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        return kind, frozenset((freeze(k), freeze(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return kind, tuple(freeze(item) for item in value)
+    if isinstance(value, Set):
+        return kind, frozenset(freeze(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind, tuple((f.name, freeze(getattr(value, f.name))) for f in fields(value))
+    return _freeze_object(kind, value)
+
+
+def _freeze_object(kind: str, value: object) -> Hashable:
+    if isinstance(value, Hashable):
+        return kind, value
+    dump: Any = getattr(value, "model_dump", None)  # pydantic models, LlamaIndex's MetadataFilters
+    if callable(dump):
+        return kind, freeze(dump())
+    raise TypeError(f"cannot key a query cache by a {kind}; pass dicts, lists, strings or numbers instead")
+
+
+@runtime_checkable
+class QueryCache(Protocol):
+    """Query embedding -> ordered result ids (Proximity, section 3). Implementations promise:
+
+    - ``lookup`` returns only what was inserted under an equal ``partition``; the partition is
+      checked before any similarity.
+    - An embedding equal to an inserted one hits at any tolerance, while its entry is kept.
+    - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
+      than float64 rounding).
+    - Never more than ``capacity`` entries over all partitions.
+    - All methods are thread safe; embeddings are copied, never kept or written to.
+    - An embedding with NaN or infinite numbers, or of another width than the first, raises
+      :class:`~ragcachekit.errors.RetrievalError` and changes nothing.
+    """
+
+    def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
+        """The nearest entry of the partition within the tolerance, or None."""
+        ...
+
+    def insert(
+        self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
+    ) -> tuple[Entry, ...]:
+        """Keep ``ids`` for this embedding; returns the entries that left (replaced or evicted).
+
+        An equal embedding of the same partition is replaced and becomes the newest entry.
+        """
+        ...
+
+    def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
+        """Drop and return the entries for which ``where`` is true; it must not call the cache."""
+        ...
+
+    def clear(self) -> tuple[Entry, ...]:
+        """Drop and return all entries."""
+        ...
+
+    def stats(self) -> QueryCacheStats:
+        """Counters and present content."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError if the cache's own bookkeeping contradicts itself."""
+        ...

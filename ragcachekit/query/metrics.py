@@ -1,0 +1,155 @@
+"""Distances between two query embeddings: one metric, one unit, zero for equal vectors.
+
+=========  =================================  ====================================================
+metric     distance of query q and key k      unit
+=========  =================================  ====================================================
+``l2``     ||q - k||                          that of the embedding (Euclidean, *not* squared)
+``cosine`` 1 - q.k / (||q|| ||k||)            none, 0 to 2; scaling q or k changes nothing
+``ip``     max(q.q, k.k) - q.k                an inner product; equal to ``cosine`` on unit vectors
+=========  =================================  ====================================================
+
+The inner product itself is no distance (a long key would be "near" to everything), so ``ip`` measures
+what q.k lacks of the larger self-product. It is never negative, 0 only for q = k, and it bounds the
+damage: ||q - k||^2 <= 2 d, so no document x changes its score by more than sqrt(2 d) ||x||.
+
+Each metric does two things: rank all keys in float32 from one matrix-vector product (fast, but
+||q||^2 + ||k||^2 - 2 q.k loses most of its digits for near vectors), and measure a few in float64.
+:class:`~ragcachekit.query.proximity.ProximityCache` bounds the error of the first to know which keys
+need the second.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32: TypeAlias = NDArray[np.float32]
+Float64: TypeAlias = NDArray[np.float64]
+Number = TypeVar("Number", float, Float64)
+"""One key or many: the formulas are the same."""
+
+
+class Metric(Protocol):
+    """Fast ranking and exact measurement of one distance."""
+
+    name: str
+    needs_direction: bool
+
+    def side(self, squared_norm: float) -> float:
+        """The number kept beside each key, from its squared norm."""
+        ...
+
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
+        """Rising with the distance; from the products q.k, in place where possible."""
+        ...
+
+    def limit(self, distance: float, squared_norm: float) -> float:
+        """The rank that a key at ``distance`` from the query would have."""
+        ...
+
+    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
+        """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key."""
+        ...
+
+    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
+        """The distance from the products q.k, q.q and k.k in float64: 0 where all three are equal."""
+        ...
+
+
+_EPSILON = 1.2e-7  # float32; four of them cover the additions and the rounding of the norms
+_TINY = 1e-36  # float32 products underflow below this
+
+
+class L2:
+    """Rank: ||k||^2 / 2 - q.k."""
+
+    name = "l2"
+    needs_direction = False
+
+    def side(self, squared_norm: float) -> float:
+        return squared_norm / 2
+
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:  # noqa: ARG002
+        return np.subtract(side, dots, out=dots)
+
+    def limit(self, distance: float, squared_norm: float) -> float:
+        return (distance * distance - squared_norm) / 2
+
+    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
+        scale = squared_norm + largest
+        return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
+
+    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
+        gap: Number = abs((qq - qk) + (kk - qk)) ** 0.5
+        return gap
+
+
+class InnerProduct(L2):
+    """Rank: max(q.q, k.k) - q.k, the distance itself."""
+
+    name = "ip"
+
+    def side(self, squared_norm: float) -> float:
+        return squared_norm
+
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
+        larger = np.maximum(side, np.float32(squared_norm))
+        return np.subtract(larger, dots, out=dots)
+
+    def limit(self, distance: float, squared_norm: float) -> float:  # noqa: ARG002
+        return distance
+
+    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
+        # (a + b + |a - b|) / 2 is max(a, b), for numbers and for arrays
+        lack: Number = abs((qq - qk) + (kk - qk) + abs(qq - kk)) / 2
+        return lack
+
+
+class Cosine:
+    """Rank: -q.k / ||k||."""
+
+    name = "cosine"
+    needs_direction = True
+
+    def side(self, squared_norm: float) -> float:
+        return -1.0 / math.sqrt(squared_norm)
+
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:  # noqa: ARG002
+        return np.multiply(dots, side, out=dots)
+
+    def limit(self, distance: float, squared_norm: float) -> float:
+        return (distance - 1.0) * math.sqrt(squared_norm)
+
+    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:  # noqa: ARG002
+        return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
+
+    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
+        turned: Number = abs(1.0 - qk / (qq * kk) ** 0.5)
+        return turned
+
+
+_METRICS: dict[str, Metric] = {metric.name: metric for metric in (L2(), Cosine(), InnerProduct())}
+
+
+def get_metric(name: str) -> Metric:
+    """The metric called ``name``; ValueError with the known names otherwise."""
+    if name not in _METRICS:
+        raise ValueError(f"unknown metric {name!r}; known: {', '.join(sorted(_METRICS))}")
+    return _METRICS[name]
+
+
+def product(a: Float64, b: Float64) -> float:
+    """a.b of two float64 vectors; one routine for all, so that equal vectors give equal products."""
+    return float(a.dot(b))
+
+
+def paired_distances(metric: Metric, queries: Float64, keys: Float64) -> Float64:
+    """Distances ``[n]`` between the rows of two float64 matrices ``[n, dim]``."""
+    distances = [
+        metric.distance(product(q, k), product(q, q), product(k, k))
+        for q, k in zip(queries, keys, strict=True)
+    ]
+    return np.array(distances, np.float64)

@@ -1,0 +1,54 @@
+"""Faiss, exact: IndexFlat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.search.checks import Float32
+from ragcachekit.search.labelled import LabelledIndex
+from ragcachekit.search.optional import load_library
+
+
+class FaissFlatIndex(LabelledIndex):
+    """Faiss's exact scan. Needs the extra ``faiss``."""
+
+    kind: ClassVar[str] = "faiss-flat"
+
+    def __init__(self, dim: int, metric: str = "cosine") -> None:
+        super().__init__(dim, metric)
+        self._faiss = load_library("faiss", "faiss")
+        self._index = self._faiss.IndexIDMap2(self._make())
+
+    def _make(self) -> Any:
+        return self._faiss.IndexFlat(self._dim, self._faiss_metric())
+
+    def _faiss_metric(self) -> Any:
+        return self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
+
+    def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+        self._index.add_with_ids(rows, labels)
+
+    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
+        labels: NDArray[np.int64] = self._index.search(query, count)[1][0]
+        return labels[labels >= 0]  # Faiss pads with -1
+
+    def _vectors(self, labels: NDArray[np.int64]) -> Float32:
+        rows: Float32 = self._index.reconstruct_batch(labels)
+        return rows
+
+    def _remove(self, labels: NDArray[np.int64]) -> None:
+        self._index.remove_ids(labels)
+
+    def _write(self, path: Path) -> None:
+        self._faiss.write_index(self._index, str(path))
+
+    def _read(self, path: Path, count: int) -> None:
+        index = self._faiss.read_index(str(path))
+        if index.d != self._dim or index.ntotal != count or index.metric_type != self._faiss_metric():
+            raise RetrievalError(f"{path} holds another index than its manifest says; build it anew")
+        self._index = index

@@ -1,0 +1,71 @@
+"""Vector indexes by name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.search.labelled import LabelledIndex
+from ragcachekit.search.manifest import read_index
+
+_KINDS = {
+    "brute": ("ragcachekit.search.brute", "BruteIndex"),
+    "faiss-flat": ("ragcachekit.search.faiss_flat", "FaissFlatIndex"),
+    "faiss-hnsw": ("ragcachekit.search.faiss_hnsw", "FaissHnswIndex"),
+    "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
+}
+
+
+def index_names() -> tuple[str, ...]:
+    """The names that :func:`open_index` knows."""
+    return tuple(sorted(_KINDS))
+
+
+def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> LabelledIndex:
+    """A new, empty index.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`index_names`.
+    dim : int
+        Width of the vectors.
+    metric : {"cosine", "l2", "ip"}
+        See :class:`~ragcachekit.search.base.SearchResult` for the units.
+    **options
+        Those of the implementation (``links``, ``ef_construction``, ``ef_search``); it refuses others.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown name, metric or option, or a dim that is not positive.
+    ImportError
+        The library is not installed; the message names the extra.
+    """
+    if name not in _KINDS:
+        raise ValueError(f"unknown index {name!r}; known: {', '.join(index_names())}")
+    module, kind = _KINDS[name]
+    made: LabelledIndex = getattr(importlib.import_module(module), kind)(dim, metric, **options)
+    return made
+
+
+def load_index(path: str | os.PathLike[str]) -> LabelledIndex:
+    """The index that ``save`` wrote to ``path``.
+
+    Raises
+    ------
+    RetrievalError
+        A file is missing, unreadable or damaged.
+    ImportError
+        As :func:`open_index`.
+    """
+    manifest, data = read_index(Path(path))
+    index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
+    try:
+        index.restore(data, manifest)
+    except RuntimeError as error:  # what Faiss and hnswlib raise
+        raise RetrievalError(f"cannot load the index {path}: {error}") from error
+    return index

@@ -1,0 +1,182 @@
+"""The header of an entry file: a safetensors header that also says whose KV this is, sealed by a CRC.
+
+A safetensors file is eight bytes of header length, a JSON header, then raw tensors. Ours starts with
+``__metadata__`` and in it ``header_crc32c``, so that the seal stands at a fixed place and is checked
+before any JSON is parsed. (The safetensors library writes metadata in no fixed order, which is why the
+header is put together here; any safetensors reader opens the files.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import torch
+
+from ragcachekit.errors import StoreError
+from ragcachekit.types import KVKey
+
+SCHEMA = "1"
+_ALIGN = 64  # tensors start on a cache line
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # as the safetensors library
+_OPENING = b'{"__metadata__":{"header_crc32c":"'
+_SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
+_NO_SEAL = b"00000000"
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class EntryDamaged(StoreError):
+    """A file of the disk tier is cut short, altered, or not the entry that its name promises."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Type and shape of one stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the raw tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of ``tensor``; TypeError for a dtype that safetensors does not know."""
+        if tensor.dtype not in _NAMES:
+            raise TypeError(
+                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, _NAMES))}"
+            )
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Keys and values of one layer, with the CRC32C of their raw bytes, keys first."""
+
+    keys: TensorSpec
+    values: TensorSpec
+    crc32c: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class EntryHeader:
+    """All that an entry file says before its tensors.
+
+    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`.
+    """
+
+    key: KVKey
+    start: int | None
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def encode_header(header: EntryHeader) -> bytes:
+    """Length prefix and sealed JSON, padded with spaces to whole cache lines."""
+    content = {"__metadata__": _metadata(header), **_tensors(header.layers)}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    size = _LENGTH_BYTES + len(text)
+    text += b" " * (-size % _ALIGN)
+    raw = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    raw[_SEAL] = _seal(bytes(raw))
+    return bytes(raw)
+
+
+def header_size(prefix: bytes, file_size: int) -> int:
+    """Bytes of the whole header, from the first eight bytes of a file of ``file_size`` bytes."""
+    length = int.from_bytes(prefix, "little")
+    size = _LENGTH_BYTES + length
+    if len(prefix) < _LENGTH_BYTES or size > file_size or not len(_OPENING) < length <= _MAX_HEADER:
+        raise EntryDamaged(f"a header of {length} bytes in a file of {file_size}")
+    return size
+
+
+def decode_header(raw: bytes) -> EntryHeader:
+    """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written."""
+    unsealed = bytearray(raw)
+    unsealed[_SEAL] = _NO_SEAL
+    # The text is compared, not the number: "A" for "a" is a flipped bit too.
+    if raw[_SEAL] != _seal(bytes(unsealed)):
+        raise EntryDamaged("the header does not match its CRC")
+    try:
+        return _parse(json.loads(raw[_LENGTH_BYTES:]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EntryDamaged(f"a header of another schema: {error!r}") from error
+
+
+def _seal(unsealed: bytes) -> bytes:
+    return b"%08x" % google_crc32c.value(unsealed)
+
+
+def _metadata(header: EntryHeader) -> dict[str, str]:
+    key = header.key
+    return {
+        "header_crc32c": _NO_SEAL.decode(),
+        "schema": SCHEMA,
+        "fingerprint": key.fingerprint,
+        "namespace": key.namespace,
+        "chunk_id": key.chunk_id,
+        "encoding": key.encoding,
+        "context": json.dumps(key.context),
+        "start": json.dumps(header.start),
+        "layer_crc32c": json.dumps([layer.crc32c for layer in header.layers]),
+    }
+
+
+def _tensors(layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
+    entries = {}
+    offset = 0
+    for number, layer in enumerate(layers):
+        for name, spec in ((f"k.{number}", layer.keys), (f"v.{number}", layer.values)):
+            offsets = [offset, offset + spec.nbytes]
+            entries[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
+            offset += spec.nbytes
+    return entries
+
+
+def _parse(content: dict[str, Any]) -> EntryHeader:
+    meta = content["__metadata__"]
+    if meta["schema"] != SCHEMA:
+        raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
+    key = KVKey(
+        meta["fingerprint"],
+        meta["namespace"],
+        meta["chunk_id"],
+        meta["encoding"],
+        tuple(json.loads(meta["context"])),
+    )
+    layers = tuple(
+        LayerSpec(_spec(content[f"k.{number}"]), _spec(content[f"v.{number}"]), crc)
+        for number, crc in enumerate(json.loads(meta["layer_crc32c"]))
+    )
+    return EntryHeader(key, json.loads(meta["start"]), layers)
+
+
+def _spec(entry: dict[str, Any]) -> TensorSpec:
+    return TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))

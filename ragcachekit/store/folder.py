@@ -1,0 +1,152 @@
+"""The disk tier's folder: who may use it, files that appear whole or not at all, orphans, locks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ragcachekit.errors import StoreError
+
+_TEMP_NAME = re.compile(r"(\d+)-[0-9a-f]{16}\.tmp")
+
+
+def open_folder(path: Path) -> None:
+    """Create ``path`` with mode 0700, or check that an existing one is ours alone to write.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be created or written, is not a folder, belongs to another user, or others may
+        write to it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign(path, path.stat())
+        with temp_file(path) as (fd, _):
+            write_all(fd, memoryview(b"\0"))
+    except FileExistsError as error:
+        raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to the cache folder {path}: {error.strerror or error}; "
+            "make it writable, free some space, choose another disk_path, or use disk_path=None"
+        ) from error
+
+
+def _refuse_foreign(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise StoreError(
+            f"the cache folder {path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}; "
+            "KV written by somebody else is not trusted: choose another disk_path"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreError(
+            f"others may write to the cache folder {path} (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run `chmod 700 {path}` or choose another disk_path"
+        )
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path`` against other processes; the kernel frees it if this one dies."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
+    """A new file (descriptor, path) of mode 0600, removed on leaving unless it was renamed.
+
+    Its lock tells other processes that its writer is alive, see :func:`sweep_orphans`.
+    """
+    fd, path = _create_locked(folder)
+    try:
+        yield fd, path
+    finally:
+        with suppress(OSError):  # renamed; or the medium fails, and the next start sweeps it
+            path.unlink()
+        os.close(fd)
+
+
+def _create_locked(folder: Path) -> tuple[int, Path]:
+    while True:
+        path = folder / f"{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd, path
+        os.close(fd)  # a sweep came between creation and lock and took it for an orphan
+
+
+def sweep_orphans(folder: Path) -> int:
+    """Remove temporary files whose writer is gone; returns how many.
+
+    The lock decides, not the pid in the name: pids are reused, and differ between containers.
+    """
+    swept = 0
+    for path in folder.iterdir():
+        match = _TEMP_NAME.fullmatch(path.name)
+        if match and _abandoned(path, int(match[1])):
+            with suppress(FileNotFoundError):
+                path.unlink()
+                swept += 1
+    return swept
+
+
+def _abandoned(path: Path, pid: int) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) or not _alive(pid)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, operation: int) -> bool:
+    """False where the file system knows no locks; BlockingIOError where somebody else holds it."""
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of ``data``; ``os.write`` may stop short, at 2 GiB or when space runs out."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and removals in ``path`` survive a power failure."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,42 @@
+"""The store that keeps nothing: the baseline that every cache is compared with."""
+
+from __future__ import annotations
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Found, StoreStats
+from ragcachekit.store.counters import Counters
+from ragcachekit.types import KVKey
+
+
+class NullStore:
+    """Every ``get`` is a miss and every ``put`` is refused."""
+
+    def __init__(self) -> None:
+        self._counters = Counters("null")
+
+    def get(self, key: KVKey) -> Found | None:  # noqa: ARG002
+        """Always None."""
+        self._counters.count("misses")
+        return None
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:  # noqa: ARG002
+        """Always False; not a failure, so not counted as one."""
+        return False
+
+    def __contains__(self, key: KVKey) -> bool:
+        return False
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:  # noqa: ARG002
+        """Nothing to drop."""
+        return frozenset()
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """Always 0."""
+        return len(self.drop(namespace, chunk_ids))
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record that counts misses only."""
+        return (self._counters.stats(entries=0, nbytes=0, budget=0),)
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,238 @@
+"""Chunks, segments, prompts, keys and reports: plain frozen data, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+ENCODING_PREFIX = "prefix"
+"""The encoding of text that stands at the very start of a prompt: exact wherever it is reused."""
+
+
+def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
+    """SHA-256 over the token ids (little-endian 64 bit) and a tenant salt, as hex.
+
+    Two namespaces never share an id, so one tenant's KV cannot be addressed by another.
+    """
+    ids = array("q", token_ids)
+    digest = hashlib.sha256(salt.encode() + b"\0")
+    digest.update(ids.tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a prompt, given as text or as token ids (exactly one of them).
+
+    Use the subclasses :class:`Text` and :class:`Chunk`.
+    """
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError(f"{type(self).__name__} needs exactly one of text= and token_ids=")
+        if self.token_ids is not None:
+            object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
+        elif not isinstance(self.text, str):
+            raise TypeError(f"text must be str, not {type(self.text).__name__}")
+
+
+@dataclass(frozen=True)
+class Text(Segment):
+    """Fixed text or the question: always computed, except an exact prefix at the prompt's start."""
+
+
+@dataclass(frozen=True)
+class Chunk(Segment):
+    """An immutable piece of retrieved text whose KV may be reused."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as ordered segments; adjacent segments are concatenated as token ids, never as text.
+
+    Examples
+    --------
+    >>> Prompt([Text("Answer from the context.\\n"), Chunk("Berlin is a city."), Text("\\nWhere?")])
+    ... # doctest: +SKIP
+    """
+
+    segments: tuple[Segment, ...]
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, segments: Iterable[Segment], notes: Iterable[str] = ()) -> None:
+        parts = tuple(segments)
+        for part in parts:
+            if not isinstance(part, Text | Chunk):
+                raise TypeError(f"a prompt holds Text and Chunk segments, not {type(part).__name__}")
+        object.__setattr__(self, "segments", parts)
+        object.__setattr__(self, "notes", tuple(notes))
+
+
+@dataclass(frozen=True)
+class KVKey:
+    """What identifies one stored KV entry.
+
+    Attributes
+    ----------
+    fingerprint : str
+        Digest of all that changes KV values (see ``ragcachekit.model.fingerprint``).
+    namespace : str
+        Tenant and corpus, a hard partition.
+    chunk_id : str
+        SHA-256 of the token ids, salted with the namespace.
+    encoding : str
+        What stood before the chunk when it was encoded: ``standalone``, ``sinks:4``, ``system``,
+        ``prefix``; a suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
+    context : tuple of str
+        Ids of the segments the chunk was encoded behind, in order. ``forget`` follows them.
+    """
+
+    fingerprint: str
+    namespace: str
+    chunk_id: str
+    encoding: str = "standalone"
+    context: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """SHA-256 over all fields, as hex: the entry's name in every tier."""
+        parts = (self.fingerprint, self.namespace, self.chunk_id, self.encoding, *self.context)
+        hashed = hashlib.sha256()
+        for part in parts:
+            raw = part.encode()
+            hashed.update(len(raw).to_bytes(8, "little") + raw)
+        return hashed.hexdigest()
+
+
+class _Report:
+    """Shared rendering of report dataclasses: ``str``, a notebook table and ``to_dict``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON-able data."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(f.name.replace('_', ' '))}</th>"
+            f"<td>{html.escape(_short(getattr(self, f.name)))}</td></tr>"
+            for f in fields(self)  # type: ignore[arg-type]
+        )
+        return f"<table>{rows}</table>"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple):
+        return "; ".join(str(v) for v in value) or "-"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class ChunkUse(_Report):
+    """How one chunk of a prompt was served.
+
+    ``source`` is ``host``, ``disk`` (the tier it came from), ``computed`` (not cached: a row of the
+    same forward) or ``exact`` for an exempt, exactly reused chunk.
+    """
+
+    chunk_id: str
+    tokens: int
+    source: str
+    recomputed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.chunk_id[:8]} {self.tokens} tokens from {self.source}, {self.recomputed} recomputed"
+
+
+@dataclass(frozen=True)
+class LinkReport(_Report):
+    """What one prompt reused, recomputed, loaded and saved.
+
+    Attributes
+    ----------
+    prompt_tokens : int
+        Rows of the whole prompt.
+    exact_tokens : int
+        Rows reused exactly (the prefix, chunks behind exactly their encoding context).
+    approximate_tokens : int
+        Rows reused from chunk KV and not recomputed: the approximation.
+    recomputed_tokens : int
+        Cached rows that the policy recomputed.
+    computed_tokens : int
+        Rows with nothing cached: the question, fixed text, missing chunks.
+    recompute_ratio : float
+        Recomputed / cached rows over all layers; 0 when nothing was cached.
+    link_ms, load_ms : float
+        Milliseconds to assemble the linked cache, and thereof to load entries from the store.
+    fallback : str or None
+        Why the prompt was prefilled in full, where it was.
+    notes : tuple of str
+        Anything else the caller should know (damaged entries, ambiguous matches).
+    """
+
+    policy: str
+    encoder: str
+    namespace: str
+    prompt_tokens: int
+    exact_tokens: int = 0
+    approximate_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    recompute_ratio: float = 0.0
+    chunks: tuple[ChunkUse, ...] = ()
+    link_ms: float = 0.0
+    load_ms: float = 0.0
+    fallback: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def reused_tokens(self) -> int:
+        """Rows whose KV was really reused (what LangChain calls ``cache_read``)."""
+        return self.exact_tokens + self.approximate_tokens
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.policy}: {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused "
+            f"({self.exact_tokens} exactly), {self.recomputed_tokens} recomputed "
+            f"(ratio {self.recompute_ratio:.3f}), {self.computed_tokens} computed, link {self.link_ms:.1f} ms"
+        )
+        return text + (f"; fell back to a full prefill: {self.fallback}" if self.fallback else "")
+
+
+@dataclass(frozen=True)
+class GenerateReport(_Report):
+    """A :class:`LinkReport` with what generation measured.
+
+    ``ttft_ms`` counts from the call to the first token, segmentation and linking included.
+    """
+
+    link: LinkReport
+    output_tokens: int
+    ttft_ms: float
+    total_ms: float
+    finish_reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.link}; first token after {self.ttft_ms:.0f} ms, {self.output_tokens} tokens "
+            f"in {self.total_ms:.0f} ms ({self.finish_reason})"
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What ``RagCache.generate`` returns: generated text, its token ids (without the prompt), the report."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: GenerateReport
+
+    def __str__(self) -> str:
+        return self.text

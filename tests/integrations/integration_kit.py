@@ -1,0 +1,39 @@
+"""Facts as documents, and embeddings that count words; shared by the tests of both integrations."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+from langchain_core.embeddings import Embeddings
+
+FACTS = (
+    "Ada Lind was born in Bern. She works as a baker and keeps two grey cats in her kitchen.",
+    "Bob Roth was born in Rome. This person also plays the cello every Sunday in the old church.",
+    "Norda is a company in Oslo. It builds small boats of wood and sells them along the coast.",
+    "Oslo is a town in the north. Its harbour is frozen for a month in most winters.",
+    "Carl Weiss was born in Kiel. He works for Norda and paints the names on the boats.",
+    "Rome is a town in the south. Its oldest bridge is crossed by many thousand people a day.",
+)
+
+
+class WordEmbeddings(Embeddings):
+    """Counts of hashed words; remembers what it was asked to embed."""
+
+    def __init__(self, width=64):
+        self.width, self.asked = width, []
+
+    def embed_query(self, text):
+        self.asked.append(text)
+        vector = [0.0] * self.width
+        for word in re.findall(r"\w+", text.lower()):
+            vector[zlib.crc32(word.encode()) % self.width] += 1.0
+        return vector
+
+    def embed_documents(self, texts):
+        vectors = [self.embed_query(text) for text in texts]
+        del self.asked[-len(texts) :]
+        return vectors
+
+    async def aembed_query(self, text):
+        return self.embed_query(text)

@@ -1,0 +1,122 @@
+"""Chains as users write them, unchanged: the chunks are found in the prompt that the chain assembled."""
+
+import pytest
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.callbacks import get_usage_metadata_callback
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
+
+FIRST = "Where was Ada Lind born, who is a baker?"
+SECOND = "What does Ada Lind work as, who was born in Bern?"
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from the context only.\n\n{context}"), ("human", "{input}")]
+)
+
+
+@pytest.fixture
+def store(embeddings, documents):
+    store = InMemoryVectorStore(embeddings)
+    store.add_documents(documents)
+    return store
+
+
+@pytest.fixture
+def retriever(store, embeddings, rag):
+    inner = store.as_retriever(search_kwargs={"k": 3})
+    return RagCacheRetriever.wrap(inner, embeddings=embeddings, cache=rag, tolerance=0.05)
+
+
+def asked(chain, question):
+    """The chain's result, and the usage of the one model in it."""
+    with get_usage_metadata_callback() as callback:
+        result = chain.invoke(question)
+    (usage,) = callback.usage_metadata.values()
+    return result, usage
+
+
+def shared_tokens(rag, first, second, recomputed=4):
+    """Tokens of the chunks in both contexts, less those that the policy recomputes."""
+    texts = {document.page_content for document in first}
+    return sum(rag.count_tokens(d.page_content) - recomputed for d in second if d.page_content in texts)
+
+
+def test_stuff_documents_and_retrieval_chain_reuse_on_the_second_question(retriever, rag):
+    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
+    chain = create_retrieval_chain(retriever, documents_chain)
+    first, cold = asked(chain, {"input": FIRST})
+    second, warm = asked(chain, {"input": SECOND})
+    assert cold["input_token_details"]["cache_read"] == 0
+    shared = shared_tokens(rag, first["context"], second["context"])
+    assert shared > 0
+    assert warm["input_token_details"]["cache_read"] >= shared
+    assert warm["input_token_details"]["cache_read"] < warm["input_tokens"]
+    assert isinstance(second["answer"], str)
+
+
+def test_the_models_own_generate_gives_the_cold_answer(store, retriever, rag, tiny_model):
+    """The first answer has nothing to reuse, so it is that of the model's own generate."""
+    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
+    answer = create_retrieval_chain(retriever, documents_chain).invoke({"input": FIRST})["answer"]
+    context = "\n\n".join(d.page_content for d in store.similarity_search(FIRST, k=3))
+    messages = [
+        {"role": "system", "content": f"Answer from the context only.\n\n{context}"},
+        {"role": "user", "content": FIRST},
+    ]
+    ids = rag.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = tiny_model.generate(**ids, max_new_tokens=6, do_sample=False)
+    assert rag.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == answer
+
+
+def test_the_readme_chain_streams_and_awaits(retriever, rag):
+    def format_docs(documents):
+        return "\n\n".join(document.page_content for document in documents)
+
+    chain = (
+        {"context": retriever | format_docs, "input": RunnablePassthrough()}
+        | PROMPT
+        | ChatRagCache(cache=rag, max_tokens=6, policy="full")
+        | StrOutputParser()
+    )
+    assert "".join(chain.stream(FIRST)) == chain.invoke(FIRST)
+
+
+async def test_async_chain_reuses_too(retriever, rag):
+    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
+    chain = create_retrieval_chain(retriever, documents_chain)
+    await chain.ainvoke({"input": FIRST})
+    with get_usage_metadata_callback() as callback:
+        await chain.ainvoke({"input": SECOND})
+    (usage,) = callback.usage_metadata.values()
+    assert usage["input_token_details"]["cache_read"] > 0
+
+
+def test_plain_language_model_in_a_stuff_chain(retriever, rag):
+    prompt = PromptTemplate.from_template("Context:\n{context}\n\nQuestion: {input}\nAnswer:")
+    model = RagCacheLLM(cache=rag, max_tokens=6)
+    retriever.invoke(FIRST)
+    found = retriever.invoke(SECOND)
+    rag.encode([document.page_content for document in found])
+    text = prompt.format(context="\n\n".join(d.page_content for d in found), input=SECOND)
+    info = model.generate([text, text]).generations[1][0].generation_info
+    assert info["cache_read"] >= shared_tokens(rag, found, found)
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(model, prompt))
+    assert chain.invoke({"input": SECOND})["answer"] == model.invoke(text)
+
+
+def test_tenants_do_not_share_chunks(store, embeddings, rag):
+    def chain(namespace):
+        inner = RagCacheRetriever.wrap(store, cache=rag, namespace=namespace, k=3)
+        model = ChatRagCache(cache=rag, max_tokens=2, namespace=namespace)
+        return create_retrieval_chain(inner, create_stuff_documents_chain(model, PROMPT))
+
+    asked(chain("a"), {"input": FIRST})
+    _, other = asked(chain("b"), {"input": FIRST})
+    _, same = asked(chain("a"), {"input": FIRST})
+    assert other["input_token_details"]["cache_read"] == 0
+    assert same["input_token_details"]["cache_read"] > 0

@@ -1,0 +1,415 @@
+"""RagCacheRetriever: what is cached, what is not, and that a cache never costs an answer."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import WordEmbeddings
+from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_ragcachekit import RagCacheRetriever
+from pydantic import Field
+
+from ragcachekit.errors import RetrievalError
+
+QUESTION = "Where was Ada Lind born?"
+
+
+class Events(BaseCallbackHandler):
+    """Names and data of custom events, and the runs of retrievers that were started."""
+
+    def __init__(self):
+        self.seen, self.runs = [], []
+
+    def on_custom_event(self, name, data, **kwargs):
+        self.seen.append((name.removeprefix("ragcachekit_query_"), data))
+
+    def on_retriever_start(self, serialized, query, *, name=None, **kwargs):
+        self.runs.append(name)
+
+
+class Listed(BaseRetriever):
+    """Returns the first k documents; counts how often it was asked."""
+
+    documents: list
+    k: int = 2
+    asked: list = Field(default_factory=list)
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        self.asked.append(query)
+        return self.documents[: self.k]
+
+
+class Plain(InMemoryVectorStore):
+    """Counts its searches; ``filter`` and ``mark`` are plain data here, as in database stores."""
+
+    def __init__(self, embedding):
+        super().__init__(embedding)
+        self.by_text, self.by_vector = [], []
+
+    def similarity_search(self, query, k=4, filter=None, **kwargs):
+        self.by_text.append((query, k, filter))
+        return self._found(self.embedding.embed_query(query), k, filter)
+
+    async def asimilarity_search(self, query, k=4, filter=None, **kwargs):
+        return self.similarity_search(query, k, filter, **kwargs)
+
+    def similarity_search_by_vector(self, embedding, k=4, filter=None, **kwargs):
+        self.by_vector.append((k, filter))
+        return self._found(embedding, k, filter)
+
+    def _found(self, embedding, k, wanted):
+        def test(document):
+            return all(document.metadata[name] == value for name, value in (wanted or {}).items())
+
+        return [d for d, *_ in self._similarity_search_with_score_by_vector(embedding, k, test)]
+
+
+@pytest.fixture
+def store(embeddings, documents):
+    store = Plain(embeddings)
+    store.add_documents(documents)
+    return store
+
+
+def ids(documents):
+    return [document.id for document in documents]
+
+
+def test_a_second_equal_question_is_not_searched(store):
+    retriever = RagCacheRetriever.wrap(store)
+    first, second = retriever.invoke(QUESTION), retriever.invoke(QUESTION)
+    assert ids(first)[0] == "doc-0"
+    assert first == second
+    assert len(store.by_text) == 1
+
+
+def test_the_wrapped_retriever_alone_finds_the_same(store, embeddings):
+    inner = store.as_retriever(search_kwargs={"k": 3})
+    wrapped = RagCacheRetriever.wrap(inner, embeddings=embeddings, tolerance=0.0)
+    for question in (QUESTION, "Is Rome a town?", "What does Norda build?", QUESTION, "Is Rome a town?"):
+        assert wrapped.invoke(question) == inner.invoke(question)
+
+
+def test_tolerance_decides_about_near_questions(store):
+    near = "And " + QUESTION
+    exact, loose = RagCacheRetriever.wrap(store), RagCacheRetriever.wrap(store, tolerance=0.2)
+    for retriever, searches in ((exact, 2), (loose, 1)):
+        store.by_text.clear()
+        store.by_vector.clear()
+        events = Events()
+        for question in (QUESTION, near):
+            retriever.invoke(question, {"callbacks": [events]})
+        # The first search goes both ways, to see that they agree; a second one goes by vector.
+        assert len(store.by_text) == 1
+        assert len(store.by_vector) == searches
+        assert [name for name, _ in events.seen] == ["miss", "hit" if retriever is loose else "miss"]
+    distance = events.seen[1][1]["distance"]
+    assert 0 < distance <= 0.2
+    assert events.seen[1][1]["lookup_us"] > 0
+    assert events.seen[0][1]["distance"] is None
+
+
+def test_one_question_is_embedded_once(store, embeddings):
+    retriever = RagCacheRetriever.wrap(store)
+    retriever.invoke(QUESTION)
+    embeddings.asked.clear()
+    assert ids(retriever.invoke("What does Norda build?"))[0] == "doc-2"
+    assert embeddings.asked == ["What does Norda build?"]
+
+
+def test_other_embeddings_or_kinds_of_search_go_by_text(store, documents):
+    for inner in (
+        RagCacheRetriever.wrap(store, embeddings=WordEmbeddings()),
+        RagCacheRetriever.wrap(store.as_retriever(search_type="mmr", search_kwargs={"k": 2})),
+    ):
+        store.by_vector.clear()
+        for question in (QUESTION, "What does Norda build?", "Is Rome a town?"):
+            inner.invoke(question)
+        assert store.by_vector == []
+
+
+def test_a_store_whose_searches_differ_goes_by_text(embeddings, documents):
+    class Hybrid(Plain):
+        def similarity_search(self, query, k=4, filter=None, **kwargs):
+            return super().similarity_search(query, k, filter)[::-1]
+
+    store = Hybrid(embeddings)
+    store.add_documents(documents)
+    retriever = RagCacheRetriever.wrap(store)
+    for question in (QUESTION, "What does Norda build?", "Is Rome a town?"):
+        assert retriever.invoke(question) == store.similarity_search(question)
+    assert len(store.by_vector) == 1
+
+
+def test_k_filters_and_search_arguments_are_forwarded_and_keyed(store):
+    retriever = RagCacheRetriever.wrap(store, k=3)
+    asked = [
+        ({}, 3),
+        ({"k": 1}, 1),
+        ({"k": 3}, 3),
+        ({"k": 3, "filter": {"row": 2}}, 1),
+        ({"k": 3, "filter": {"row": 4}}, 1),
+        ({"k": 3, "filter": {"row": 2}}, 1),
+    ]
+    found = [retriever.invoke(QUESTION, **kwargs) for kwargs, _ in asked]
+    assert [len(documents) for documents in found] == [number for _, number in asked]
+    assert ids(found[3]) == ids(found[5]) == ["doc-2"]
+    assert ids(found[4]) == ["doc-4"]
+    searched = len(store.by_text) + len(store.by_vector)
+    for kwargs, _ in asked:
+        retriever.invoke(QUESTION, **kwargs)
+    assert len(store.by_text) + len(store.by_vector) == searched
+
+
+def test_true_and_one_are_different_arguments(store):
+    retriever = RagCacheRetriever.wrap(store)
+    for value in (1, True, 1.0, "1"):
+        retriever.invoke(QUESTION, filter={"row": value})
+    assert retriever._retrieval.stats().hits == 0
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.5, True, "3"])
+def test_a_bad_k_is_refused(store, k):
+    retriever = RagCacheRetriever.wrap(store)
+    with pytest.raises((ValueError, TypeError), match="k must be"):
+        retriever.invoke(QUESTION, k=k)
+
+
+def test_changed_search_arguments_of_the_wrapped_retriever_are_seen(store):
+    inner = store.as_retriever(search_kwargs={"k": 1})
+    retriever = RagCacheRetriever.wrap(inner)
+    assert len(retriever.invoke(QUESTION)) == 1
+    inner.search_kwargs["k"] = 2
+    assert len(retriever.invoke(QUESTION)) == 2
+    inner.search_type = "mmr"
+    before = len(store.by_text) + len(store.by_vector)
+    assert len(retriever.invoke(QUESTION)) == 2
+    assert retriever._retrieval.stats().hits == 0
+    assert len(store.by_text) + len(store.by_vector) == before  # mmr is a search of its own
+
+
+def test_a_function_as_filter_is_never_cached(embeddings, documents):
+    store = InMemoryVectorStore.from_texts([], embeddings)
+    store.add_documents(documents)
+    allowed = {"doc-0"}
+    retriever = RagCacheRetriever.wrap(
+        store.as_retriever(search_kwargs={"k": 6, "filter": lambda document: document.id in allowed})
+    )
+    assert ids(retriever.invoke(QUESTION)) == ["doc-0"]
+    allowed.clear()
+    assert retriever.invoke(QUESTION) == []
+
+
+def test_an_argument_that_cannot_be_compared_is_never_cached(store):
+    class Opaque(dict):
+        pass
+
+    opaque = Opaque(row=2)
+    retriever = RagCacheRetriever.wrap(store, k=2)
+    assert ids(retriever.invoke(QUESTION, filter=opaque)) == ["doc-2"]
+    opaque["row"] = 3  # the same object, changed: its content is the key
+    assert ids(retriever.invoke(QUESTION, filter=opaque)) == ["doc-3"]
+    with_list = {"row": 2, "not": bytearray(b"hashable by nobody")}
+    with pytest.raises(KeyError):  # the store's own error: it was asked
+        retriever.invoke(QUESTION, filter=with_list)
+    assert retriever._retrieval.stats().hits == 0
+
+
+def test_copies_are_deep_and_keep_ids(store, documents):
+    retriever = RagCacheRetriever.wrap(store, k=1)
+    for _ in range(3):
+        (document,) = retriever.invoke(QUESTION)
+        assert (document.id, document.metadata["row"]) == ("doc-0", 0)
+        document.metadata["tags"].append("mine")
+        document.metadata["row"] = 99
+        document.page_content = "changed"
+    assert retriever.invoke(QUESTION) == [documents[0]]
+    assert documents[0].metadata == {"row": 0, "tags": ["fact"]}
+
+
+def test_chunks_with_the_id_of_their_parent_stay_apart(embeddings):
+    parts = [Document(text, id="parent") for text in ("the first part", "the second part", "a third part")]
+    inner = RunnableLambda(lambda question: parts[:2] if "first" in question else parts[1:])
+    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
+    for _ in range(2):
+        assert retriever.invoke("the first") == parts[:2]
+        assert retriever.invoke("the others") == parts[1:]
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_retrievers_without_search_arguments(documents, embeddings):
+    inner = Listed(documents=documents)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
+    assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
+    assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
+    assert len(inner.asked) == 1
+    assert len(retriever.invoke(QUESTION, k=3)) == 3
+    inner.k = 1
+    assert len(retriever.invoke(QUESTION)) == 1
+    assert retriever.invoke(QUESTION, k=2) == documents[:2]
+    with pytest.raises(ValueError, match="Listed takes no filter"):
+        retriever.invoke(QUESTION, filter={"row": 1})
+
+
+def test_inner_runs_and_events_belong_to_the_callers_run(documents, embeddings):
+    events = Events()
+    retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=embeddings)
+    for _ in range(2):
+        retriever.invoke(QUESTION, {"callbacks": [events]})
+    assert events.runs == ["RagCacheRetriever", "Listed", "RagCacheRetriever"]
+    assert [name for name, _ in events.seen] == ["miss", "hit"]
+
+
+def test_no_callbacks_are_needed(store):
+    retriever = RagCacheRetriever.wrap(store)
+    manager = CallbackManagerForRetrieverRun.get_noop_manager()
+    for _ in range(2):
+        assert ids(retriever._get_relevant_documents(QUESTION, run_manager=manager))[0] == "doc-0"
+    assert retriever._retrieval.stats().hits == 1
+
+
+async def test_async_is_the_same_and_shares_the_cache(store):
+    retriever, events = RagCacheRetriever.wrap(store), Events()
+    config = {"callbacks": [events]}
+    first = await retriever.ainvoke(QUESTION, config)
+    assert retriever.invoke(QUESTION, config) == first
+    assert await retriever.ainvoke(QUESTION, config) == first
+    assert ids(await retriever.ainvoke("What does Norda build?", config))[0] == "doc-2"
+    assert [name for name, _ in events.seen] == ["miss", "hit", "hit", "miss"]
+    assert len(store.by_text) == 1
+    streamed = [e async for e in retriever.astream_events(QUESTION, version="v2")]
+    custom = [e["name"] for e in streamed if e["event"] == "on_custom_event"]
+    assert custom == ["ragcachekit_query_hit"]
+
+
+async def test_async_embeds_and_asks_the_wrapped_retriever_asynchronously(documents):
+    class OnlyAsync(WordEmbeddings):
+        def embed_query(self, text):
+            raise AssertionError("the loop would be blocked")
+
+        async def aembed_query(self, text):
+            return [1.0, float(len(text))]
+
+    async def found(question):
+        return documents[:1]
+
+    def blocked(question):
+        raise AssertionError("the loop would be blocked")
+
+    retriever = RagCacheRetriever.wrap(RunnableLambda(blocked, found), embeddings=OnlyAsync())
+    assert await retriever.ainvoke(QUESTION) == documents[:1]
+    assert await retriever.ainvoke(QUESTION) == documents[:1]
+    assert retriever._retrieval.stats().hits == 1
+
+
+def test_namespaces_are_apart_and_default_to_the_engines(store):
+    engine = FakeEngine()
+    engine.namespace = "acme"
+    retriever = RagCacheRetriever.wrap(store, cache=engine, k=1)
+    other = retriever.model_copy(update={"namespace": "other"})
+    retriever.invoke(QUESTION)
+    other.invoke(QUESTION)
+    assert retriever._retrieval.stats().hits == 0
+    retriever.invoke(QUESTION)
+    assert retriever._retrieval.stats().hits == 1
+    assert [space for space, _ in engine.registered] == ["acme", "other", "acme"]
+    assert all(texts == [store.get_by_ids(["doc-0"])[0].page_content] for _, texts in engine.registered)
+
+
+def test_clear_forgets_what_the_index_no_longer_holds(store):
+    retriever = RagCacheRetriever.wrap(store, k=1)
+    assert ids(retriever.invoke(QUESTION)) == ["doc-0"]
+    store.delete(["doc-0"])
+    assert retriever.clear() == 1
+    assert "doc-0" not in ids(retriever.invoke(QUESTION))
+
+
+def test_a_failing_engine_or_embedding_costs_no_answer(documents, caplog):
+    class Failing(WordEmbeddings):
+        def embed_query(self, text):
+            raise OSError("service away")
+
+        async def aembed_query(self, text):
+            raise OSError("service away")
+
+    engine = FakeEngine()
+    engine.register = None
+    with caplog.at_level(logging.WARNING):
+        retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=Failing(), cache=engine)
+        assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
+    assert "searching without the query cache" in caplog.text
+    assert "could not register" in caplog.text
+
+
+async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog):
+    inner = Listed(documents=documents)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
+    retriever._retrieval._cache = None
+    with caplog.at_level(logging.WARNING):
+        assert retriever.invoke(QUESTION) == documents[:2]
+        assert await retriever.ainvoke(QUESTION) == documents[:2]
+    assert len(inner.asked) == 2
+    assert caplog.text.count("query cache") >= 2
+
+
+def test_an_error_of_the_search_is_passed_on_once(embeddings):
+    asked = []
+
+    def broken(question):
+        asked.append(question)
+        raise OSError("index away")
+
+    retriever = RagCacheRetriever.wrap(RunnableLambda(broken), embeddings=embeddings)
+    with pytest.raises(OSError, match="index away"):
+        retriever.invoke(QUESTION)
+    assert len(asked) == 1
+
+
+def test_bad_embeddings_are_a_clear_error(documents):
+    vectors = [[1.0, 2.0], [1.0, 2.0, 3.0], [float("nan"), 1.0]]
+
+    class Odd(WordEmbeddings):
+        def embed_query(self, text):
+            return vectors.pop(0)
+
+    retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=Odd())
+    retriever.invoke(QUESTION)
+    with pytest.raises(RetrievalError, match="3 numbers, expected 2"):
+        retriever.invoke(QUESTION)
+    with pytest.raises(RetrievalError, match="NaN"):
+        retriever.invoke(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"retriever": "text"}, "expected a retriever or a vector store, got str"),
+        ({"embeddings": None}, "embeddings= is needed"),
+        ({"capacity": 0}, "capacity"),
+        ({"tolerance": -0.1}, "tolerance"),
+        ({"tolerance": float("nan")}, "tolerance"),
+        ({"metric": "manhattan"}, "cosine"),
+        ({"eviction": "mru"}, "fifo"),
+        ({"k": 0}, "greater than 0"),
+        ({"tolerence": 0.1}, "tolerence"),
+    ],
+)
+def test_bad_settings_are_refused(documents, embeddings, settings, message):
+    given = {"retriever": Listed(documents=documents), "embeddings": embeddings, **settings}
+    with pytest.raises(ValueError, match=message):
+        RagCacheRetriever(**given)
+
+
+def test_many_threads_get_the_right_documents(store):
+    retriever = RagCacheRetriever.wrap(store, k=1, capacity=2)
+    wanted = {QUESTION: "doc-0", "What does Norda build?": "doc-2", "Is Rome in the south?": "doc-5"}
+    questions = [q for _ in range(40) for q in wanted]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(retriever.invoke, questions))
+    assert [ids(documents) for documents in found] == [[wanted[q]] for q in questions]
+    retriever._retrieval.check()

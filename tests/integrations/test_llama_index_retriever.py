@@ -1,0 +1,199 @@
+"""LlamaIndex's RagCacheRetriever: copies, scores, namespaces, settings, failures."""
+
+import logging
+
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import FACTS, WordEmbeddings
+from llama_index.core import VectorStoreIndex
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
+from llama_index_ragcachekit import RagCacheRetriever
+from llama_index_ragcachekit.retriever import QueryCacheEvent
+from llama_kit import Embedder
+
+from ragcachekit.errors import RetrievalError
+
+QUESTION = "Where was Ada Lind born?"
+
+
+class Listed(BaseRetriever):
+    """Returns its nodes; counts how often it was asked, and with what."""
+
+    def __init__(self, nodes):
+        super().__init__()
+        self.nodes, self.asked = nodes, []
+
+    def _retrieve(self, query_bundle):
+        self.asked.append(query_bundle)
+        return [NodeWithScore(node=node, score=0.5) for node in self.nodes]
+
+
+class Seen(BaseEventHandler):
+    events: list
+
+    def handle(self, event, **kwargs):
+        if isinstance(event, QueryCacheEvent):
+            self.events.append(event)
+
+
+@pytest.fixture
+def embedder():
+    return Embedder(asked=[])
+
+
+@pytest.fixture
+def index(embedder):
+    nodes = [TextNode(text=text, id_=f"node-{n}", metadata={"row": n}) for n, text in enumerate(FACTS)]
+    return VectorStoreIndex(nodes, embed_model=embedder)
+
+
+@pytest.fixture
+def events():
+    handler, dispatcher = Seen(events=[]), get_dispatcher()
+    dispatcher.add_event_handler(handler)
+    yield handler.events
+    dispatcher.event_handlers.remove(handler)
+
+
+def ids(found):
+    return [item.node.node_id for item in found]
+
+
+def test_a_second_equal_question_is_a_hit_without_the_old_scores(index, embedder, events):
+    inner = index.as_retriever(similarity_top_k=2)
+    retriever = RagCacheRetriever(inner, embed_model=embedder)
+    first, second = retriever.retrieve(QUESTION), retriever.retrieve(QUESTION)
+    assert ids(first) == ids(second) == ids(inner.retrieve(QUESTION))
+    assert ids(first)[0] == "node-0"
+    assert all(item.score is not None for item in first)
+    assert [item.score for item in second] == [None, None]
+    assert [(event.hit, event.distance) for event in events] == [(False, None), (True, 0.0)]
+    assert all(event.lookup_us > 0 for event in events)
+
+
+def test_the_question_is_embedded_once_and_the_bundle_left_alone(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(), embed_model=embedder)
+    bundle = QueryBundle(QUESTION)
+    retriever.retrieve(bundle)
+    assert embedder.asked == [QUESTION]
+    assert bundle.embedding is None
+    other = RagCacheRetriever(index.as_retriever(), embed_model=Embedder(asked=[]))
+    other.retrieve(bundle)
+    assert embedder.asked == [QUESTION, QUESTION]  # an embedding of another model is not passed on
+
+
+def test_an_embedding_in_the_bundle_is_used(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=1), embed_model=embedder)
+    bundle = QueryBundle("anything", embedding=WordEmbeddings().embed_query(FACTS[2]))
+    assert ids(retriever.retrieve(bundle)) == ids(retriever.retrieve(bundle)) == ["node-2"]
+    assert embedder.asked == []
+    assert retriever._retrieval.stats().hits == 1
+
+
+def test_settings_of_the_wrapped_retriever_are_part_of_the_key(index, embedder):
+    filters = MetadataFilters(filters=[ExactMatchFilter(key="row", value=3)])
+    inner = index.as_retriever(similarity_top_k=1)
+    retriever = RagCacheRetriever(inner, embed_model=embedder)
+    assert ids(retriever.retrieve(QUESTION)) == ["node-0"]
+    inner.similarity_top_k = 2
+    assert len(retriever.retrieve(QUESTION)) == 2
+    inner._filters = filters
+    assert ids(retriever.retrieve(QUESTION)) == ["node-3"]
+    inner._filters = MetadataFilters(filters=[ExactMatchFilter(key="row", value=4)])
+    assert ids(retriever.retrieve(QUESTION)) == ["node-4"]
+    assert retriever._retrieval.stats().hits == 0
+    inner._filters = filters
+    assert ids(retriever.retrieve(QUESTION)) == ["node-3"]
+    assert retriever._retrieval.stats().hits == 1
+    assert retriever.retrieve(QueryBundle(QUESTION, image_path="a.png"))
+    assert retriever._retrieval.stats().hits == 1
+
+
+def test_nodes_are_copies_and_what_they_point_to_is_shared(embedder):
+    target = Listed([])
+    nodes = [TextNode(text="some text", metadata={"tags": ["a"]}), IndexNode(text="x", index_id="i")]
+    retriever = RagCacheRetriever(Listed(nodes), embed_model=embedder)
+    retriever.retrieve(QUESTION)
+    for _ in range(2):
+        first = retriever.retrieve(QUESTION)[0].node
+        assert (first.text, first.metadata) == ("some text", {"tags": ["a"]})
+        first.metadata["tags"].append("b")
+        first.set_content("changed")
+    from llama_index_ragcachekit.retriever import _copy
+
+    assert _copy(IndexNode(text="x", index_id="i", obj=target)).obj is target
+
+
+def test_bare_texts_are_registered_with_the_engine(embedder):
+    nodes = [TextNode(text="some text", metadata={"file": "a"}), TextNode(text=" ")]
+    engine = FakeEngine()
+    engine.namespace = "acme"
+    retriever = RagCacheRetriever(Listed(nodes), embed_model=embedder, cache=engine)
+    retriever.retrieve(QUESTION)
+    retriever.retrieve(QUESTION)
+    assert engine.registered == [("acme", ["some text"])] * 2
+    RagCacheRetriever(Listed(nodes), embed_model=embedder, cache=engine, namespace="b").retrieve(QUESTION)
+    assert engine.registered[2:] == [("b", ["some text"])]
+
+
+async def test_async_shares_the_cache(index, embedder, events):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder)
+    first = await retriever.aretrieve(QUESTION)
+    assert ids(first) == ids(retriever.retrieve(QUESTION)) == ids(await retriever.aretrieve(QUESTION))
+    assert [event.hit for event in events] == [False, True, True]
+
+
+def test_clear_and_tolerance(embedder):
+    inner = Listed([TextNode(text="some text")])
+    retriever = RagCacheRetriever(inner, embed_model=embedder, tolerance=0.2)
+    retriever.retrieve(QUESTION)
+    retriever.retrieve("And " + QUESTION)
+    assert len(inner.asked) == 1
+    assert retriever.clear() == 1
+    retriever.retrieve(QUESTION)
+    assert len(inner.asked) == 2
+
+
+async def test_failures_cost_no_answer(embedder, caplog):
+    class Failing(Embedder):
+        def _get_query_embedding(self, query):
+            raise OSError("service away")
+
+    engine = FakeEngine()
+    engine.register = None
+    inner = Listed([TextNode(text="some text")])
+    with caplog.at_level(logging.WARNING):
+        failing = RagCacheRetriever(inner, embed_model=Failing(asked=[]), cache=engine)
+        assert len(failing.retrieve(QUESTION)) == len(await failing.aretrieve(QUESTION)) == 1
+    assert caplog.text.count("searching without the query cache") == 2
+    assert caplog.text.count("could not register") == 2
+
+
+async def test_settings_that_cannot_be_compared_are_never_cached(embedder):
+    class Opaque:
+        __hash__ = None
+
+    inner = Listed([TextNode(text="some text")])
+    inner._filters = Opaque()
+    retriever = RagCacheRetriever(inner, embed_model=embedder)
+    for _ in range(2):
+        assert len(retriever.retrieve(QUESTION)) == len(await retriever.aretrieve(QUESTION)) == 1
+    assert len(inner.asked) == 4
+
+
+def test_bad_embeddings_and_settings_are_clear_errors(embedder):
+    inner = Listed([TextNode(text="some text")])
+    retriever = RagCacheRetriever(inner, embed_model=embedder)
+    with pytest.raises(RetrievalError, match="NaN"):
+        retriever.retrieve(QueryBundle("x", embedding=[float("nan")] * 64))
+    retriever.retrieve(QUESTION)
+    with pytest.raises(RetrievalError, match="3 numbers, expected 64"):
+        retriever.retrieve(QueryBundle("x", embedding=[1.0, 2.0, 3.0]))
+    with pytest.raises(TypeError, match="expected a LlamaIndex retriever, got str"):
+        RagCacheRetriever("text", embed_model=embedder)
+    with pytest.raises(ValueError, match="capacity"):
+        RagCacheRetriever(inner, embed_model=embedder, capacity=0)

@@ -1,0 +1,267 @@
+"""The ChunkFinder contract, run over the registry and over the naive finder that serves as its oracle."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ragcachekit.prompt.base import ChunkFinder, Match, Matches
+from ragcachekit.prompt.registry import ChunkRegistry, forms
+
+# Few letters and a low minimum: overlaps, nesting and shared beginnings everywhere.
+dense = st.text(alphabet="ab .\n", min_size=1, max_size=90)
+spaces = st.sampled_from(["acme", "bolt"])
+
+
+def occurrences(chunks: Iterable[str], text: str) -> set[tuple[int, int]]:
+    return {
+        (start, start + len(chunk))
+        for chunk in chunks
+        for start in range(len(text) - len(chunk) + 1)
+        if text[start : start + len(chunk)] == chunk
+    }
+
+
+class NaiveFinder:
+    """Every chunk at every position: obviously right, and slow."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, set[str]] = {}
+
+    def add(self, namespace: str, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text.strip():
+                self.texts.setdefault(namespace, set()).update(forms(text))
+
+    def find(self, namespace: str, text: str) -> Matches:
+        found = occurrences(self.texts.get(namespace, ()), text)
+        return Matches(tuple(Match(*where) for where in found))
+
+
+@pytest.fixture(params=["registry", "naive"])
+def finder(request: pytest.FixtureRequest):
+    return ChunkRegistry(min_chars=1) if request.param == "registry" else NaiveFinder()
+
+
+def test_finders_keep_the_contract(finder) -> None:
+    assert isinstance(finder, ChunkFinder)
+    finder.add("acme", ["a cat sat", "cat sat on", "a cat"])
+    assert set(finder.find("acme", "so a cat sat on it").found) == {(3, 12), (5, 15), (3, 8)}
+    assert finder.find("acme", "no such thing").found == ()
+    assert finder.find("acme", "").found == ()
+
+
+def test_another_tenants_chunks_are_never_found(finder) -> None:
+    finder.add("acme", ["the merger will be announced in May"])
+    text = "Context: the merger will be announced in May."
+    assert finder.find("acme", text).found
+    assert finder.find("bolt", text).found == ()
+    assert finder.find("", text).found == ()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(dense, max_size=12), st.lists(dense, max_size=6), st.data())
+def test_registry_finds_what_the_naive_finder_finds(chunks, fillers, data) -> None:
+    registry, naive = ChunkRegistry(min_chars=1), NaiveFinder()
+    pieces = data.draw(st.lists(st.sampled_from(chunks + fillers), max_size=8)) if chunks + fillers else []
+    text = "".join(pieces)
+    for chunk in chunks:  # a search after every one: each makes or merges a level
+        registry.add("acme", [chunk])
+        naive.add("acme", [chunk])
+        got = registry.find("acme", text)
+        assert got.complete
+        assert len(set(got.found)) == len(got.found)
+        assert set(got.found) == set(naive.find("acme", text).found)
+
+
+def test_added_known_and_refused_are_told_apart() -> None:
+    registry = ChunkRegistry()
+    first = registry.add("acme", ["Berlin is the capital of Germany.", "  short  ", "", " \n\t" * 20])
+    assert (first.added, first.known) == (1, 0)
+    assert first.refused == ("  short  ", "", " \n\t" * 20)
+    again = registry.add("acme", ["Berlin is the capital of Germany."])
+    assert (again.added, again.known, again.refused) == (0, 1, ())
+    assert registry.find("acme", "a short trip").found == ()
+
+
+def test_minimum_length_counts_without_outer_whitespace() -> None:
+    registry = ChunkRegistry(min_chars=5)
+    assert registry.add("acme", ["  abcd  "]).refused == ("  abcd  ",)
+    assert registry.add("acme", ["  abcde  "]).added == 1
+
+
+def test_kept_and_stripped_forms_are_both_found() -> None:
+    registry = ChunkRegistry()
+    registry.add("acme", ["  A chunk with margins.\n"])
+    assert (0, 21) in registry.find("acme", "A chunk with margins. And so on").found
+    both = registry.find("acme", "x  A chunk with margins.\ny").found
+    assert set(both) == {(1, 25), (3, 24)}
+
+
+def test_discard_and_clear_forget_all_forms() -> None:
+    registry = ChunkRegistry()
+    registry.add("acme", ["  A chunk with margins.\n", "Another chunk, without."])
+    registry.add("bolt", ["Another chunk, without."])
+    text = "  A chunk with margins.\nAnother chunk, without."
+    assert registry.discard("acme", ["  A chunk with margins.\n", "never seen before"]) == 1
+    assert registry.find("acme", text).found == ((24, 47),)
+    assert registry.clear("acme") == 1
+    assert registry.find("acme", text).found == ()
+    assert registry.find("bolt", text).found == ((24, 47),)
+    assert registry.discard("nobody", ["Another chunk, without."]) == 0
+
+
+def test_oldest_unused_chunk_leaves_a_full_namespace() -> None:
+    registry = ChunkRegistry(max_chunks=3)
+    texts = [f"chunk number {i} of the corpus" for i in range(4)]
+    registry.add("acme", texts[:3])
+    registry.find("acme", texts[0])  # being found in a prompt counts as use
+    registry.add("acme", [texts[3]])
+    found = [text for text in texts if registry.find("acme", text).found]
+    assert found == [texts[0], texts[2], texts[3]]
+    assert registry.size("acme") == 3
+
+
+def test_registering_a_known_text_again_never_evicts_it() -> None:
+    registry = ChunkRegistry(max_chunks=3)
+    chunk, fillers = "a chunk that ends in a newline\n", [f"a filler with number {i}" for i in range(2)]
+    registry.add("acme", [chunk, *fillers])  # the stripped form, oldest of all, has left
+    registry.find("acme", " ".join(fillers))
+    again = registry.add("acme", [chunk])
+    assert (again.added, again.known) == (0, 1)
+    assert {m.end - m.start for m in registry.find("acme", chunk).found} == {len(chunk), len(chunk) - 1}
+    assert registry.size("acme") == 3
+    assert not registry.find("acme", fillers[0]).found
+    assert registry.find("acme", fillers[1]).found
+
+
+def test_chunks_with_a_common_header_are_found_without_comparing_them_all() -> None:
+    registry = ChunkRegistry()
+    header = "file_path: /srv/corpus/documents/annual_report.txt\n"
+    texts = [f"{header}Section {i} says number {i * 7919} and nothing else at all." for i in range(1500)]
+    registry.add("acme", texts)
+    prompt = "\n\n".join(texts)
+    result = registry.find("acme", prompt)
+    assert result.complete
+    assert set(result.found) == {(prompt.index(t), prompt.index(t) + len(t)) for t in texts}
+
+
+def test_a_search_that_would_not_be_linear_gives_up() -> None:
+    registry = ChunkRegistry()
+    registry.add("acme", ["a " * n for n in range(16, 400)])
+    result = registry.find("acme", "a " * 20_000)
+    assert not result.complete
+
+
+@pytest.mark.parametrize("bad", ["one string", [3], [None]])
+def test_what_is_not_a_list_of_strings_is_refused_whole(bad) -> None:
+    registry = ChunkRegistry()
+    with pytest.raises(TypeError):
+        registry.add("acme", bad)
+    assert registry.size("acme") == 0
+
+
+@pytest.mark.parametrize("settings_", [{"max_chunks": 1}, {"max_chunks": -3}, {"min_chars": 0}])
+def test_impossible_settings_are_refused(settings_) -> None:
+    with pytest.raises(ValueError, match="must be >="):
+        ChunkRegistry(**settings_)
+
+
+def test_searching_beside_registering_finds_what_stays() -> None:
+    registry = ChunkRegistry(max_chunks=400)
+    stays = "this one chunk stays registered all along"
+    registry.add("acme", [stays])
+    failures: list[object] = []
+
+    def search() -> None:
+        for _ in range(150):
+            if registry.find("acme", f"Context: {stays}").found != ((9, 9 + len(stays)),):
+                failures.append("missed")
+
+    def register(worker: int) -> None:
+        for i in range(150):
+            text = f"worker {worker} brings the passing chunk {i}"
+            registry.add("acme", [text])
+            if i % 3:
+                registry.discard("acme", [text])
+
+    threads = [threading.Thread(target=search) for _ in range(2)]
+    threads += [threading.Thread(target=register, args=(w,)) for w in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert registry.size("acme") == 1 + 2 * 50
+
+
+def test_a_chunk_that_comes_back_after_its_level_was_merged_is_found() -> None:
+    registry = ChunkRegistry()
+    back = "a chunk that goes away and comes back"
+    for step in ([back], [f"the first other chunk, number {i}" for i in range(3)]):
+        registry.add("acme", step)
+        registry.find("acme", "")
+    registry.discard("acme", [back])
+    registry.add("acme", [f"the second other chunk, number {i}" for i in range(40)])
+    assert registry.find("acme", back).found == ()
+    registry.add("acme", [back])
+    assert registry.find("acme", back).found == ((0, len(back)),)
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Any sequence of calls agrees with an ordered dict per namespace."""
+
+    LIMIT = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = ChunkRegistry(max_chunks=self.LIMIT, min_chars=2)
+        self.model: dict[str, OrderedDict[str, None]] = {"acme": OrderedDict(), "bolt": OrderedDict()}
+
+    @rule(namespace=spaces, text=dense)
+    def add(self, namespace: str, text: str) -> None:
+        outcome = self.registry.add(namespace, [text])
+        stripped = text.strip()
+        if len(stripped) < 2:
+            assert outcome.refused == (text,)
+            return
+        lru = self.model[namespace]
+        assert (outcome.added, outcome.known) == ((0, 1) if text in lru else (1, 0))
+        for form in dict.fromkeys([stripped, text]):
+            lru.pop(form, None)
+            lru[form] = None
+        while len(lru) > self.LIMIT:
+            lru.popitem(last=False)
+
+    @rule(namespace=spaces, data=st.data())
+    def discard(self, namespace: str, data: st.DataObject) -> None:
+        if lru := self.model[namespace]:
+            text = data.draw(st.sampled_from(sorted(lru)))
+            assert self.registry.discard(namespace, [text]) == 1
+            lru.pop(text.strip(), None)
+            lru.pop(text, None)
+
+    @rule(namespace=spaces)
+    def clear(self, namespace: str) -> None:
+        assert self.registry.clear(namespace) == len(self.model[namespace])
+        self.model[namespace].clear()
+
+    @invariant()
+    def finds_exactly_what_is_registered(self) -> None:
+        for namespace, lru in self.model.items():
+            assert self.registry.size(namespace) == len(lru)
+            text = " | ".join([*self.model["acme"], *self.model["bolt"]])
+            got = self.registry.find(namespace, text).found
+            assert set(got) == occurrences(lru, text)
+            for start, end in got:  # the search counted as use, in the order found
+                lru.move_to_end(text[start:end])
+
+
+RegistryMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestRegistryMachine = RegistryMachine.TestCase

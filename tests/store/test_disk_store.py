@@ -1,0 +1,219 @@
+"""The disk tier: who may use its folder, what persists, who else may be at work in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from store_kit import (
+    KEY,
+    agrees_with_files,
+    entry_size,
+    failing,
+    file_of,
+    filled,
+    holds,
+    key_of,
+    kv_of,
+    opened,
+)
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store import entry_file, folder
+
+
+def test_folder_is_0700_and_every_file_0600(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = tmp_path / "parent" / "kv"
+        store = opened(path)
+        store.put(KEY, kv_of(1))
+        found = {p: stat.S_IMODE(p.stat().st_mode) for p in (path, *path.rglob("*"))}
+        store.close()
+    finally:
+        os.umask(old)
+    assert {mode for p, mode in found.items() if p.is_dir()} == {0o700}
+    files = {p.name: mode for p, mode in found.items() if p.is_file()}
+    assert set(files.values()) == {0o600}
+    assert {"cache.db", "lock", file_of(path, KEY).name} <= files.keys()
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "kv")
+    monkeypatch.setattr(folder.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreError, match=r"belongs to uid .*choose another disk_path"):
+        opened(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(StoreError, match="chmod 700"):
+        opened(tmp_path)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(StoreError, match="is a file"):
+        opened(tmp_path / "kv")
+    with pytest.raises(StoreError, match="cannot write"):
+        opened(tmp_path / "kv" / "below")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_an_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(path: Path) -> tuple[int, Path]:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(folder, "_create_locked", refuse)
+    with pytest.raises(StoreError, match=r"cannot write to the cache folder .*disk_path"):
+        opened(tmp_path / "kv")
+
+
+def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
+    notes = {"notes.txt": b"mine", "12-abc.tmp": b"also mine", "model.safetensors": b"mine too"}
+    for name, data in notes.items():
+        (tmp_path / name).write_bytes(data)
+    tmp_path.chmod(0o700)
+    store = opened(tmp_path)
+    store.put(KEY, kv_of(1))
+    assert store.forget("acme/docs") == 1
+    store.close()
+    assert {name: (tmp_path / name).read_bytes() for name in notes} == notes
+
+
+def test_entries_and_order_of_use_survive_reopening(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", entries=4)
+    store = opened(tmp_path / "kv")
+    assert holds(store, 0)
+    store.close()
+    smaller = opened(tmp_path / "kv", 2 * entry_size(tmp_path / "kv"))
+    assert [n for n in range(4) if key_of(n) in smaller] == [0, 3]
+    assert smaller.stats()[0].evictions == 2
+    assert agrees_with_files(smaller, tmp_path / "kv")
+    smaller.close()
+
+
+def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an entry is written, the folder exceeds the budget by no more than that entry."""
+    path = tmp_path / "kv"
+    filled(path, entries=1)
+    size = entry_size(path)
+    store = opened(path, 3 * size)
+    seen: list[int] = []
+    write_all = entry_file.write_all
+
+    def watched(fd: int, data: memoryview) -> None:
+        write_all(fd, data)
+        seen.append(sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tmp", ".safetensors")))
+
+    monkeypatch.setattr(entry_file, "write_all", watched)
+    for number in range(8):
+        assert store.put(key_of(number), kv_of(number))
+    for _ in range(8):
+        assert store.put(key_of(7), kv_of(7))
+    store.close()
+    assert max(seen) <= 4 * size
+
+
+def test_the_budget_holds_when_another_process_fills_the_folder_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    filled(path, entries=3)
+    budget = 3 * entry_size(path)
+    ours, theirs = opened(path, budget), opened(path, budget)
+    write_all, calls = entry_file.write_all, iter(range(100))
+
+    def interrupted(fd: int, data: memoryview) -> None:
+        if next(calls) == 0:
+            assert theirs.put(key_of(8), kv_of(8))
+        write_all(fd, data)
+
+    monkeypatch.setattr(entry_file, "write_all", interrupted)
+    assert ours.put(key_of(9), kv_of(9))
+    assert [n for n in (0, 1, 2, 8, 9) if holds(ours, n)] == [2, 8, 9]
+    assert ours.stats()[0].nbytes <= budget
+    assert agrees_with_files(ours, path)
+    ours.close()
+    theirs.close()
+
+
+def test_a_replacement_that_fails_leaves_the_old_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    filled(path, entries=3)
+    store = opened(path, 3 * entry_size(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(entry_file, "write_all", failing(errno.ENOSPC, after=1))
+        assert store.put(key_of(0), kv_of(0, tokens=6)) is False
+    assert holds(store, 0)
+    store.close()
+
+
+def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path: Path) -> None:
+    filled(tmp_path / "kv")
+    orphans = [
+        tmp_path / "kv" / name for name in (f"{os.getpid()}-{'0' * 16}.tmp", f"999999999-{'a' * 16}.tmp")
+    ]
+    for orphan in orphans:
+        orphan.write_bytes(b"half an entry")
+    with folder.temp_file(tmp_path / "kv") as (_, living):
+        store = opened(tmp_path / "kv")
+        assert living.exists()
+        assert [orphan.exists() for orphan in orphans] == [False, False]
+        store.close()
+    assert not living.exists()
+
+
+def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    living = tmp_path / f"{os.getpid()}-{'0' * 16}.tmp"
+    dead = tmp_path / f"999999999-{'a' * 16}.tmp"
+    for file in (living, dead):
+        file.write_bytes(b"")
+
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert folder.sweep_orphans(tmp_path) == 1
+    assert living.exists()
+    assert not dead.exists()
+
+
+def test_a_sweep_between_creation_and_lock_costs_only_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = fcntl.flock, iter(range(10))
+
+    def swept_first(fd: int, operation: int) -> None:
+        if next(calls) == 0:
+            for file in tmp_path.glob("*.tmp"):
+                file.unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", swept_first)
+    with folder.temp_file(tmp_path) as (_, path):
+        assert path.exists()
+
+
+def test_two_stores_share_a_folder(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", entries=1)
+    size = entry_size(tmp_path / "kv")
+    one, two = opened(tmp_path / "kv", 3 * size), opened(tmp_path / "kv", 3 * size)
+    for number in range(1, 9):
+        writer, reader = (one, two) if number % 2 else (two, one)
+        assert writer.put(key_of(number), kv_of(number))
+        assert holds(reader, number)
+        assert one.stats()[0].nbytes == two.stats()[0].nbytes <= 3 * size
+    assert [n for n in range(9) if holds(one, n)] == [6, 7, 8]
+    assert two.forget("acme/docs", frozenset({"chunk-7"})) == 1
+    assert not holds(one, 7)
+    assert agrees_with_files(one, tmp_path / "kv")
+    one.close()
+    two.close()

@@ -1,0 +1,31 @@
+"""SIGKILL in the middle of disk writes: afterwards nothing is wrong and nothing lies around."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("kill_writers.py")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the disk tier and this test need POSIX")
+@pytest.mark.parametrize(
+    ("kills", "writers"), [(50, 1), (12, 3)], ids=["50 kills", "three writers share the folder"]
+)
+def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills: int, writers: int) -> None:
+    folder = tmp_path / "kv"
+    command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(writers), "11"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    totals = json.loads(run.stdout)
+    assert totals["kills"] == kills
+    bad = {name: totals[name] for name in ("wrong", "orphans", "unindexed", "damaged", "over_budget")}
+    assert bad == dict.fromkeys(bad, 0)
+    # The kills hit something: writers were interrupted half way, and entries survived.
+    assert totals["hits"] > 0
+    assert totals["temp_files_seen"] > 0

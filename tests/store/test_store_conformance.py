@@ -1,0 +1,249 @@
+"""What every store promises, run over every store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from store_kit import KEY, contents, key_of, kv_of
+
+from ragcachekit.config import StoreConfig
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.factory import open_store
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.null import NullStore
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.types import KVKey
+
+BUDGET = 1 << 20
+MAKERS: dict[str, Callable[[Path], KVStore]] = {
+    "null": lambda path: NullStore(),
+    "host": lambda path: HostStore(BUDGET),
+    "disk": lambda path: DiskStore(path / "kv", BUDGET),
+    "tiered": lambda path: TieredStore([HostStore(BUDGET // 4), DiskStore(path / "kv", BUDGET)]),
+}
+
+OTHER_IDENTITIES = [
+    KVKey("weights-2", "acme/docs", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("", "acme/docs", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1a", "cme/docs", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "acme/mail", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs2", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "Acme/docs", "chunk-1", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-2", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-1\0", "sinks:4", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:8", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4@long", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-1", "standalone", ("system", "neighbour")),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4", ("neighbour", "system")),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4", ("system",)),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4", ("systemneighbour",)),
+    KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4", ()),
+]
+
+
+@pytest.fixture(params=MAKERS)
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    store = MAKERS[request.param](tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=[name for name in MAKERS if name != "null"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    store = MAKERS[request.param](tmp_path)
+    yield store
+    store.close()
+
+
+def test_is_a_kv_store(any_store: KVStore) -> None:
+    assert isinstance(any_store, KVStore)
+
+
+def test_unknown_key_is_a_counted_miss(any_store: KVStore) -> None:
+    assert any_store.get(KEY) is None
+    assert KEY not in any_store
+    assert [s.misses for s in any_store.stats()] == [1] * len(any_store.stats())
+    assert any_store.forget("acme/docs") == 0
+
+
+def test_null_keeps_nothing() -> None:
+    store = NullStore()
+    assert store.put(KEY, kv_of(1)) is False
+    assert store.get(KEY) is None
+    assert store.stats()[0].entries == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("start", [None, 0, 17])
+def test_round_trip_is_byte_identical(store: KVStore, dtype: torch.dtype, start: int | None) -> None:
+    kv = kv_of(1, dtype=dtype, start=start)
+    assert store.put(KEY, kv)
+    assert KEY in store
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv)
+    assert found.tier == store.stats()[0].tier
+
+
+def test_last_put_under_a_key_wins_and_counts_once(store: KVStore) -> None:
+    store.put(KEY, kv_of(1, tokens=9))
+    store.put(KEY, kv_of(2, tokens=3))
+    alone = store.stats()
+    store.put(KEY, kv_of(2, tokens=3))
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(2, tokens=3))
+    assert [s.nbytes for s in store.stats()] == [s.nbytes for s in alone]
+    assert {s.entries for s in store.stats()} == {1}
+
+
+def test_fifteen_other_identities_never_hit(store: KVStore) -> None:
+    store.put(KEY, kv_of(1))
+    assert [other for other in OTHER_IDENTITIES if other in store or store.get(other)] == []
+    assert len({key.digest() for key in (KEY, *OTHER_IDENTITIES)}) == 16
+
+
+def test_identities_live_beside_each_other(store: KVStore) -> None:
+    for seed, key in enumerate((KEY, *OTHER_IDENTITIES)):
+        assert store.put(key, kv_of(seed))
+    for seed, key in enumerate((KEY, *OTHER_IDENTITIES)):
+        found = store.get(key)
+        assert found is not None
+        assert contents(found.kv) == contents(kv_of(seed))
+
+
+def test_forget_follows_chunks_and_contexts_within_the_namespace(store: KVStore) -> None:
+    mine = key_of(1)
+    behind = key_of(2, encoding="similar:1", context=("system", "chunk-1"))
+    other = key_of(3)
+    theirs = key_of(1, namespace="globex/docs")
+    for key in (mine, behind, other, theirs):
+        store.put(key, kv_of(1))
+    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 2
+    assert [key in store for key in (mine, behind, other, theirs)] == [False, False, True, True]
+    assert [store.get(key) is None for key in (mine, behind, other, theirs)] == [True, True, False, False]
+    assert store.forget("acme/docs", frozenset()) == 0
+    assert store.forget("acme/docs") == 1
+    assert store.get(other) is None
+    assert store.get(theirs) is not None
+
+
+def test_forgetting_everything_frees_every_byte(store: KVStore) -> None:
+    for number in range(5):
+        store.put(key_of(number), kv_of(number))
+    assert store.forget("acme/docs") == 5
+    assert {(s.entries, s.nbytes) for s in store.stats()} == {(0, 0)}
+
+
+def test_entry_larger_than_the_budget_is_refused_and_harms_nobody(store: KVStore) -> None:
+    store.put(KEY, kv_of(1))
+    huge = kv_of(2, tokens=BUDGET // 64)
+    assert store.put(key_of(9), huge) is False
+    assert store.get(key_of(9)) is None
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(1))
+    assert {s.failed_writes for s in store.stats()} == {1}
+
+
+def test_budget_holds_and_the_newest_stays(store: KVStore) -> None:
+    for number in range(60):
+        key = key_of(number)
+        assert store.put(key, kv_of(number, tokens=200 + number % 7))
+        assert store.get(key) is not None
+        assert all(s.nbytes <= s.budget for s in store.stats())
+    slowest = store.stats()[-1]
+    assert slowest.evictions == 60 - slowest.entries > 0
+
+
+def test_counters(store: KVStore) -> None:
+    store.put(KEY, kv_of(1))
+    store.get(KEY)
+    store.get(KEY)
+    store.get(key_of(5))
+    fastest = store.stats()[0]
+    assert (fastest.hits, fastest.misses, fastest.damaged, fastest.failed_writes) == (2, 1, 0, 0)
+    assert fastest.entries == 1
+    assert fastest.nbytes >= kv_of(1).nbytes
+
+
+def test_closed_store_misses(store: KVStore) -> None:
+    store.put(KEY, kv_of(1))
+    store.close()
+    assert store.get(KEY) is None
+    assert store.put(KEY, kv_of(1)) is False
+    assert KEY not in store
+    assert store.forget("acme/docs") == 0
+    assert len(store.stats()) >= 1
+    store.close()
+
+
+def test_sliced_and_transposed_tensors_are_kept_as_they_look(store: KVStore) -> None:
+    whole = kv_of(1, tokens=10, heads=4)
+    from_batch = type(whole)(
+        tuple(t.transpose(0, 1)[2:7].transpose(0, 1) for t in whole.keys),
+        tuple(t[:, 2:7] for t in whole.values),
+    )
+    store.put(KEY, from_batch)
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(from_batch)
+
+
+def test_threads_see_a_value_or_a_miss(store: KVStore) -> None:
+    """Eight threads over the same keys, budget too small for all: nothing wrong, nothing raised."""
+    wrong: list[object] = []
+
+    def work(worker: int) -> None:
+        try:
+            for step in range(15):
+                number = (worker * 7 + step * 3) % 10
+                key, kv = key_of(number), kv_of(number, tokens=300)
+                if step % 3 == 0:
+                    store.put(key, kv)
+                elif step == 7:
+                    store.forget("acme/docs", frozenset({key.chunk_id}))
+                found = store.get(key)
+                if found is not None and contents(found.kv) != contents(kv):
+                    wrong.append(key)
+                if any(s.nbytes > s.budget for s in store.stats()):
+                    wrong.append(store.stats())
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(s.hits for s in store.stats()) > 0
+
+
+def test_factory_opens_what_the_configuration_asks_for(tmp_path: Path) -> None:
+    def tiers(config: StoreConfig) -> list[tuple[str, int]]:
+        store = open_store(config)
+        named = [(s.tier, s.budget) for s in store.stats()]
+        store.close()
+        return named
+
+    assert tiers(StoreConfig(host_bytes=0)) == [("null", 0)]
+    assert tiers(StoreConfig(host_bytes=5)) == [("host", 5)]
+    assert tiers(StoreConfig(host_bytes=0, disk_path=tmp_path / "a", disk_bytes=7)) == [("disk", 7)]
+    assert tiers(StoreConfig(host_bytes=5, disk_path=tmp_path / "b", disk_bytes=7)) == [
+        ("host", 5),
+        ("disk", 7),
+    ]
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_of_nothing_is_an_error(budget: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="budget must be > 0"):
+        HostStore(budget)
+    with pytest.raises(ValueError, match="budget must be > 0"):
+        DiskStore(tmp_path, budget)

@@ -1,0 +1,202 @@
+"""Any sequence of operations, damage and restarts against a dict: the value last put, or a miss."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_kit import contents, kv_of
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.types import KVKey
+
+KEYS = [
+    KVKey(fingerprint, namespace, chunk, "standalone" if not context else "similar:1", context)
+    for fingerprint in ("weights-1", "weights-2")
+    for namespace in ("acme", "globex")
+    for chunk, context in (("a", ()), ("b", ()), ("a", ("b",)), ("c", ("a", "b")))
+]
+keys = st.sampled_from(KEYS)
+BUDGET = 12_000  # a handful of entries: evictions happen all the time
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The oracle is ``self.model``, a dict that forgets nothing unless told to."""
+
+    on_disk = False
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.model: dict[KVKey, ChunkKV] = {}
+        self.store = self.open()
+
+    def open(self) -> KVStore:
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    @rule(key=keys, seed=st.integers(0, 99), tokens=st.integers(1, 40))
+    def put(self, key: KVKey, seed: int, tokens: int) -> None:
+        kv = kv_of(seed, tokens=tokens, start=seed if seed % 2 else None)
+        kept = self.store.put(key, kv)
+        assert kept, "fits into every budget here"
+        self.model[key] = kv
+        assert key in self.store
+
+    @rule(key=keys)
+    def put_too_large(self, key: KVKey) -> None:
+        assert not self.store.put(key, kv_of(0, tokens=200))
+
+    @rule(key=keys)
+    def get(self, key: KVKey) -> None:
+        found = self.store.get(key)
+        if found is not None:
+            assert key in self.model
+            assert contents(found.kv) == contents(self.model[key])
+
+    @rule(key=keys)
+    def put_and_get(self, key: KVKey) -> None:
+        self.put(key, 5, 7)
+        found = self.store.get(key)
+        assert found is not None
+        assert contents(found.kv) == contents(kv_of(5, tokens=7, start=5))
+
+    @rule(namespace=st.sampled_from(["acme", "globex"]), ids=st.sets(st.sampled_from("abc")) | st.none())
+    def forget(self, namespace: str, ids: set[str] | None) -> None:
+        doomed = [
+            key
+            for key in self.model
+            if key.namespace == namespace and (ids is None or key.chunk_id in ids or ids & set(key.context))
+        ]
+        present = sum(key in self.store for key in doomed)
+        assert self.store.forget(namespace, None if ids is None else frozenset(ids)) == present
+        for key in doomed:
+            del self.model[key]
+            assert key not in self.store
+
+    @invariant()
+    def within_budget(self) -> None:
+        for stats in self.store.stats() if hasattr(self, "store") else ():
+            assert 0 <= stats.nbytes <= stats.budget == BUDGET
+
+    @invariant()
+    def sums_agree(self) -> None:
+        if hasattr(self, "store"):
+            files = list(self.folder.rglob("*.safetensors"))
+            if self.on_disk:
+                disk = self.store.stats()[-1]
+                assert (disk.entries, disk.nbytes) == (len(files), sum(f.stat().st_size for f in files))
+            assert not list(self.folder.rglob("*.tmp"))
+
+
+class HostMachine(StoreMachine):
+    def open(self) -> KVStore:
+        return HostStore(BUDGET)
+
+
+class DiskMachine(StoreMachine):
+    on_disk = True
+
+    def open(self) -> KVStore:
+        return DiskStore(self.folder / "kv", BUDGET)
+
+    @rule(draw=st.integers(0, 2**32), lost=st.booleans())
+    def restart(self, draw: int, lost: bool) -> None:
+        """Close; perhaps lose the index, leave an orphan behind; open again."""
+        self.store.close()
+        if lost:
+            shutil.rmtree(self.folder / "kv" / "index")
+        (self.folder / "kv" / f"999999999-{draw:016x}.tmp").write_bytes(b"half")
+        self.store = self.open()
+
+    @rule(draw=st.randoms(use_true_random=False), key=keys)
+    def damage_and_read(self, draw: random.Random, key: KVKey) -> None:
+        """A flipped bit, a cut, another's content: reading it is a miss, in a fresh process at the latest."""
+        path = self.folder / "kv" / f"{key.digest()}.safetensors"
+        if not path.exists():
+            return
+        data = bytearray(path.read_bytes())
+        if draw.random() < 0.5:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        else:
+            del data[draw.randrange(len(data)) :]
+        path.write_bytes(data)
+        self.store.close()
+        self.store = self.open()
+        assert self.store.get(key) is None
+        del self.model[key]
+
+
+class TieredMachine(DiskMachine):
+    def open(self) -> KVStore:
+        return TieredStore([HostStore(BUDGET), DiskStore(self.folder / "kv", BUDGET)])
+
+
+_quick = settings(
+    max_examples=8,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+TestHostMachine = HostMachine.TestCase
+TestDiskMachine = DiskMachine.TestCase
+TestTieredMachine = TieredMachine.TestCase
+TestHostMachine.settings = settings(_quick, max_examples=30, stateful_step_count=40)
+TestDiskMachine.settings = _quick
+TestTieredMachine.settings = _quick
+
+
+class PlainLru:
+    """Least recently used in plain Python: which keys a store of ``budget`` bytes has left."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.sizes: OrderedDict[int, int] = OrderedDict()
+
+    def put(self, number: int, size: int) -> None:
+        self.sizes.pop(number, None)
+        self.sizes[number] = size
+        while sum(self.sizes.values()) > self.budget:
+            self.sizes.popitem(last=False)
+
+    def get(self, number: int) -> bool:
+        if number in self.sizes:
+            self.sizes.move_to_end(number)
+        return number in self.sizes
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_the_least_recently_used_leave(tier: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    tokens = [rng.randint(1, 40) for _ in KEYS]
+    entries = [kv_of(number, tokens=count) for number, count in enumerate(tokens)]
+    store: KVStore = HostStore(BUDGET) if tier == "host" else DiskStore(tmp_path / "kv", BUDGET)
+    model = PlainLru(BUDGET)
+    for _ in range(150):
+        number = rng.randrange(len(KEYS))
+        if rng.random() < 0.4:
+            assert store.put(KEYS[number], entries[number])
+            file = tmp_path / "kv" / f"{KEYS[number].digest()}.safetensors"
+            model.put(number, file.stat().st_size if tier == "disk" else entries[number].nbytes)
+        else:
+            assert (store.get(KEYS[number]) is not None) == model.get(number)
+        assert [n for n, key in enumerate(KEYS) if key in store] == sorted(model.sizes)
+    assert store.stats()[0].evictions > 10
+    store.close()
