@@ -1,0 +1,122 @@
+"""What every bench hands out: rows in one JSON frame, a table, and where it helps a plot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Rows of one bench with what is needed to read them elsewhere.
+
+    Attributes
+    ----------
+    bench : str
+        Name of the bench.
+    model : str
+        Path, hub id or shape; says so where weights are random.
+    seed : int
+    rows : tuple of dict
+        Flat rows of plain values.
+    """
+
+    bench: str
+    model: str
+    seed: int
+    rows: tuple[dict[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON frame."""
+        return {
+            "schema": SCHEMA,
+            "bench": self.bench,
+            "machine": machine(),
+            "versions": versions(),
+            "model": self.model,
+            "seed": self.seed,
+            "rows": list(self.rows),
+        }
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the frame, indented."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def table(self, title: str, columns: Sequence[str] | None = None) -> Table:
+        """A rich table of the rows; ``columns`` to choose and order."""
+        return table(title, self.rows, columns)
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> Table:
+    """Rows as a rich table, numbers right-aligned and short."""
+    names = list(columns) if columns is not None else list(rows[0]) if rows else []
+    out = Table(title=title, title_justify="left")
+    for name in names:
+        numeric = bool(rows) and all(isinstance(row.get(name), int | float | None) for row in rows)
+        out.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+    for row in rows:
+        out.add_row(*(_cell(row.get(name)) for name in names))
+    return out
+
+
+def show(renderable: Any) -> None:
+    """Print to the terminal, at least wide enough for a table when piped."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(renderable)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and accelerator of this machine."""
+    found = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "accelerator": None,
+    }
+    if torch.cuda.is_available():
+        found["accelerator"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that figures depend on."""
+    out = {"python": platform.python_version()}
+    for name in ("ragcachekit", "torch", "transformers", "numpy", "triton", "faiss-cpu", "langchain-core"):
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
