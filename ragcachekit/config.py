@@ -32,6 +32,8 @@ class StoreConfig:
         if self.host_bytes < 0:
             raise ValueError(f"host_bytes must be >= 0, got {self.host_bytes}")
         if self.disk_bytes <= 0:
-            raise ValueError(f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier")
+            raise ValueError(
+                f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
+            )
         if self.disk_path is not None:
             object.__setattr__(self, "disk_path", Path(self.disk_path).expanduser())

@@ -14,33 +14,26 @@ from typing import Any, Literal, Self
 from tqdm.auto import tqdm
 
 from ragcachekit.config import StoreConfig
-from ragcachekit.errors import ModelNotSupported, PromptTooLong
+from ragcachekit.errors import ModelNotSupported
 from ragcachekit.generate.options import Way, way_in
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, cut_at_stop
 from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linked import LinkedPrompt
-from ragcachekit.link.plan import LinkPlan, Missing, TokenSegment, make_plan, plain_plan
+from ragcachekit.link.plan import LinkPlan, Missing
 from ragcachekit.link.policies import open_policy
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
-from ragcachekit.model.fingerprint import ModelWatch, fingerprint
+from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
-from ragcachekit.model.rope import context_length, describe_rope
-from ragcachekit.model.tokens import SegmentTokenizer
-from ragcachekit.prompt.base import Segmentation
-from ragcachekit.prompt.messages import segment_messages
-from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import segment_text
+from ragcachekit.model.rope import describe_rope
+from ragcachekit.prepare import Preparer, PromptLike
+from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
-from ragcachekit.types import Answer, Chunk, GenerateReport, Prompt, Text
-
-PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
-"""A prompt: a string, chat messages, or explicit segments."""
+from ragcachekit.types import Answer, GenerateReport, chunk_id
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -101,21 +94,25 @@ class RagCache:
         self.model = model
         self.tokenizer = tokenizer
         self.namespace = _checked_namespace(namespace)
-        self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._rope = describe_rope(model)
         folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self.fingerprint = fingerprint(model, tokenizer, source=_weights, cache=folder / "digests.json").digest
+        self.fingerprint = fingerprint(
+            model, tokenizer, source=_weights, cache=folder / "digests.json"
+        ).digest
         admit_once(model, self._rope, self.fingerprint, folder)
-        self._watch = ModelWatch(model)
-        self._identity = self._watch.state()
-        self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
-        self._encoder_asked = encoder
-        self._encodings = self._encodings_for(self._policy)
         self._owns_store = store is None or isinstance(store, StoreConfig)
         self._store: KVStore = open_store(store or StoreConfig()) if self._owns_store else store  # type: ignore[assignment, arg-type]
-        self._registry = ChunkRegistry()
         self._cold = cold
-        self._warmer = Warmer(ChunkEncoder(model, self._rope), self._store, self._unchanged)
+        self._prompts = Preparer(
+            model,
+            tokenizer,
+            rope=self._rope,
+            store=self._store,
+            fingerprint=self.fingerprint,
+            encoder=encoder,
+        )
+        self._prompts.encodings(self._policy)
+        self._warmer = Warmer(ChunkEncoder(model, self._rope), self._store, self._prompts.unchanged)
 
     @classmethod
     def from_pretrained(
@@ -161,7 +158,7 @@ class RagCache:
 
         Returns how many can be found (texts too short to be told apart are left out).
         """
-        result = self._registry.add(self._space(namespace), list(texts))
+        result = self._prompts.registry.add(self._space(namespace), list(texts))
         return result.added + result.known
 
     def encode(
@@ -194,19 +191,45 @@ class RagCache:
             For an empty chunk, one longer than the model's context, or a missing ``system``.
         """
         texts, space = list(texts), self._space(namespace)
-        missing = [self._missing(number, text, space, system) for number, text in enumerate(texts)]
-        self._registry.add(space, texts)
+        missing = self._prompts.missing(texts, space, self._policy, system)
+        self._prompts.registry.add(space, texts)
         todo = list({item.key: item for item in missing if item.key not in self._store}.values())
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             self._warmer.now(todo, bar.update)
         return [item.key.chunk_id for item in missing]
 
-    def forget(self, ids: Iterable[str] | None = None, *, namespace: str | None = None) -> int:
-        """Drop stored KV of chunk ids, and KV that was encoded behind them; None drops the whole namespace.
+    def forget(
+        self,
+        ids: Iterable[str] | None = None,
+        *,
+        texts: Iterable[str] | None = None,
+        namespace: str | None = None,
+    ) -> int:
+        """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
-        Returns the number of entries dropped, over all tiers.
+        Parameters
+        ----------
+        ids : iterable of str, optional
+            Chunk ids, as :meth:`encode` returned them.
+        texts : iterable of str, optional
+            Chunk texts; also forgets them as chunks to look for, in every form a chain may give them.
+        namespace : str, optional
+            With neither ids nor texts, all of it is dropped.
+
+        Returns
+        -------
+        int
+            Entries dropped.
         """
-        return self._store.forget(self._space(namespace), None if ids is None else frozenset(ids))
+        space, registry = self._space(namespace), self._prompts.registry
+        if ids is None and texts is None:
+            registry.clear(space)
+            return self._store.forget(space)
+        texts = list(texts or ())
+        registry.discard(space, texts)
+        tokens = [self._prompts.tokens.chunk(form) for text in texts for form in forms(text)]
+        gone = frozenset([*(ids or ()), *(chunk_id(t, space) for t in tokens)])
+        return self._store.forget(space, gone)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier."""
@@ -252,10 +275,10 @@ class RagCache:
             self._rope,
             [plan],
             options,
-            pad=self._pad(),
+            pad=self._prompts.pad,
             cancel=cancel,
             stop=stop or (),
-            decode=self._tokens.decode if self._tokens else None,
+            decode=self._prompts.decode,
         )
         answer = self._answer(plan, generated, 0, begun, stop, options)
         self._warm(plan.missing)
@@ -274,7 +297,9 @@ class RagCache:
         if not prompts:
             return []
         if way_in(options, self.model.generation_config) is Way.AHEAD:
-            return [self.generate(p, namespace=namespace, policy=policy, stop=stop, **options) for p in prompts]
+            return [
+                self.generate(p, namespace=namespace, policy=policy, stop=stop, **options) for p in prompts
+            ]
         begun = time.perf_counter()
         plans = [self._plan(prompt, namespace, policy) for prompt in prompts]
         options = self._options(options, stop, max(len(plan.token_ids) for plan in plans))
@@ -283,9 +308,9 @@ class RagCache:
             self._rope,
             plans,
             options,
-            pad=self._pad(),
+            pad=self._prompts.pad,
             stop=stop or (),
-            decode=self._tokens.decode if self._tokens else None,
+            decode=self._prompts.decode,
         )
         answers = [self._answer(plan, generated, i, begun, stop, options) for i, plan in enumerate(plans)]
         self._warm([item for plan in plans for item in plan.missing])
@@ -301,10 +326,16 @@ class RagCache:
         **options: Any,
     ) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
-        tokens = self._tokenizer()
+        tokens = self._prompts.tokens
         return AnswerStream(
             lambda streamer, cancel: self.generate(
-                prompt, namespace=namespace, policy=policy, stop=stop, cancel=cancel, streamer=streamer, **options
+                prompt,
+                namespace=namespace,
+                policy=policy,
+                stop=stop,
+                cancel=cancel,
+                streamer=streamer,
+                **options,
             ),
             Detokenizer(tokens.decode, stop or ()),
         )
@@ -319,14 +350,14 @@ class RagCache:
         """
         plan = self._plan(prompt, namespace, policy)
         begun = time.perf_counter()
-        inputs = link_ahead(self.model, self._rope, plan, self._pad())
+        inputs = link_ahead(self.model, self._rope, plan, self._prompts.pad)
         report = replace(plan.report, link_ms=plan.report.load_ms + (time.perf_counter() - begun) * 1e3)
         self._warm(plan.missing)
         return LinkedPrompt(inputs, report)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` alone, without BOS."""
-        return len(self._tokenizer().text(text, first=True))
+        return len(self._prompts.tokens.text(text, first=True))
 
     def close(self) -> None:
         """End background work and close the store that this object opened."""
@@ -344,92 +375,16 @@ class RagCache:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _plan(
-        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
-    ) -> LinkPlan:
-        space = self._space(namespace)
-        chosen = self._policy if policy is None else open_policy(policy)
-        segmentation = self._segmentation(prompt, space)
-        segments = self._tokenise(segmentation.prompt, first=isinstance(prompt, str))
-        count = sum(len(segment.token_ids) for segment in segments)
-        if count == 0:
-            raise ValueError("the prompt is empty")
-        if count >= context_length(self.model):
-            raise PromptTooLong(
-                f"the prompt has {count} tokens, the model's context is {context_length(self.model)}; "
-                "retrieve fewer or shorter chunks"
-            )
-        encodings = self._encodings_for(chosen)
-        fallback = segmentation.fallback
-        if not self._unchanged():
-            fallback = (
-                "the model changed since this RagCache was made (weights, adapter, dtype or attention "
-                "implementation); make a new RagCache around it"
-            )
-        if fallback is not None:
-            plan = plain_plan(segments, chosen.name, encodings.name, space, fallback)
-        else:
-            plan = make_plan(segments, chosen, encodings, self._store, self.fingerprint, space)
-        return replace(plan, report=replace(plan.report, notes=segmentation.prompt.notes))
-
-    def _segmentation(self, prompt: PromptLike, space: str) -> Segmentation:
-        if isinstance(prompt, Prompt):
-            return Segmentation(prompt)
-        if isinstance(prompt, str):
-            return segment_text(prompt, self._registry, space)
-        if isinstance(prompt, Sequence):
-            return segment_messages(prompt, self._tokenizer().render, self._registry, space)
-        raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
-
-    def _tokenise(self, prompt: Prompt, first: bool) -> list[TokenSegment]:
-        """Token ids per segment; ``first``: add what the tokenizer puts in front of a plain string (BOS)."""
-        segments: list[TokenSegment] = []
-        for segment in prompt.segments:
-            is_chunk = isinstance(segment, Chunk)
-            if segment.token_ids is not None:
-                ids = segment.token_ids
-            elif is_chunk:
-                ids = self._tokenizer().chunk(segment.text or "")
-            else:
-                ids = self._tokenizer().text(segment.text or "", first=not segments)
-            if ids:
-                segments.append(TokenSegment(ids, is_chunk))
-        leading = self._tokens.leading if first and self._tokens else ()
-        if leading and segments and segments[0].token_ids[: len(leading)] != leading:
-            if segments[0].is_chunk:
-                return [TokenSegment(leading, False), *segments]
-            segments[0] = TokenSegment(leading + segments[0].token_ids, False)
-        return segments
-
-    def _missing(self, number: int, text: str, space: str, system: str | None) -> Missing:
-        ids = self._tokenizer().chunk(text)
-        if not ids:
-            raise ValueError(f"chunk {number} is empty")
-        behind: tuple[int, ...] = ()
-        if self._encodings.name == "system":
-            if system is None:
-                raise ValueError("the encoder 'system' needs system=, the text before the prompt's first chunk")
-            (before,) = self._tokenise(Prompt([Text(system)]), first=True)
-            behind = before.token_ids
-        encoding, context = self._encodings.encoding(behind)
-        width = len(encoding.behind) + len(ids)
-        if width > context_length(self.model):
-            raise ValueError(
-                f"chunk {number} has {len(ids)} tokens, more than the model's context "
-                f"({context_length(self.model)}); cut it into smaller ones"
-            )
-        return Missing(self._encodings.key(ids, encoding, context, self.fingerprint, space, width), ids, encoding)
-
     def _options(self, options: dict[str, Any], stop: Sequence[str] | None, tokens: int) -> dict[str, Any]:
         """Fill in what generate needs; everything given stays as it is."""
-        options = {"pad_token_id": self._pad(), **options}
-        room = context_length(self.model) - tokens
+        options = {"pad_token_id": self._prompts.pad, **options}
+        room = self._prompts.context - tokens
         if not {"max_new_tokens", "max_length", "max_time", "generation_config"} & options.keys():
             options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, room)
         if options.get("max_new_tokens", 1) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
-        if stop and self._tokens is None:
-            raise ValueError("stop strings need a tokenizer; give one when making this RagCache")
+        if stop:
+            _ = self._prompts.tokens  # stop strings are text
         return options
 
     def _answer(
@@ -442,7 +397,7 @@ class RagCache:
         options: Mapping[str, Any],
     ) -> Answer:
         ids = generated.token_ids[item]
-        text, stopped = cut_at_stop(self._tokens.decode(ids), stop or ()) if self._tokens else ("", False)
+        text, stopped = cut_at_stop(self._prompts.decode(ids), stop or ())
         ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
         report = GenerateReport(
             replace(plan.report, link_ms=(generated.linked - begun) * 1e3),
@@ -459,22 +414,11 @@ class RagCache:
         elif self._cold == "now":
             self._warmer.now(missing)
 
-    def _unchanged(self) -> bool:
-        return self._watch.state() == self._identity
-
-    def _encodings_for(self, policy: SelectionPolicy) -> Encodings:
-        name = policy.encoder or self._encoder_asked or "standalone"
-        if policy.encoder and self._encoder_asked not in (None, policy.encoder):
-            raise ValueError(f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder_asked}")
-        return Encodings(name, self._rope, self._bos)
-
-    def _tokenizer(self) -> SegmentTokenizer:
-        if self._tokens is None:
-            raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
-        return self._tokens
-
-    def _pad(self) -> int:
-        return self._tokens.pad if self._tokens else 0
+    def _plan(
+        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
+    ) -> LinkPlan:
+        chosen = self._policy if policy is None else open_policy(policy)
+        return self._prompts.plan(prompt, self._space(namespace), chosen)
 
     def _space(self, namespace: str | None) -> str:
         return self.namespace if namespace is None else _checked_namespace(namespace)

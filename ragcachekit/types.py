@@ -136,19 +136,29 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class ChunkUse(_Report):
-    """How one chunk of a prompt was served.
+    """How one cacheable segment of a prompt was served.
 
-    ``source`` is ``host``, ``disk`` (the tier it came from), ``computed`` (not cached: a row of the
-    same forward) or ``exact`` for an exempt, exactly reused chunk.
+    Attributes
+    ----------
+    chunk_id : str
+    tokens : int
+    source : str
+        The tier it came from (``host``, ``disk``) or ``computed``: not cached, rows of the same forward.
+    recomputed : int
+        Rows that the policy recomputed.
+    exact : bool
+        Stands behind exactly what it was encoded behind (the prompt's first text does).
     """
 
     chunk_id: str
     tokens: int
     source: str
     recomputed: int = 0
+    exact: bool = False
 
     def __str__(self) -> str:
-        return f"{self.chunk_id[:8]} {self.tokens} tokens from {self.source}, {self.recomputed} recomputed"
+        how = "exact" if self.exact else f"{self.recomputed} recomputed"
+        return f"{self.chunk_id[:8]} {self.tokens} tokens from {self.source}, {how}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config")
-CHAIN = ("model", "store", "tree", "link", "generate", "engine")
+CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "engine")
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
 TOPS = ("cli", "bench")
@@ -26,6 +26,7 @@ def allowed_rooms() -> dict[str, set[str]]:
     edges = {room: set(FREE) for room in (*FREE, *APART)}
     for i, room in enumerate(CHAIN):
         edges[room] = {*FREE, *CHAIN[:i]}
+    edges["prepare"] |= set(APART)  # where the prompt room meets the link room
     edges["engine"] |= set(APART)
     edges |= {room: {*FREE, *CHAIN} for room in BESIDE}
     everything = {*FREE, *CHAIN, *APART, *BESIDE, *TOPS, PUBLIC}

@@ -28,12 +28,13 @@ from ragcachekit.bench.world import DEFAULT_SEED, Question, make_world, messages
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table: the number of articles, whether to put prefixes, and what is recomputed."""
+    """One row of the table: which articles, whether prefixes are put, and what is recomputed."""
 
     name: str
     articles: int = 4
     prefixes: bool = False
     recompute: int | None = None
+    rivals: bool = False
 
 
 SETTINGS = (
@@ -42,12 +43,16 @@ SETTINGS = (
     Setting("full, 3 articles", articles=3),
     Setting("full, 5 articles", articles=5),
     Setting("full, 6 articles", articles=6),
+    Setting("full, rivals", rivals=True),
     Setting("reuse", recompute=0),
     Setting("lego:2", recompute=2),
     Setting("lego:4", recompute=4),
     Setting("lego:8", recompute=8),
     Setting("lego:16", recompute=16),
     Setting("lego:24", recompute=24),
+    Setting("reuse, rivals", recompute=0, rivals=True),
+    Setting("lego:4, rivals", recompute=4, rivals=True),
+    Setting("lego:16, rivals", recompute=16, rivals=True),
 )
 
 
@@ -69,7 +74,7 @@ def main() -> None:
     world = make_world(args.seed)
     print(f"{args.number} questions of each kind, world {args.seed}, 95 % Wilson intervals")
     for setting in SETTINGS:
-        tasks = exam_tasks(world, args.seed, args.number, setting.articles)
+        tasks = exam_tasks(world, args.seed, args.number, setting.articles, setting.rivals)
         if setting.prefixes:
             tasks = [_prefixed(task, i) for i, task in enumerate(tasks)]
         marks = examine(model, coder, tasks, setting.recompute)

@@ -57,17 +57,23 @@ def answerable(world: World, articles: Sequence[Article]) -> list[Question]:
     return [question for question in world.questions if titles.issuperset(question.articles)]
 
 
-def exam_tasks(world: World, seed: int, number: int, articles: int = 4) -> list[Task]:
-    """Return one task per question, `number` questions of each kind, each among `articles` articles."""
+def exam_tasks(world: World, seed: int, number: int, articles: int = 4, rivals: bool = False) -> list[Task]:
+    """Return one task per question, `number` questions of each kind, each among `articles` articles.
+
+    Those are the ones needed, the ones they link to, and others; or, with `rivals`, the ones needed and others of
+    the same kind as the one that the question names.
+    """
     rng = random.Random(seed)
     by_title = {article.title: article for article in world.articles}
     tasks = []
     for kind in ("a", "b", "c"):
         for question in rng.sample([q for q in world.questions if q.kind == kind], number):
             needed = [by_title[title] for title in question.articles]
-            linked = [by_title[title] for article in needed for title in article.links]
+            linked = [] if rivals else [by_title[title] for article in needed for title in article.links]
             picked = list(dict.fromkeys([*needed, *linked]))[:articles]
             rest = [article for article in world.articles if article not in picked]
+            if rivals:
+                rest = [article for article in rest if article.kind == needed[0].kind]
             picked += rng.sample(rest, articles - len(picked))
             rng.shuffle(picked)
             tasks.append(Task(*_chunks(picked), (question,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -38,7 +39,7 @@ def sparse_attention(
         return query.new_empty(query.shape[0], 0, value.shape[-1])
     if query.shape[0] % key.shape[0]:
         raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
-    if positions[0] < 0 or positions[-1] >= tokens or any(a >= b for a, b in zip(positions, positions[1:], strict=False)):
+    if positions[0] < 0 or positions[-1] >= tokens or any(a >= b for a, b in pairwise(positions)):
         raise ValueError(f"positions must be ascending within 0..{tokens - 1}")
     return tiled.sparse_attention(
         query, key, value, positions, scale=scale, window=window, softcap=softcap, sinks=sinks

@@ -34,12 +34,12 @@ _REFUSED = {
     "inputs_embeds": "give the prompt instead",
     "attention_mask": "it follows from the prompt",
     "position_ids": "they follow from the prompt",
-    "return_dict_in_generate": "rag.generate returns an Answer; use rag.link and model.generate for raw outputs",
+    "return_dict_in_generate": "use rag.link and model.generate for raw outputs",
     "output_scores": "use rag.link and model.generate for raw outputs",
     "output_attentions": "use rag.link and model.generate for raw outputs",
     "output_hidden_states": "use rag.link and model.generate for raw outputs",
     "output_logits": "use rag.link and model.generate for raw outputs",
-    "num_return_sequences": "rag.generate returns one answer; call it again, or use rag.link and model.generate",
+    "num_return_sequences": "call rag.generate again, or use rag.link and model.generate",
 }
 
 # Processors that read the order of the prompt's ids, or may, and searches that repeat the cache.
@@ -56,7 +56,7 @@ _READ_ORDER = (
     "force_words_ids",
     "token_healing",
 )
-_NEUTRAL = (None, False, 0, 1, 1.0, [], ())
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 1.0, [], ())
 
 
 def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
@@ -74,7 +74,9 @@ def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
 
     for name, reason in _REFUSED.items():
         if effective(name) not in _NEUTRAL:
-            raise GenerationNotSupported(f"{name}={effective(name)!r} does not work with a linked prompt: {reason}")
+            raise GenerationNotSupported(
+                f"{name}={effective(name)!r} does not work with a linked prompt: {reason}"
+            )
     if effective("use_cache") is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
     reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)

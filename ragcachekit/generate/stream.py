@@ -33,7 +33,9 @@ class AnswerStream:
         self._error: BaseException | None = None
         self._detokenizer = detokenizer
         self._pieces = self._iterate()
-        self._thread = threading.Thread(target=self._run, args=(produce,), name="ragcachekit-stream", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(produce,), name="ragcachekit-stream", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[str]:

@@ -66,7 +66,8 @@ def admit(model: Any, rope: Rope) -> Admission:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise ModelNotSupported(
-            f"the model is spread over {sorted(map(str, devices))}; load it on one device (no device_map='auto')"
+            f"the model is spread over {sorted(map(str, devices))}; load it on one device "
+            "(without device_map='auto')"
         )
     install(model)
     tolerance = tolerance_for(model.dtype)
@@ -99,8 +100,13 @@ def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> 
         angles = rope.angles(positions, length)
         for index, layer in enumerate(own.layers):
             keys = rope.apply(index, chunk.keys[index], angles)
-            for what, ours, theirs in (("keys", keys, layer.keys[0]), ("values", chunk.values[index], layer.values[0])):
-                worst = max(worst, _compare(ours, theirs, tolerance, f"layer {index}: {what} at offset {offset}"))
+            for what, ours, theirs in (
+                ("keys", keys, layer.keys[0]),
+                ("values", chunk.values[index], layer.values[0]),
+            ):
+                worst = max(
+                    worst, _compare(ours, theirs, tolerance, f"layer {index}: {what} at offset {offset}")
+                )
     return worst
 
 
@@ -108,7 +114,9 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
     """Keep exact KV of some rows of an ordinary prefill, compute the others through a linked forward."""
     device = model.device
     own = DynamicCache()
-    ordinary = model(input_ids=torch.tensor([ids], device=device), past_key_values=own, use_cache=True).logits[0]
+    ordinary = model(
+        input_ids=torch.tensor([ids], device=device), past_key_values=own, use_cache=True
+    ).logits[0]
     pieces = [_exact_piece(own, rope, start, stop, len(ids)) for start, stop in ((0, 9), (13, 30), (33, 44))]
     kept = {p for piece in pieces for p in range(piece.start, piece.start + piece.kv.tokens)} - {14, 20, 21}
     rows = tuple(p for p in range(len(ids)) if p not in kept)
@@ -134,7 +142,10 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
         "use_cache": True,
     }
     after = model(past_key_values=inputs.cache, **following).logits
-    return max(worst, _compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"))
+    return max(
+        worst,
+        _compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"),
+    )
 
 
 def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length: int) -> Piece:
@@ -150,7 +161,8 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: s
     difference = float((ours.float() - theirs.float()).abs().max()) / size
     if not difference <= tolerance:
         raise ModelNotSupported(
-            f"{what} differ from the model's own by {difference:.2g} of the largest value (allowed {tolerance:.0e})"
+            f"{what} differ from the model's own by {difference:.2g} of the largest value "
+            f"(allowed {tolerance:.0e})"
         )
     return difference
 

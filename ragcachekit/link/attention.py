@@ -25,9 +25,9 @@ def install(model: Any) -> str:
     not a linked forward is handed to that one with its own mask function: plain ``generate`` calls
     by others stay what they were.
     """
-    before = model.config.get_text_config()._attn_implementation
+    before = str(model.config.get_text_config()._attn_implementation)
     if before.startswith(PREFIX):
-        return str(before)
+        return before
     name = PREFIX + before
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, _forward_over(before))

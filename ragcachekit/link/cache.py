@@ -34,7 +34,7 @@ def linked_rows(keys: torch.Tensor) -> LinkRows | None:
     return getattr(keys, _TAG, None)
 
 
-class LinkedLayer(DynamicLayer):
+class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a linked prompt.
 
     Until its first ``update`` it reports only the kept rows, so that generate feeds exactly the
@@ -78,7 +78,7 @@ class LinkedLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter the rows of the linked forward, or append."""
         if self._rows is None:
-            return super().update(key_states, value_states, *args, **kwargs)
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows, self._rows = self._rows, None
         for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
             slots = torch.tensor(positions, device=self.keys.device) + offset
@@ -91,7 +91,7 @@ class LinkedLayer(DynamicLayer):
         return keys, self.values
 
 
-class LinkedCache(Cache):
+class LinkedCache(Cache):  # type: ignore[misc]
     """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``."""
 
     def __init__(self, layers: Sequence[LinkedLayer]) -> None:

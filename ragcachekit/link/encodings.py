@@ -57,9 +57,7 @@ class Encodings:
         self._rope = rope
         self._bos = bos
 
-    def wanted(
-        self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str
-    ) -> Iterator[Wanted]:
+    def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         length = sum(len(segment.token_ids) for segment in segments)
         system = self._system(segments)

@@ -22,7 +22,9 @@ class Lego:
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ValueError(f"lego:k needs k >= 1, got {self.k}; lego:0 without recomputation is called lego0")
+            raise ValueError(
+                f"lego:k needs k >= 1, got {self.k}; lego:0 without recomputation is called lego0"
+            )
 
     @property
     def name(self) -> str:

@@ -80,9 +80,7 @@ def _assemble(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer ``[batch, kv_heads, slots, head_dim]`` keys and values with every kept piece in place."""
     sample = next(piece.kv for plan in plans for piece in plan.pieces)
-    angles = [
-        [_angles(rope, piece, len(plan.token_ids), device) for piece in plan.pieces] for plan in plans
-    ]
+    angles = [[_angles(rope, piece, len(plan.token_ids), device) for piece in plan.pieces] for plan in plans]
     layers = []
     for index in range(sample.layers):
         # Zeros where padding is attended with weight 0 (0 * NaN is NaN); else every slot is written.
@@ -106,6 +104,4 @@ def _angles(rope: Rope, piece: Piece, length: int, device: torch.device) -> tupl
     if piece.kv.start is not None:
         return ()
     positions = torch.arange(piece.start, piece.start + piece.kv.tokens)
-    return tuple(
-        Angles(a.cos.to(device), a.sin.to(device), a.m) for a in rope.angles(positions, length)
-    )
+    return tuple(Angles(a.cos.to(device), a.sin.to(device), a.m) for a in rope.angles(positions, length))

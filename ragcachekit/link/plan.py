@@ -135,7 +135,7 @@ def make_plan(
             continue
         placed.append(chunk)
         pieces.append(Piece(want.start, found.kv))
-        uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, found.tier))
+        uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, found.tier, exact=chunk.exempt))
     load_ms = (time.perf_counter() - begun) * 1e3
     chosen = set(policy.select(placed))
     cached = {p for chunk in placed for p in range(chunk.start, chunk.stop)}

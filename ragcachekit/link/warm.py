@@ -37,7 +37,10 @@ class Warmer:
         self._closed = False
 
     def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> int:
-        """Encode and store in the caller's thread; ``done`` hears each entry's tokens. Returns how many were kept."""
+        """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
+
+        Returns how many entries were kept.
+        """
         groups: dict[Encoding, list[Missing]] = defaultdict(list)
         for item in missing:
             groups[item.encoding].append(item)

@@ -30,7 +30,9 @@ class ChunkKV:
             raise ValueError("keys and values need the same, non-zero number of layers")
         tokens = {t.shape[1] for t in (*self.keys, *self.values)}
         if len(tokens) != 1 or any(t.dim() != 3 for t in (*self.keys, *self.values)):
-            raise ValueError("every layer must be [kv_heads, tokens, head_dim] with the same number of tokens")
+            raise ValueError(
+                "every layer must be [kv_heads, tokens, head_dim] with the same number of tokens"
+            )
 
     @property
     def tokens(self) -> int:

@@ -40,5 +40,7 @@ def weights_folder(model_id: str | os.PathLike[str]) -> Path | None:
     name = os.fspath(model_id)
     if Path(name).is_dir():
         return Path(name)
-    found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(
+        name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
     return Path(found).parent if found else None

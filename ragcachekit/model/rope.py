@@ -114,7 +114,7 @@ class Rope:
         return "-".join(table.regime(length) for table in self.tables)
 
     def apply(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
-        """Rotate RoPE-free ``keys`` ``[..., tokens, head_dim]`` to the positions of ``angles``, m put back."""
+        """Rotate RoPE-free ``keys`` ``[..., tokens, head_dim]`` to the positions of ``angles``."""
         rope = self.layers[layer]
         if rope.table is None:
             return keys
@@ -192,7 +192,7 @@ def _fit_layer(
     if not error <= tolerance:
         raise ModelNotSupported(
             f"layer {index}: the keys of a lone token at positions {list(at)} are no rotation of its key at "
-            f"position 0 by the model's rotary module (relative difference {error:.2g}, allowed {tolerance:.0e})"
+            f"position 0 by the model's rotary module (off by {error:.2g}, allowed {tolerance:.0e})"
         )
     return best
 
@@ -204,7 +204,10 @@ def _lone_keys(model: Any, position: int) -> list[torch.Tensor]:
     token = torch.tensor([[min(5, model.config.get_text_config().vocab_size - 1)]], device=device)
     cache = DynamicCache()
     model(
-        input_ids=token, position_ids=torch.tensor([[position]], device=device), past_key_values=cache, use_cache=True
+        input_ids=token,
+        position_ids=torch.tensor([[position]], device=device),
+        past_key_values=cache,
+        use_cache=True,
     )
     keys = [getattr(layer, "keys", None) for layer in cache.layers]
     if not keys or any(not isinstance(key, torch.Tensor) or key.dim() != 4 for key in keys):

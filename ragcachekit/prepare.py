@@ -1,0 +1,188 @@
+"""From what the user gave as a prompt to a plan: segment, tokenise, look up, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from ragcachekit.errors import PromptTooLong
+from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.plan import LinkPlan, Missing, TokenSegment, make_plan, plain_plan
+from ragcachekit.model.fingerprint import ModelWatch
+from ragcachekit.model.rope import Rope
+from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.prompt.base import Segmentation
+from ragcachekit.prompt.messages import segment_messages
+from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.segment import segment_text
+from ragcachekit.store.base import KVStore
+from ragcachekit.types import Chunk, Prompt, Segment, Text
+
+PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
+"""A prompt: a string, chat messages, or explicit segments."""
+
+MODEL_CHANGED = (
+    "the model changed since this RagCache was made (weights, adapter, dtype or attention "
+    "implementation); make a new RagCache around it"
+)
+
+
+class Preparer:
+    """Joins the prompt room with the link room for one model and one store.
+
+    Parameters
+    ----------
+    model, tokenizer
+        As :class:`ragcachekit.RagCache` takes them.
+    rope : Rope
+    store : KVStore
+    fingerprint : str
+    encoder : str or None
+        The encoder asked for; None for what the policy wants.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        rope: Rope,
+        store: KVStore,
+        fingerprint: str,
+        encoder: str | None,
+    ) -> None:
+        self.registry = ChunkRegistry()
+        self.context = rope.context
+        self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
+        self._rope = rope
+        self._store = store
+        self._fingerprint = fingerprint
+        self._encoder = encoder
+        self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
+        self._watch = ModelWatch(model)
+        self._identity = self._watch.state()
+
+    @property
+    def tokens(self) -> SegmentTokenizer:
+        """The tokenizer, or a ValueError that says what to do."""
+        if self._tokens is None:
+            raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
+        return self._tokens
+
+    @property
+    def pad(self) -> int:
+        """An id for padding."""
+        return self._tokens.pad if self._tokens else 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids; empty without a tokenizer."""
+        return self._tokens.decode(ids) if self._tokens else ""
+
+    def unchanged(self) -> bool:
+        """Whether the model still is the one whose fingerprint was taken."""
+        return self._watch.state() == self._identity
+
+    def encodings(self, policy: SelectionPolicy) -> Encodings:
+        """The encodings that ``policy`` works on."""
+        if policy.encoder and self._encoder not in (None, policy.encoder):
+            raise ValueError(
+                f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
+            )
+        return Encodings(policy.encoder or self._encoder or "standalone", self._rope, self._bos)
+
+    def plan(self, prompt: PromptLike, space: str, policy: SelectionPolicy) -> LinkPlan:
+        """Decide one prompt.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For an empty prompt or one of another type.
+        PromptTooLong
+        """
+        segmentation = self._segment(prompt, space)
+        # Chat templates write their own BOS; a string or segments of text get the tokenizer's.
+        segments = self._tokenise(segmentation.prompt, leading=isinstance(prompt, str | Prompt))
+        count = sum(len(segment.token_ids) for segment in segments)
+        if count == 0:
+            raise ValueError("the prompt is empty")
+        if count >= self.context:
+            raise PromptTooLong(
+                f"the prompt has {count} tokens, the model's context is {self.context}; "
+                "retrieve fewer or shorter chunks"
+            )
+        encodings = self.encodings(policy)
+        fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
+        if fallback is not None:
+            plan = plain_plan(segments, policy.name, encodings.name, space, fallback)
+        else:
+            plan = make_plan(segments, policy, encodings, self._store, self._fingerprint, space)
+        return replace(plan, report=replace(plan.report, notes=segmentation.prompt.notes))
+
+    def missing(
+        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+    ) -> list[Missing]:
+        """What to encode for each text, stored already or not.
+
+        Raises
+        ------
+        ValueError
+            For an empty chunk, one longer than the model's context, or a ``system`` that is needed
+            and not there.
+        """
+        encodings = self.encodings(policy)
+        behind: tuple[int, ...] = ()
+        if encodings.name == "system":
+            if system is None:
+                raise ValueError(
+                    "the encoder 'system' needs system=, the text before the prompt's first chunk"
+                )
+            behind = self._tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
+        encoding, context = encodings.encoding(behind)
+        out = []
+        for number, text in enumerate(texts):
+            ids = self.tokens.chunk(text)
+            width = len(encoding.behind) + len(ids)
+            if not ids:
+                raise ValueError(f"chunk {number} is empty; drop it before encoding")
+            if width > self.context:
+                raise ValueError(
+                    f"chunk {number} has {len(ids)} tokens, more than the model's context ({self.context}); "
+                    "cut it into smaller ones"
+                )
+            key = encodings.key(ids, encoding, context, self._fingerprint, space, width)
+            out.append(Missing(key, ids, encoding))
+        return out
+
+    def _segment(self, prompt: PromptLike, space: str) -> Segmentation:
+        if isinstance(prompt, Prompt):
+            return Segmentation(prompt)
+        if isinstance(prompt, str):
+            return segment_text(prompt, self.registry, space)
+        if isinstance(prompt, Sequence):
+            messages = cast(Sequence[Mapping[str, Any]], prompt)
+            return segment_messages(messages, self.tokens.render, self.registry, space)
+        raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
+
+    def _tokenise(self, prompt: Prompt, leading: bool) -> list[TokenSegment]:
+        """Ids per segment; ``leading``: behind what the tokenizer puts in front of plain text (BOS)."""
+        segments: list[TokenSegment] = []
+        for segment in prompt.segments:
+            ids = self._ids(segment, first=not segments)
+            if ids:
+                segments.append(TokenSegment(ids, isinstance(segment, Chunk)))
+        if not leading or not segments or prompt.segments[0].token_ids is not None:
+            return segments
+        bos = self.tokens.leading
+        if segments[0].token_ids[: len(bos)] == bos:
+            return segments
+        if segments[0].is_chunk:
+            return [TokenSegment(bos, False), *segments]
+        return [TokenSegment(bos + segments[0].token_ids, False), *segments[1:]]
+
+    def _ids(self, segment: Segment, first: bool) -> tuple[int, ...]:
+        if segment.token_ids is not None:
+            return segment.token_ids
+        text = segment.text or ""
+        return self.tokens.chunk(text) if isinstance(segment, Chunk) else self.tokens.text(text, first=first)
