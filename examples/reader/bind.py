@@ -1,8 +1,8 @@
 """Give the middle layers heads that look at the tokens which are about the same subject.
 
 Left alone, the reader finds facts by their relation ("was born in") and never learns to ask whose fact it is:
-with two people in the context it is right half of the time, although the subject of every token can be read off
-its middle layers. So that comparison is put in its heads once, and training goes on from there.
+with two people in the context it is right half of the time, although the subject of every token can be read
+off its middle layers. So that comparison is put in its heads once, and training goes on from there.
 """
 
 from __future__ import annotations

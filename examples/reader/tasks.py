@@ -60,8 +60,8 @@ def answerable(world: World, articles: Sequence[Article]) -> list[Question]:
 def exam_tasks(world: World, seed: int, number: int, articles: int = 4, rivals: bool = False) -> list[Task]:
     """Return one task per question, `number` questions of each kind, each among `articles` articles.
 
-    Those are the ones needed, the ones they link to, and others; or, with `rivals`, the ones needed and others of
-    the same kind as the one that the question names.
+    Those are the ones needed, the ones they link to, and others; or, with `rivals`, the ones needed and
+    others of the same kind as the one that the question names.
     """
     rng = random.Random(seed)
     by_title = {article.title: article for article in world.articles}
@@ -81,7 +81,7 @@ def exam_tasks(world: World, seed: int, number: int, articles: int = 4, rivals: 
 
 
 def topics(coder: Coder, tasks: Sequence[Task], batch: Packed) -> Tensor:
-    """Label every token with the one it is about: the last word of a name, [B, C + P * Q], -100 if none yet."""
+    """Label every token with the last word of the name it is about, [B, C + P * Q], -100 if none yet."""
     kinds = {coder.last(kind) for kind in ("person", "company", "town")}
     context = torch.full_like(batch.context, IGNORE)
     pairs = torch.full_like(batch.pairs, IGNORE)

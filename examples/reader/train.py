@@ -1,8 +1,12 @@
 """Train the reader from nothing: `python examples/reader/train.py --out DIR`.
 
-First it learns to copy random token sequences, without which it never learns to look anything up; then to
-answer questions about one or two articles, then about more. Each stage ends when it is mastered. About an
-hour on one core of a server CPU. `--minutes` ends it early, with the learning rate lowered in time.
+First it learns to copy random token sequences, without which it never learns to look anything up. Then it
+reads: two articles with few names, until it has learned the relations; then the heads that compare subjects
+are put in (`bind.py`); then more names and more articles. A stage ends when it is mastered. Beside the
+answers it must tell from a middle layer whom each token is about (`topics`), and while it reads two
+articles the questions see the context in the upper layers only (`--blind`): else it answers too early,
+before it knows whom a fact is about. `--minutes` ends the training early, with the learning rate lowered in
+time.
 """
 
 from __future__ import annotations
@@ -117,8 +121,8 @@ def _learn_reading(
         if step % 50 == 0:
             spent = time.monotonic() - start
             print(
-                f"level {level} step {step:6d}  answers {answers:.3f}  language {language:.3f}  topic {topic:.3f}  "
-                f"a+b {known:.3f}  {spent:.0f} s",
+                f"level {level} step {step:6d}  answers {answers:.3f}  language {language:.3f}  "
+                f"topic {topic:.3f}  a+b {known:.3f}  {spent:.0f} s",
                 flush=True,
             )
         if level == 0 and known > args.bind_at:

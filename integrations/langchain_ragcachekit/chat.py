@@ -39,7 +39,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
         answer = self.rag.generate(to_dicts(messages), **self._call_options(stop, kwargs))
@@ -49,7 +49,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
         options = self._call_options(stop, kwargs)

@@ -34,7 +34,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         self,
         prompts: list[str],
         stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)
@@ -46,7 +46,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         self,
         prompts: list[str],
         stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)

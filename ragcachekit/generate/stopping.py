@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 class Watch(StoppingCriteria):  # type: ignore[misc]
     """Called after each token: notes the time of the first, stops when ``cancel`` is set.
 
-    It reads no ids, so it may run on a permuted prompt.
+    It makes nothing of the ids, so it may run on a permuted prompt.
     """
 
     def __init__(self, cancel: threading.Event | None = None) -> None:
@@ -25,6 +25,7 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``[batch]`` booleans: whether each sequence is done."""
         if self.first is None:
+            input_ids[:, -1].tolist()  # waits for the device: the token is not there before that
             self.first = time.perf_counter()
         self.cancelled = self._cancel is not None and self._cancel.is_set()
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)

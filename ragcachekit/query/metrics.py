@@ -72,7 +72,7 @@ class L2:
     def side(self, squared_norm: float) -> float:
         return squared_norm / 2
 
-    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:  # noqa: ARG002
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
         return np.subtract(side, dots, out=dots)
 
     def limit(self, distance: float, squared_norm: float) -> float:
@@ -99,7 +99,7 @@ class InnerProduct(L2):
         larger = np.maximum(side, np.float32(squared_norm))
         return np.subtract(larger, dots, out=dots)
 
-    def limit(self, distance: float, squared_norm: float) -> float:  # noqa: ARG002
+    def limit(self, distance: float, squared_norm: float) -> float:
         return distance
 
     def distance(self, qk: Number, qq: float, kk: Number) -> Number:
@@ -117,13 +117,13 @@ class Cosine:
     def side(self, squared_norm: float) -> float:
         return -1.0 / math.sqrt(squared_norm)
 
-    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:  # noqa: ARG002
+    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
         return np.multiply(dots, side, out=dots)
 
     def limit(self, distance: float, squared_norm: float) -> float:
         return (distance - 1.0) * math.sqrt(squared_norm)
 
-    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:  # noqa: ARG002
+    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
         return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
 
     def distance(self, qk: Number, qq: float, kk: Number) -> Number:

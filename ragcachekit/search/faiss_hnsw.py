@@ -49,7 +49,7 @@ class FaissHnswIndex(FaissFlatIndex):
         labels: NDArray[np.int64] = self._index.search(query, count, params=breadth)[1][0]
         return labels[labels >= 0]
 
-    def _remove(self, labels: NDArray[np.int64]) -> None:  # noqa: ARG002
+    def _remove(self, labels: NDArray[np.int64]) -> None:
         raise RetrievalError("faiss-hnsw cannot remove; use hnswlib or faiss-flat, or build the index anew")
 
     def _options(self) -> dict[str, Any]:

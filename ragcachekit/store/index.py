@@ -55,11 +55,11 @@ class JsonDisk(diskcache.Disk):  # type: ignore[misc]
             raise sqlite3.DatabaseError("an index key that is not text")
         return key
 
-    def store(self, value: dict[str, int], read: bool, key: object = None) -> tuple[int, int, None, str]:  # noqa: ARG002
+    def store(self, value: dict[str, int], read: bool, key: object = None) -> tuple[int, int, None, str]:
         """A row: size, mode, no file name, JSON."""
         return value["nbytes"], _RAW_MODE, None, json.dumps(value)
 
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> dict[str, int]:  # noqa: ARG002
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> dict[str, int]:
         """The reverse of ``store``; any other mode (pickle is one) is damage."""
         if mode != _RAW_MODE or filename is not None or not isinstance(value, str):
             raise sqlite3.DatabaseError("an index row of a foreign kind")

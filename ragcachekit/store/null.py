@@ -14,19 +14,19 @@ class NullStore:
     def __init__(self) -> None:
         self._counters = Counters("null")
 
-    def get(self, key: KVKey) -> Found | None:  # noqa: ARG002
+    def get(self, key: KVKey) -> Found | None:
         """Always None."""
         self._counters.count("misses")
         return None
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:  # noqa: ARG002
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Always False; not a failure, so not counted as one."""
         return False
 
     def __contains__(self, key: KVKey) -> bool:
         return False
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:  # noqa: ARG002
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Nothing to drop."""
         return frozenset()
 

@@ -1,0 +1,265 @@
+"""Questions about one's own files: a LangChain chain with both caches, and what they saved."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.outputs import LLMResult
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
+from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
+from langchain_ragcachekit.retriever import HIT_EVENT, MISS_EVENT
+
+from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.embedding import DIM, MiniLM
+from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for
+from ragcachekit.bench.workspace import (
+    CacheFolder,
+    check_dtype,
+    disk_bytes,
+    explained,
+    load_tokenizer,
+    model_path,
+)
+from ragcachekit.bench.world import SEPARATOR
+from ragcachekit.config import StoreConfig
+from ragcachekit.engine import RagCache
+from ragcachekit.errors import RetrievalError
+from ragcachekit.link.policies import open_policy
+from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.manifest import read_index
+from ragcachekit.search.registry import load_index, open_index
+
+Say = Callable[[str], object]
+CAPACITY = 1000
+
+
+@dataclass(frozen=True)
+class AskSettings:
+    """What ``ragcachekit ask`` is told; checked before anything is loaded.
+
+    Attributes
+    ----------
+    corpus, model : str
+        Folder of documents; folder or hub id of a model, or ``reader``.
+    policy, encoder : str
+        As for :class:`~ragcachekit.RagCache`.
+    k : int
+        Chunks in the prompt.
+    tolerance : float
+        Greatest cosine distance of a question that is answered from the query cache; 0 is equality.
+    cache : str or None
+        The cache folder; None for the user's own.
+    """
+
+    corpus: str
+    model: str
+    policy: str = "lego:16"
+    encoder: str | None = None
+    k: int = 4
+    tolerance: float = 0.0
+    cache: str | None = None
+    namespace: str = "default"
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    max_new_tokens: int = 128
+    device: str | None = None
+    dtype: str = "auto"
+    disk_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        open_policy(self.policy)
+        check_dtype(self.dtype)
+        ProximityCache(CAPACITY, self.tolerance)
+        for name in ("k", "chunk_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer and how it came about.
+
+    Attributes
+    ----------
+    text : str
+    sources : tuple of str
+        ``file#number`` of the chunks in the prompt, in order.
+    hit : bool or None
+        Whether the query cache knew the question; None if it was not asked.
+    distance : float or None
+        Distance of the cached question that was nearest.
+    retrieval_ms : float
+        Embedding included.
+    report : dict
+        :class:`~ragcachekit.GenerateReport` as plain data.
+    """
+
+    text: str
+    sources: tuple[str, ...]
+    hit: bool | None
+    distance: float | None
+    retrieval_ms: float
+    report: dict[str, Any]
+
+
+class AskSession:
+    """A chain that stays open for several questions; made by :func:`open_session`."""
+
+    def __init__(self, rag: RagCache, retriever: RagCacheRetriever, max_new_tokens: int) -> None:
+        self.rag = rag
+        prompt = prompt_for(rag.tokenizer)
+        model: Any = ChatRagCache(cache=rag, max_tokens=max_new_tokens)
+        if not prompt.chat:
+            model = RagCacheLLM(cache=rag, max_tokens=max_new_tokens, stop=list(PLAIN_STOP))
+        inputs = {"context": retriever | _joined, "input": RunnablePassthrough()}
+        self._chain = inputs | prompt.template | model
+
+    def ask(self, question: str, on_text: Say = lambda _: None) -> Asked:
+        """Answer; ``on_text`` hears the answer while it is written. What was missed is kept for next time."""
+        if not question.strip():
+            raise ValueError("the question is empty")
+        trace, parts = _Trace(), list[str]()
+        for piece in self._chain.stream(question, config={"callbacks": [trace]}):
+            parts.append(piece if isinstance(piece, str) else str(piece.content))
+            on_text(parts[-1])
+        return Asked(
+            "".join(parts), trace.sources, trace.hit, trace.distance, trace.retrieval_ms, trace.report
+        )
+
+    def keep(self) -> None:
+        """Wait until the KV of the chunks that were missed is stored."""
+        self.rag.flush()
+
+
+@contextmanager
+def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
+    """Read the corpus, embed what is new in it, load the model, join them into a chain.
+
+    Raises
+    ------
+    CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
+        Each says what to do.
+    """
+    folder = CacheFolder.at(settings.cache)
+    tokenizer = load_tokenizer(settings.model)
+    corpus = read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
+    for note in corpus.notes:
+        say(note)
+    store = StoreConfig(disk_path=folder.kv, disk_bytes=disk_bytes(settings.disk_gb))
+    embedder = MiniLM()
+    index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
+    with explained(settings.model):
+        rag = RagCache.from_pretrained(
+            model_path(settings.model),
+            device=settings.device,
+            policy=settings.policy,
+            encoder=settings.encoder,
+            store=store,
+            namespace=settings.namespace,
+            cache_dir=folder.path,
+            dtype=settings.dtype,
+        )
+    with rag:
+        inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
+        retriever = RagCacheRetriever.wrap(
+            inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY
+        )
+        yield AskSession(rag, retriever, settings.max_new_tokens)
+
+
+def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:
+    """The index of a corpus, from ``place`` where it was built before; only new chunks are embedded.
+
+    Ids are digests of the chunks' texts, so a changed file costs the embedding of what changed in it.
+    """
+    name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
+    path = place / f"minilm-{name}.index"
+    index, held = _stored_index(path, say)
+    wanted = {chunk.id: chunk for chunk in corpus.chunks}
+    gone = [id for id in held if id not in wanted]
+    new = [chunk for id, chunk in wanted.items() if id not in held]
+    if gone:
+        index.remove(gone)
+    if new:
+        say(f"embedding {len(new)} of {len(wanted)} chunks")
+        index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
+    if gone or new:
+        place.mkdir(parents=True, exist_ok=True)
+        index.save(path)
+    return index
+
+
+def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
+    if path.exists():
+        try:
+            return load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
+        except RetrievalError as error:
+            say(f"the stored index is built anew: {error}")
+    return open_index("faiss-flat", DIM), frozenset()
+
+
+class IndexRetriever(BaseRetriever):
+    """The chunks of a corpus nearest to a question, as LangChain documents."""
+
+    index: Any
+    corpus: Any
+    embedder: Any
+    k: int
+
+    def model_post_init(self, context: Any) -> None:
+        """Look chunks up by id."""
+        self._by_id = {chunk.id: chunk for chunk in self.corpus.chunks}
+        super().model_post_init(context)
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+    ) -> list[Document]:
+        found = self.index.search(self.embedder.embed([query])[0], self.k)
+        chunks = [self._by_id[id] for id in found.ids]
+        return [Document(c.text, id=c.id, metadata={"source": f"{c.source}#{c.number}"}) for c in chunks]
+
+
+def _joined(documents: list[Document]) -> str:
+    return SEPARATOR.join(document.page_content for document in documents)
+
+
+@dataclass
+class _Trace(BaseCallbackHandler):
+    """Listens to one run of the chain."""
+
+    hit: bool | None = None
+    distance: float | None = None
+    retrieval_ms: float = 0.0
+    sources: tuple[str, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+    _begun: float = 0.0
+
+    def on_retriever_start(self, *args: Any, **kwargs: Any) -> None:
+        self._begun = self._begun or time.perf_counter()
+
+    def on_retriever_end(self, documents: Any, **kwargs: Any) -> None:  # the wrapper's comes last
+        self.retrieval_ms = (time.perf_counter() - self._begun) * 1e3
+        self.sources = tuple(document.metadata["source"] for document in documents)
+
+    def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
+        if name in (HIT_EVENT, MISS_EVENT):
+            self.hit, self.distance = name == HIT_EVENT, data["distance"]
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        generation: Any = response.generations[0][0]
+        message = getattr(generation, "message", None)
+        about = message.response_metadata if message else generation.generation_info
+        self.report = about["ragcachekit"]

@@ -1,0 +1,234 @@
+"""A folder of the user's own texts, cut into chunks: the same folder always gives the same chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.errors import CorpusError
+
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")
+DEFAULT_CHUNK_TOKENS = 200
+"""Below the 256 wordpieces that the embedding model reads."""
+
+_WORD = re.compile(r"\s*\S+")
+_BLOCK = re.compile("p|div|li|tr|br|h[1-6]|pre|table|[uo]l|section|article|d[td]|title")
+_UNSEEN = frozenset({"script", "style", "template"})
+
+Count = Callable[[Sequence[str]], list[int]]
+"""Tokens of each of some words; a word comes with the white space before it."""
+
+
+@dataclass(frozen=True)
+class CorpusChunk:
+    """One chunk: its text, the file it is from (relative to the folder), its number in that file."""
+
+    text: str
+    source: str
+    number: int
+
+    @property
+    def id(self) -> str:
+        """SHA-256 of the text: what an index keeps across changes of other files."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a folder gave.
+
+    Attributes
+    ----------
+    chunks : tuple of CorpusChunk
+        In order of file and place; a text that occurs twice is in it once.
+    files : int
+        Files that were read.
+    notes : tuple of str
+        What was skipped, and why.
+    """
+
+    chunks: tuple[CorpusChunk, ...]
+    files: int
+    notes: tuple[str, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """The chunks' texts."""
+        return [chunk.text for chunk in self.chunks]
+
+
+def read_corpus(
+    folder: str | os.PathLike[str], *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS, tokenizer: Any = None
+) -> Corpus:
+    """Read every text file below ``folder``.
+
+    Parameters
+    ----------
+    folder : path
+        Files ending in .txt, .md, .rst, .py, .html and .htm count, hidden ones do not.
+    chunk_tokens : int
+        Greatest size of a chunk, counted word by word (a tokenizer that looks beyond words may come
+        to one or two more or fewer).
+    tokenizer : transformers.PreTrainedTokenizerBase, optional
+        Counts tokens; None counts words.
+
+    Returns
+    -------
+    Corpus
+        At least one chunk.
+
+    Raises
+    ------
+    CorpusError
+        The folder is missing or holds no text; the message says what to do.
+    ValueError
+        ``chunk_tokens`` below 1.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    root, notes = Path(folder).expanduser(), list[str]()
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
+    count = _words if tokenizer is None else _counter(tokenizer)
+    chunks, files, repeated = dict[str, CorpusChunk](), 0, 0
+    for path in _files(root, notes):
+        text = _read(path, root, notes)
+        files += text is not None
+        source = path.relative_to(root).as_posix()
+        for number, piece in enumerate(cut(text or "", chunk_tokens, count)):
+            repeated += piece in chunks
+            chunks.setdefault(piece, CorpusChunk(piece, source, number))
+    if repeated:
+        notes.append(f"{repeated} chunks repeat the text of another one and were left out")
+    if not chunks:
+        skipped = f" ({'; '.join(notes[:3])})" if notes else ""
+        raise CorpusError(
+            f"no text found in {root}{skipped}; put files there that end in {', '.join(SUFFIXES)}"
+        )
+    return Corpus(tuple(chunks.values()), files, tuple(notes))
+
+
+def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
+    """Cut a text into stretches of at most ``chunk_tokens``, at paragraphs, lines or sentences if it can.
+
+    Every chunk is a stretch of ``text`` without its outer white space, so that it is found again in a
+    prompt; no word is lost or repeated.
+    """
+    counted = count or _words
+    words = list(_fitting(_WORD.findall(text), chunk_tokens, counted))
+    sizes = _sizes(words, counted)
+    chunks, start = [], 0
+    while start < len(words):
+        end, tokens, half = start, 0, start
+        while end < len(words) and (end == start or tokens + sizes[end] <= chunk_tokens):
+            tokens += sizes[end]
+            end += 1
+            half = half if tokens > chunk_tokens // 2 else end
+        if end < len(words):  # the best place to part in the second half, the last one of equals
+            end = max(range(max(half, start + 1), end + 1), key=lambda at: (_seam(words, at), at))
+        chunks.append("".join(words[start:end]).strip())
+        start = end
+    return chunks
+
+
+def _seam(words: Sequence[str], at: int) -> int:
+    """How good a place to part ``words[:at]`` from ``words[at:]`` is."""
+    space = words[at][: len(words[at]) - len(words[at].lstrip())]
+    if space.count("\n") > 1:
+        return 4
+    if "\n" in space:
+        return 3
+    if words[at - 1].endswith((".", "!", "?")):
+        return 2
+    return int(bool(space))
+
+
+def _fitting(words: Sequence[str], most: int, count: Count) -> Iterator[str]:
+    """The words, those halved that are longer than a whole chunk (long lines of base64, say)."""
+    for word, size in zip(words, _sizes(words, count), strict=True):
+        if size <= most or len(word) == 1:
+            yield word
+        else:
+            yield from _fitting((word[: len(word) // 2], word[len(word) // 2 :]), most, count)
+
+
+def _sizes(words: Sequence[str], count: Count) -> list[int]:
+    distinct = list(dict.fromkeys(words))
+    known = dict(zip(distinct, count(distinct) if distinct else [], strict=True))
+    return [known[word] for word in words]
+
+
+def _words(words: Sequence[str]) -> list[int]:
+    return [1] * len(words)
+
+
+def _counter(tokenizer: Any) -> Count:
+    def count(words: Sequence[str]) -> list[int]:
+        found = tokenizer(list(words), add_special_tokens=False, verbose=False)["input_ids"]
+        return [len(ids) for ids in found]
+
+    return count
+
+
+def _files(root: Path, notes: list[str]) -> list[Path]:
+    def failed(error: OSError) -> None:
+        notes.append(f"skipped {error.filename}: {error.strerror}")
+
+    found = []
+    for folder, below, names in os.walk(root, onerror=failed):
+        below[:] = [name for name in below if not name.startswith(".")]
+        found += [Path(folder, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _read(path: Path, root: Path, notes: list[str]) -> str | None:
+    name = path.relative_to(root).as_posix()
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        notes.append(f"skipped {name}: {error.strerror or error}")
+        return None
+    except UnicodeDecodeError:
+        notes.append(f"skipped {name}: not UTF-8 text")
+        return None
+    if "\0" in text:
+        notes.append(f"skipped {name}: a binary file")
+        return None
+    text = text.replace("\r\n", "\n")
+    return _html_text(text) if path.suffix.lower() in (".html", ".htm") else text
+
+
+class _Visible(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self._unseen = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._unseen += tag in _UNSEEN
+        if _BLOCK.fullmatch(tag):
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._unseen -= tag in _UNSEEN and self._unseen > 0
+        if _BLOCK.fullmatch(tag):
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            self.parts.append(data)
+
+
+def _html_text(text: str) -> str:
+    parser = _Visible()
+    parser.feed(text)
+    parser.close()
+    lines = (line.strip() for line in "".join(parser.parts).splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))

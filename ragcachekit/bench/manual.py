@@ -1,0 +1,242 @@
+"""The manual of the running Python's standard library, cut into chunks: real documents without a download.
+
+``pydoc`` renders every module as plain text. Rendering imports the modules, so a child process does
+it: what an import leaves behind (warnings, signal handlers, patched names) stays there. Needs the
+standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import itertools
+import json
+import os
+import pydoc
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+DEFAULT_CHUNKS = 1000
+MAX_WORDPIECES = 256
+
+SKIPPED = frozenset(
+    {
+        *("antigravity", "this", "test", "turtle", "turtledemo", "tkinter", "idlelib"),  # open windows, print
+        *("distutils", "ensurepip", "lib2to3", "venv"),  # patched by other packages, or for installers
+        *("cgi", "cgitb"),  # gone from newer Pythons; cgi's signatures show the environment
+        *("pydoc_data", "__main__"),
+    }
+)
+"""Modules that are not imported, beside those whose names start with an underscore."""
+
+SUBMODULES = (
+    *("asyncio.queues", "asyncio.subprocess", "collections.abc", "concurrent.futures", "email.message"),
+    *("html.parser", "http.client", "http.cookies", "http.server", "importlib.metadata", "importlib.resources"),
+    *("json.decoder", "logging.config", "logging.handlers", "multiprocessing.pool", "os.path"),
+    *("unittest.mock", "urllib.parse", "urllib.request", "wsgiref.simple_server", "xml.dom.minidom"),
+    *("xml.etree.ElementTree", "xml.sax.handler", "zoneinfo"),
+)
+"""Modules inside packages that are documented too."""
+
+# DATA shows os.environ, sys.path and the like; FILE shows where Python is installed.
+_DROPPED = frozenset({"DATA", "FILE", "VERSION", "DATE", "AUTHOR", "CREDITS", "MODULE REFERENCE"})
+_HEADING = re.compile(r"^[A-Z][A-Z ]+$")
+_BARS = re.compile(r"^(?: *\|)+ ? ?")
+_RULE = re.compile(r"^ *-{8,}$")  # a wordpiece for every hyphen
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_NEEDED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # to start Python at all
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class ManualChunk:
+    """A piece of one module's documentation.
+
+    Attributes
+    ----------
+    module : str
+        Dotted name of the module.
+    number : int
+        Its place in the module's documentation, from 0.
+    text : str
+        The module's name on the first line, then the piece.
+    """
+
+    module: str
+    number: int
+    text: str
+
+
+def chunks(
+    count: Callable[[str], int], *, full: bool = False, limit: int = DEFAULT_CHUNKS, size: int = MAX_WORDPIECES
+) -> tuple[ManualChunk, ...]:
+    """Return the manual in chunks, in the order of modules and their texts.
+
+    The same Python with the same tokenizer gives the same chunks.
+
+    Parameters
+    ----------
+    count
+        Number of wordpieces of a text, special tokens included. It is asked about lines, and must not
+        give less for a text than for the sum of its lines (without the special tokens).
+    full
+        All of it; else the first chunks of every module, in turn up to `limit`.
+    limit
+        Greatest number of chunks, unless `full`.
+    size
+        Greatest number of wordpieces of a chunk.
+
+    Raises
+    ------
+    RuntimeError
+        If the documentation could not be rendered.
+    ValueError
+        If `limit` or `size` is too small for anything.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    modules = [cut(module, text, count, size) for module, text in pages()]
+    found = [list(one) for one in modules] if full else _first_of_each(modules, limit)
+    # Some modules say the same twice.
+    return tuple({chunk.text: chunk for of_module in found for chunk in of_module}.values())
+
+
+def pages() -> list[tuple[str, str]]:
+    """Return name and documentation of every module, rendered in a child process.
+
+    Raises
+    ------
+    RuntimeError
+        If the child process failed.
+    """
+    # Next to nothing of our environment, which shows in default values; a fixed hash seed, because the
+    # order of sets shows too.
+    environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+    environment |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+    command = [sys.executable, "-P", "-W", "ignore", __file__]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=os.path.abspath(os.sep),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"pydoc could not render the manual: {done.stderr.decode(errors='replace')[-500:]}")
+    return [(str(module), str(text)) for module, text in json.loads(done.stdout)]
+
+
+def cut(module: str, text: str, count: Callable[[str], int], size: int = MAX_WORDPIECES) -> Iterator[ManualChunk]:
+    """Cut one module's documentation between paragraphs, else lines, else words.
+
+    Raises
+    ------
+    ValueError
+        If `size` leaves no room beside the module's name.
+    """
+    special = count("")
+    room = size - count(module)
+    if room < 8:
+        raise ValueError(f"chunks of {size} wordpieces have no room for text beside {module!r}")
+
+    def cost(part: str) -> int:
+        return count(part) - special
+
+    for number, body in enumerate(_packed(_parts(text, cost, room), cost, room)):
+        yield ManualChunk(module, number, f"{module}\n{body}")
+
+
+def clean(text: str) -> str:
+    """Return a page of pydoc without the sections about this machine, without bars and addresses."""
+    kept: list[str] = []
+    keep = True
+    for line in text.splitlines():
+        if _HEADING.match(line):
+            keep = line not in _DROPPED
+        line = _BARS.sub("", _ADDRESS.sub("", line)).rstrip()
+        if keep and not _RULE.match(line):
+            kept.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+
+
+def _first_of_each(modules: list[Iterator[ManualChunk]], limit: int) -> list[list[ManualChunk]]:
+    """The first chunk of every module, then the second, and so on up to ``limit``."""
+    taken: list[list[ManualChunk]] = [[] for _ in modules]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*modules))
+    for chunk, place in zip(in_turn, itertools.cycle(range(len(modules))), strict=False):
+        if chunk is not None:
+            taken[place].append(chunk)
+            limit -= 1
+        if not limit:
+            break
+    return taken
+
+
+def _parts(text: str, cost: Callable[[str], int], room: int) -> Iterator[str]:
+    """Paragraphs, each with the newlines before it; those that do not fit in pieces."""
+    for paragraph in text.split("\n\n"):
+        if cost(paragraph) <= room:
+            yield f"\n\n{paragraph}"
+            continue
+        for line in paragraph.split("\n"):
+            if cost(line) <= room:
+                yield f"\n{line}"
+            else:
+                yield from _pieces(line, cost, room)
+
+
+def _pieces(line: str, cost: Callable[[str], int], room: int) -> Iterator[str]:
+    """A long line between words; a word that is too long by itself is cut anywhere."""
+    for word in line.split(" "):
+        step = len(word) if cost(word) <= room else room
+        for start in range(0, len(word), step or 1):
+            yield f"{' ' * (start == 0)}{word[start : start + step]}"
+
+
+def _packed(parts: Iterable[str], cost: Callable[[str], int], room: int) -> Iterator[str]:
+    """Neighbouring parts joined while they fit."""
+    held, used = "", 0
+    for part in parts:
+        needed = cost(part)
+        if held and used + needed > room:
+            yield held.strip("\n")
+            held, used = "", 0
+        held, used = held + part, used + needed
+    if held.strip():
+        yield held.strip("\n")
+
+
+def _render(name: str) -> str | None:
+    """The module's page, or None where this system does not have the module."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    if not inspect.ismodule(module):
+        return None
+    page = clean(pydoc.plaintext.document(module, name))
+    # platform's default values name the interpreter.
+    return page.replace(sys.executable, "python").replace(os.path.realpath(sys.executable), "python")
+
+
+def _names() -> list[str]:
+    top = {n for n in sys.stdlib_module_names if not n.startswith("_") and n not in SKIPPED}
+    return sorted(top | set(SUBMODULES))
+
+
+def _main() -> None:
+    """The child process: all pages as JSON on the standard output."""
+    with contextlib.redirect_stdout(io.StringIO()):  # what modules print while they are imported
+        rendered = [(name, _render(name)) for name in _names()]
+    json.dump([(name, text) for name, text in rendered if text], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

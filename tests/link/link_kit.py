@@ -1,0 +1,112 @@
+"""Running the link room by itself: plans from token ids, one linked forward, what came of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from families import Prefill, wrapped
+
+from ragcachekit.link.attention import install
+from ragcachekit.link.base import PlacedChunk
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.linker import link
+from ragcachekit.link.plan import LinkPlan, Piece, TokenSegment, make_plan
+from ragcachekit.link.policies import open_policy
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope import Rope, describe_rope
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.types import LinkReport
+
+BOS = 1
+
+
+@functools.cache
+def described(name: str, dtype: torch.dtype = torch.float32) -> Rope:
+    return describe_rope(wrapped(name, dtype))
+
+
+@dataclass(frozen=True)
+class Everything:
+    """A policy that recomputes all cached rows."""
+
+    name = "everything"
+    encoder: str | None = None
+    reads_cache = True
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        return [p for chunk in chunks for p in range(chunk.start, chunk.stop)]
+
+
+def segments(*parts: tuple[str, tuple[int, ...]]) -> list[TokenSegment]:
+    """``("text", ids)`` and ``("chunk", ids)``."""
+    return [TokenSegment(ids, kind == "chunk") for kind, ids in parts]
+
+
+def ids_of(parts: Sequence[TokenSegment]) -> tuple[int, ...]:
+    return tuple(i for part in parts for i in part.token_ids)
+
+
+def planned(
+    name: str,
+    parts: Sequence[TokenSegment],
+    policy: Any,
+    *,
+    encoder: str | None = None,
+    store: KVStore | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LinkPlan:
+    """A plan after everything that the prompt misses was encoded."""
+    rope, chosen = described(name, dtype), open_policy(policy)
+    encodings = Encodings(encoder or chosen.encoder or "standalone", rope, BOS)
+    store = store or HostStore(1 << 26)
+    arguments = (parts, chosen, encodings, store, "fingerprint", "space")
+    for item in make_plan(*arguments).missing:
+        for _, kv in ChunkEncoder(wrapped(name, dtype), rope).encode([item.token_ids], item.encoding):
+            assert store.put(item.key, kv)
+    plan = make_plan(*arguments)
+    assert not plan.missing
+    return plan
+
+
+def plan_of(ids: Sequence[int], pieces: Sequence[Piece], rows: Sequence[int]) -> LinkPlan:
+    """A plan made by hand."""
+    report = LinkReport("by hand", "standalone", "space", len(ids))
+    return LinkPlan(tuple(ids), tuple(pieces), tuple(rows), (), report)
+
+
+def piece(run: Prefill, start: int, stop: int) -> Piece:
+    """Columns of an ordinary prefill, keys as the model rotated them (so no code of ours touches them)."""
+    return Piece(
+        start,
+        ChunkKV(
+            tuple(k[:, start:stop].clone() for k in run.keys),
+            tuple(v[:, start:stop].clone() for v in run.values),
+            start,
+        ),
+    )
+
+
+@torch.no_grad()
+def linked(name: str, plan: LinkPlan, dtype: torch.dtype = torch.float32) -> Prefill:
+    """One linked forward; logits of rows that were kept are NaN."""
+    model = wrapped(name, dtype)
+    install(model)
+    inputs = link([plan], described(name, dtype), torch.device("cpu"), 0)
+    count = len(plan.rows)
+    out = model(
+        input_ids=inputs.input_ids[:, -count:],
+        position_ids=inputs.position_ids[:, -count:],
+        attention_mask=inputs.attention_mask,
+        past_key_values=inputs.cache,
+        use_cache=True,
+    ).logits[0]
+    logits = torch.full((len(plan.token_ids), out.shape[-1]), float("nan"), dtype=out.dtype)
+    logits[list(plan.rows)] = out
+    layers = inputs.cache.layers
+    return Prefill(logits, tuple(x.keys[0] for x in layers), tuple(x.values[0] for x in layers))
