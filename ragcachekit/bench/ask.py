@@ -222,10 +222,7 @@ class IndexRetriever(BaseRetriever):
         super().model_post_init(context)
 
     def _get_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: CallbackManagerForRetrieverRun,
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
         found = self.index.search(self.embedder.embed([query])[0], self.k)
         chunks = [self._by_id[id] for id in found.ids]
@@ -236,7 +233,7 @@ def _joined(documents: list[Document]) -> str:
     return SEPARATOR.join(document.page_content for document in documents)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Trace(BaseCallbackHandler):
     """Listens to one run of the chain."""
 
@@ -246,6 +243,9 @@ class _Trace(BaseCallbackHandler):
     sources: tuple[str, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)
     _begun: float = 0.0
+
+    def asked(self, text: str) -> Asked:
+        return Asked(text, self.sources, self.hit, self.distance, self.retrieval_ms, self.report)
 
     def on_retriever_start(self, *args: Any, **kwargs: Any) -> None:
         self._begun = self._begun or time.perf_counter()

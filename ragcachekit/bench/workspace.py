@@ -107,9 +107,7 @@ def explained(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = (
-            "is no model folder" if Path(name).exists() else "is neither a folder nor a model that can be had"
-        )
+        where = "is no model folder" if Path(name).exists() else "is neither a folder nor a model at hand"
         raise RagCacheError(
             f"cannot load the model: {name} {where}; give the folder of a Hugging Face model, a hub id, "
             f"or {READER!r} for the small model that comes with the package"

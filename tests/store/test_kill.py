@@ -15,12 +15,18 @@ SCRIPT = Path(__file__).with_name("kill_writers.py")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the disk tier and this test need POSIX")
 @pytest.mark.parametrize(
-    ("kills", "writers"), [(50, 1), (12, 3)], ids=["50 kills", "three writers share the folder"]
+    ("kills", "writers"),
+    [
+        pytest.param(50, 1, id="50 kills"),
+        pytest.param(12, 3, id="three writers share the folder"),
+        pytest.param(600, 1, id="600 kills", marks=pytest.mark.soak),
+        pytest.param(200, 4, id="four writers, 200 kills", marks=pytest.mark.soak),
+    ],
 )
 def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills: int, writers: int) -> None:
     folder = tmp_path / "kv"
     command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(writers), "11"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert run.returncode == 0, run.stderr
     totals = json.loads(run.stdout)
     assert totals["kills"] == kills
