@@ -398,6 +398,8 @@ class RagCache:
     ) -> Answer:
         ids = generated.token_ids[item]
         text, stopped = cut_at_stop(self._prompts.decode(ids), stop or ())
+        while stopped and cut_at_stop(self._prompts.decode(ids[:-1]), stop or ())[1]:
+            ids = ids[:-1]  # this prompt stopped while others of its batch went on
         ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
         report = GenerateReport(
             replace(plan.report, link_ms=(generated.linked - begun) * 1e3),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
-from numpy.typing import NDArray
 
 from ragcachekit.bench.world import Article
 from ragcachekit.search.registry import open_index
@@ -19,37 +18,29 @@ TITLE, CHUNK, SEARCH = "title", "chunk", "search"
 _CANDIDATES = 8  # articles that a search looks at; few are needed, as each brings its links along
 
 
-class TextEmbedder(Protocol):
-    """What turns texts into float32 ``[n, dim]``."""
+class RememberedEmbeddings(Embeddings):
+    """Another ``Embeddings``, and the vectors of questions that were embedded beforehand.
 
-    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """One row per text."""
-        ...
-
-
-class LangChainEmbeddings(Embeddings):
-    """A :class:`TextEmbedder` as LangChain's interface; a text given to ``remember`` is embedded once.
-
-    The demo asks the same questions several times, of several policies, and measures the embedding
-    apart from the search.
+    The demo asks the same questions several times, of several policies, and measures embedding apart
+    from the search.
     """
 
-    def __init__(self, embedder: TextEmbedder) -> None:
-        self._embedder = embedder
+    def __init__(self, embeddings: Embeddings) -> None:
+        self._embeddings = embeddings
         self._known: dict[str, list[float]] = {}
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """As LangChain asks for it."""
-        return [row.tolist() for row in self._embedder.embed(texts)]
+        """As LangChain asks for it; nothing is remembered."""
+        return self._embeddings.embed_documents(texts)
 
     def embed_query(self, text: str) -> list[float]:
         """As LangChain asks for it."""
         known = self._known.get(text)
-        return known if known is not None else self.embed_documents([text])[0]
+        return known if known is not None else self._embeddings.embed_query(text)
 
     def remember(self, text: str) -> None:
         """Embed a question now, so that asking for it later takes no time."""
-        self._known[text] = self.embed_documents([text])[0]
+        self._known[text] = self._embeddings.embed_query(text)
 
 
 class ArticleStore(VectorStore):

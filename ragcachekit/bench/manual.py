@@ -36,7 +36,14 @@ SKIPPED = frozenset(
 
 SUBMODULES = (
     *("asyncio.queues", "asyncio.subprocess", "collections.abc", "concurrent.futures", "email.message"),
-    *("html.parser", "http.client", "http.cookies", "http.server", "importlib.metadata", "importlib.resources"),
+    *(
+        "html.parser",
+        "http.client",
+        "http.cookies",
+        "http.server",
+        "importlib.metadata",
+        "importlib.resources",
+    ),
     *("json.decoder", "logging.config", "logging.handlers", "multiprocessing.pool", "os.path"),
     *("unittest.mock", "urllib.parse", "urllib.request", "wsgiref.simple_server", "xml.dom.minidom"),
     *("xml.etree.ElementTree", "xml.sax.handler", "zoneinfo"),
@@ -73,7 +80,11 @@ class ManualChunk:
 
 
 def chunks(
-    count: Callable[[str], int], *, full: bool = False, limit: int = DEFAULT_CHUNKS, size: int = MAX_WORDPIECES
+    count: Callable[[str], int],
+    *,
+    full: bool = False,
+    limit: int = DEFAULT_CHUNKS,
+    size: int = MAX_WORDPIECES,
 ) -> tuple[ManualChunk, ...]:
     """Return the manual in chunks, in the order of modules and their texts.
 
@@ -129,11 +140,15 @@ def pages() -> list[tuple[str, str]]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"pydoc could not render the manual: {done.stderr.decode(errors='replace')[-500:]}")
+        raise RuntimeError(
+            f"pydoc could not render the manual: {done.stderr.decode(errors='replace')[-500:]}"
+        )
     return [(str(module), str(text)) for module, text in json.loads(done.stdout)]
 
 
-def cut(module: str, text: str, count: Callable[[str], int], size: int = MAX_WORDPIECES) -> Iterator[ManualChunk]:
+def cut(
+    module: str, text: str, count: Callable[[str], int], size: int = MAX_WORDPIECES
+) -> Iterator[ManualChunk]:
     """Cut one module's documentation between paragraphs, else lines, else words.
 
     Raises
@@ -213,6 +228,11 @@ def _packed(parts: Iterable[str], cost: Callable[[str], int], room: int) -> Iter
         yield held.strip("\n")
 
 
+class _PlainText(pydoc.TextDoc):
+    def bold(self, text: str) -> str:
+        return text
+
+
 def _render(name: str) -> str | None:
     """The module's page, or None where this system does not have the module."""
     try:
@@ -221,7 +241,7 @@ def _render(name: str) -> str | None:
         return None
     if not inspect.ismodule(module):
         return None
-    page = clean(pydoc.plaintext.document(module, name))
+    page = clean(_PlainText().document(module, name))
     # platform's default values name the interpreter.
     return page.replace(sys.executable, "python").replace(os.path.realpath(sys.executable), "python")
 

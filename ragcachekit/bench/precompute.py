@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +115,20 @@ def estimate(settings: PrecomputeSettings) -> Work:
 
     Raises
     ------
-    As :func:`run`.
+    CorpusError, RagCacheError, ModelNotSupported, ValueError
+        As :func:`open_run`.
     """
-    folder = CacheFolder.at(settings.cache)
-    corpus = _corpus(settings)
+    corpus, kv = _corpus(settings), CacheFolder.at(settings.cache).kv
+
+    def on_disk(key: KVKey) -> bool:  # opening a store would create its folder
+        return (kv / f"{key.digest()}.safetensors").is_file()
+
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
-        store = _Ledger(folder.kv)
+        store = _Watched(NullStore())
         with _engine(settings, store, Path(scratch)) as rag:
-            work, todo = _work(rag, corpus, store)
-            store.pretend = False
-            sample = _sample(todo, rag)
-            if not sample:
-                return work
-            rag.encode(sample[:1], system=_system(rag))  # the first forward is slower than the others
-            begun, before = time.perf_counter(), store.tokens
-            rag.encode(sample, system=_system(rag))
-            per_token = (time.perf_counter() - begun) / (store.tokens - before)
-    return Work(**{**vars(work), "seconds": per_token * work.todo_tokens})
+            job = _Job(rag, corpus, store)
+            work, todo = job.work(on_disk)
+            return replace(work, seconds=job.seconds_per_token(todo) * work.todo_tokens) if todo else work
 
 
 @contextmanager
@@ -145,17 +142,14 @@ def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
     ValueError
         A setting is wrong, or a chunk is longer than the model's context.
     """
-    folder = CacheFolder.at(settings.cache)
-    corpus = _corpus(settings)
-    budget = disk_bytes(settings.disk_gb)
-    store = _Tally(open_store(StoreConfig(host_bytes=0, disk_path=folder.kv, disk_bytes=budget)))
-    try:
-        with _engine(settings, store, folder.path) as rag:
-            work, _ = _work(rag, corpus, _Ledger(folder.kv))
-            _check_room(work, budget, folder)
-            yield PrecomputeRun(rag, corpus, store, work)
-    finally:
-        store.close()
+    corpus, folder, budget = _corpus(settings), CacheFolder.at(settings.cache), disk_bytes(settings.disk_gb)
+    kept = open_store(StoreConfig(host_bytes=0, disk_path=folder.kv, disk_bytes=budget))
+    store = _Watched(kept)
+    with closing(kept), _engine(settings, store, folder.path) as rag:
+        job = _Job(rag, corpus, store)
+        work, _ = job.work(kept.__contains__)
+        _check_room(work, budget - sum(tier.nbytes for tier in kept.stats()), folder)
+        yield PrecomputeRun(job, work)
 
 
 class PrecomputeRun:
@@ -166,8 +160,8 @@ class PrecomputeRun:
     work : Work
     """
 
-    def __init__(self, rag: RagCache, corpus: Corpus, store: _Tally, work: Work) -> None:
-        self._rag, self._corpus, self._store = rag, corpus, store
+    def __init__(self, job: _Job, work: Work) -> None:
+        self._job = job
         self.work = work
 
     def run(self, *, progress: bool = False) -> Precomputed:
@@ -178,65 +172,92 @@ class PrecomputeRun:
         StoreError
             Some KV could not be written.
         """
-        begun = time.perf_counter()
-        self._rag.encode(self._corpus.texts, system=_system(self._rag), progress=progress)
-        store = self._store
+        begun, store = time.perf_counter(), self._job.store
+        self._job.encode(progress=progress)
         if store.failed:
             raise StoreError(
-                f"{store.failed} of {store.failed + store.kept} chunks could not be stored; free some space, "
-                "or raise --disk-gb, and run the same command again"
+                f"{store.failed} of {store.failed + store.kept} chunks could not be stored; free some space "
+                "and run the same command again"
             )
-        return Precomputed(
-            store.kept, self.work.stored, store.tokens, store.nbytes, time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        return Precomputed(store.kept, self.work.stored, store.tokens, store.nbytes, seconds)
+
+
+class _Job:
+    """An engine, a corpus, and the store between them."""
+
+    def __init__(self, rag: RagCache, corpus: Corpus, store: _Watched) -> None:
+        self.rag, self.corpus, self.store = rag, corpus, store
+        self.system = prompt_for(rag.tokenizer).before
+
+    def encode(self, texts: list[str] | None = None, *, progress: bool = False) -> None:
+        """All texts, or these."""
+        self.rag.encode(texts or self.corpus.texts, system=self.system, progress=progress)
+
+    def work(self, stored: Callable[[KVKey], bool]) -> tuple[Work, list[str]]:
+        """What there is to do, and the texts that it is about; computes nothing yet."""
+        tokens = SegmentTokenizer(self.rag.tokenizer)
+        sizes = [len(tokens.chunk(text)) for text in self.corpus.texts]
+        todo = [i for i, key in enumerate(self._keys()) if not stored(key)]
+        done = len(sizes) - len(todo)
+        work = Work(
+            self.corpus.files,
+            len(sizes),
+            sum(sizes),
+            done,
+            sum(sizes[i] for i in todo),
+            token_bytes(self.rag.model),
+            None,
+            self.corpus.notes,
         )
+        return work, [self.corpus.texts[i] for i in todo]
+
+    def seconds_per_token(self, texts: list[str]) -> float:
+        """Encode up to :data:`SAMPLE_TOKENS` of the texts, into a store that keeps nothing."""
+        self.encode(texts[:1])  # a model's first forward is slower than the others
+        sample, tokens = list[str](), 0
+        while len(sample) < len(texts) and tokens < SAMPLE_TOKENS:
+            sample.append(texts[len(sample)])
+            tokens += self.rag.count_tokens(sample[-1])
+        begun = time.perf_counter()
+        self.encode(sample)
+        return (time.perf_counter() - begun) / tokens
+
+    def _keys(self) -> list[KVKey]:
+        with self.store.pretending() as keys:
+            self.encode()
+        return keys
 
 
-def run(settings: PrecomputeSettings, *, progress: bool = False) -> Precomputed:
-    """:func:`open_run` and :meth:`PrecomputeRun.run` in one."""
-    with open_run(settings) as opened:
-        return opened.run(progress=progress)
-
-
-def token_bytes(model: Any) -> int:
-    """KV of one token over all layers, from the KV of one token (layers may differ in width)."""
-    ((_, kv),) = ChunkEncoder(model, describe_rope(model)).encode([[1]], Encoding("standalone"))
-    return kv.nbytes
-
-
-class _Ledger(NullStore):
-    """Keeps nothing; while ``pretend`` is set it claims to hold everything and notes what it is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        self.pretend = True
-        self.asked: list[KVKey] = []
-        self.tokens = 0
-
-    def __contains__(self, key: KVKey) -> bool:
-        self.asked.append(key)
-        return self.pretend
-
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        self.tokens += kv.tokens
-        return super().put(key, kv)
-
-    def on_disk(self, key: KVKey) -> bool:
-        """Whether the folder holds a file for ``key``; opening the store would create the folder."""
-        return (self._folder / f"{key.digest()}.safetensors").is_file()
-
-
-class _Tally:
-    """Counts what goes into a store."""
+class _Watched:
+    """A store that counts what is put into it, and can pretend to hold everything already."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
+        self._asked: list[KVKey] | None = None
         self.kept = self.failed = self.tokens = self.nbytes = 0
 
+    @contextmanager
+    def pretending(self) -> Iterator[list[KVKey]]:
+        """Meanwhile nothing is encoded: the list fills with the keys that would be."""
+        self._asked = []
+        try:
+            yield self._asked
+        finally:
+            self._asked = None
+
+    def __contains__(self, key: KVKey) -> bool:
+        if self._asked is None:
+            return key in self._store
+        self._asked.append(key)
+        return True
+
     def get(self, key: KVKey) -> Found | None:
+        """As the store."""
         return self._store.get(key)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """As the store, counted."""
         kept = self._store.put(key, kv)
         self.kept += kept
         self.failed += not kept
@@ -244,14 +265,55 @@ class _Tally:
         self.nbytes += kv.nbytes if kept else 0
         return kept
 
-    def __contains__(self, key: KVKey) -> bool:
-        return key in self._store
-
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """As the store."""
         return self._store.forget(namespace, chunk_ids)
 
     def stats(self) -> tuple[StoreStats, ...]:
+        """As the store."""
         return self._store.stats()
 
     def close(self) -> None:
+        """As the store."""
         self._store.close()
+
+
+def token_bytes(model: Any) -> int:
+    """KV of one token over all layers, read off the KV of one token (layers may differ in width)."""
+    ((_, kv),) = ChunkEncoder(model, describe_rope(model)).encode([[1]], Encoding("standalone"))
+    return kv.nbytes
+
+
+def _corpus(settings: PrecomputeSettings) -> Corpus:
+    tokenizer = load_tokenizer(settings.model)
+    return read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
+
+
+def _engine(settings: PrecomputeSettings, store: _Watched, cache_dir: Path) -> RagCache:
+    with explained(settings.model):
+        return RagCache.from_pretrained(
+            model_path(settings.model),
+            device=settings.device,
+            policy=settings.policy,
+            encoder=settings.encoder,
+            store=store,
+            namespace=settings.namespace,
+            cold="never",
+            cache_dir=cache_dir,
+            dtype=settings.dtype,
+        )
+
+
+def _check_room(work: Work, room: int, folder: CacheFolder) -> None:
+    needed = work.todo_bytes
+    if needed > room:
+        raise ValueError(
+            f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB left; "
+            "raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache clear)"
+        )
+    free = shutil.disk_usage(folder.kv).free
+    if needed > free:
+        raise StoreError(
+            f"the KV takes {needed / 1e9:.2f} GB, {folder.path} has {free / 1e9:.2f} GB free; "
+            "free some space or choose another --cache"
+        )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,55 +13,23 @@ from tqdm.auto import tqdm
 
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.shapes import describe, dtype_named, random_model
-from ragcachekit.config import StoreConfig
-from ragcachekit.engine import PromptLike, RagCache
+from ragcachekit.bench.timing import (
+    NO_TIER,
+    ONE_TOKEN,
+    TIERS,
+    Engines,
+    Timings,
+    check_exact,
+    open_engines,
+    rows,
+)
+from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.link.admission import tolerance_for
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.loading import load_model
 from ragcachekit.types import Chunk, Prompt, Text
 
-TIERS = ("host", "disk")
-NO_TIER = "none"
 SYSTEM_TOKENS = 24
-_HOST_BYTES = 32 << 30  # nothing that is measured may be evicted
-_ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False}
-_EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
-
-
-@dataclass
-class Timings:
-    """Samples of one row of the table, filled round by round."""
-
-    policy: str
-    tier: str
-    ttft_ms: list[float] = field(default_factory=list)
-    link_ms: list[float] = field(default_factory=list)
-    recompute_ratio: list[float] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-
-    def add(self, ttft_ms: float, link_ms: float, ratio: float, prompt_tokens: int) -> None:
-        """One measured request."""
-        self.ttft_ms.append(ttft_ms)
-        self.link_ms.append(link_ms)
-        self.recompute_ratio.append(ratio)
-        self.prompt_tokens.append(prompt_tokens)
-
-    def row(self, full_ms: float) -> dict[str, Any]:
-        """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
-        median = statistics.median(self.ttft_ms)
-        return {
-            "policy": self.policy,
-            "tier": self.tier,
-            "prompt_tokens": round(statistics.median(self.prompt_tokens)),
-            "recompute_ratio": statistics.median(self.recompute_ratio),
-            "ttft_ms": median,
-            "ttft_ms_min": min(self.ttft_ms),
-            "ttft_ms_max": max(self.ttft_ms),
-            "speedup": full_ms / median,
-            "link_ms": statistics.median(self.link_ms),
-            "runs": len(self.ttft_ms),
-        }
 
 
 def run(
@@ -132,17 +96,15 @@ def run(
         lm.config.get_text_config().vocab_size, prompt_tokens, chunk_tokens, question_tokens, seed
     )
     used = [policy for policy in dict.fromkeys(policies) if policy != "full"]
-    with ExitStack() as stack:
-        warm = {tier: stack.enter_context(open_engine(lm, tier)) for tier in tiers}
-        cold = stack.enter_context(open_engine(lm, "host", cold="never"))
-        bar = stack.enter_context(tqdm(total=len(warm) + 1 + runs, disable=not progress, desc="ttft"))
-        for rag in warm.values():
-            for policy in ("reuse", *used):  # a miss is encoded behind the answer
-                rag.generate(prompt, policy=policy, **_ONE_TOKEN)
-            bar.update()
-        check_exact(next(iter(warm.values())), prompt)
+    with (
+        open_engines(lm, tiers) as engines,
+        tqdm(total=runs + 1, disable=not progress, desc="ttft", unit="round") as bar,
+    ):
+        for policy in ("reuse", *used):
+            engines.filler.generate(prompt, policy=policy, **ONE_TOKEN)
+        check_exact(engines.warm[tiers[-1]], prompt)
         bar.update()
-        ways = _ways(lm, prompt, used, warm, cold)
+        ways = _ways(lm, prompt, used, engines)
         for _ in range(runs):
             for timings, ask in ways:
                 timings.add(*ask())
@@ -150,77 +112,30 @@ def run(
     return BenchReport("ttft", name, seed, rows([timings for timings, _ in ways]))
 
 
-def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
-    """Rows of all timings, with speed-ups over the one called ``full``."""
-    full_ms = next(statistics.median(t.ttft_ms) for t in timings if t.policy == "full")
-    return tuple(t.row(full_ms) for t in timings)
-
-
-def random_prompt(vocab: int, prompt_tokens: int, chunk_tokens: int, question_tokens: int, seed: int) -> Prompt:
+def random_prompt(
+    vocab: int, prompt_tokens: int, chunk_tokens: int, question_tokens: int, seed: int
+) -> Prompt:
     """A short system text, equal chunks of about ``chunk_tokens``, a question: random ids, sizes exact."""
     middle = prompt_tokens - question_tokens - SYSTEM_TOKENS
     if min(chunk_tokens, question_tokens) < 1 or middle < 1:
         raise ValueError(
-            f"a prompt of {prompt_tokens} tokens has no room for a system text of {SYSTEM_TOKENS}, a chunk and "
-            f"a question of {question_tokens}; ask for more prompt tokens"
+            f"a prompt of {prompt_tokens} tokens has no room for a system text of {SYSTEM_TOKENS}, a chunk "
+            f"and a question of {question_tokens}; ask for more prompt tokens"
         )
     count = max(1, round(middle / chunk_tokens))
     sizes = [middle // count + (i < middle % count) for i in range(count)]
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocab, (prompt_tokens,), generator=generator).split(
-        [SYSTEM_TOKENS, *sizes, question_tokens]
+    lengths = [SYSTEM_TOKENS, *sizes, question_tokens]
+    ids = torch.randint(vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ends = itertools.accumulate(lengths)
+    system, *chunks, question = (
+        tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)
     )
-    system, *chunks, question = (tuple(part.tolist()) for part in ids)
     return Prompt(
         [Text(token_ids=system), *(Chunk(token_ids=chunk) for chunk in chunks), Text(token_ids=question)]
     )
 
 
-@contextmanager
-def open_engine(model: Any, tier: str, tokenizer: Any = None, *, cold: Any = "now") -> Iterator[RagCache]:
-    """An engine whose chunk KV lies in one tier; a disk tier lives in a temporary folder."""
-    with ExitStack() as stack:
-        store = StoreConfig(host_bytes=_HOST_BYTES)
-        if tier == "disk":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
-            store = StoreConfig(host_bytes=0, disk_path=Path(folder) / "kv")
-        yield stack.enter_context(RagCache(model, tokenizer, store=store, namespace="bench", cold=cold))
-
-
-def check_exact(rag: RagCache, prompt: PromptLike) -> None:
-    """Compare the library's answers with the model's own ``generate`` on the same ids.
-
-    ``full`` must give the same greedy token. The linked path with every cached row recomputed must
-    give the same logits, but for rounding, with KV of the prompt's chunks in the store.
-
-    Raises
-    ------
-    RagCacheError
-        If they differ, or if nothing of the prompt was linked.
-    """
-    model = rag.model
-    ids = rag.link(prompt, policy="full").input_ids
-    expected = _first_logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    token = int(expected.argmax())
-    full = rag.generate(prompt, policy="full", **_ONE_TOKEN).token_ids
-    if full != (token,):
-        raise RagCacheError(f"policy full gave the tokens {full}, model.generate gave {token}")
-    linked = rag.link(prompt, policy=_EVERYTHING)
-    report = linked.report
-    if not report.recomputed_tokens or report.approximate_tokens:
-        raise RagCacheError(f"the linked path was not checked: {report}")
-    scale = float(expected.abs().max())
-    allowed = tolerance_for(model.dtype) * scale
-    difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
-    if not difference <= allowed:
-        raise RagCacheError(f"at ratio 1.0 the logits differ by {difference:.2g}, allowed {allowed:.2g}")
-    (found,) = rag.generate(prompt, policy=_EVERYTHING, **_ONE_TOKEN).token_ids
-    # Two tokens whose logits are equal but for rounding may change places.
-    if not float(expected[token] - expected[found]) <= allowed:
-        raise RagCacheError(f"linked inside generate, the first token is {found}, not {token}")
-
-
-def ask_engine(rag: RagCache, prompt: PromptLike, policy: str, tier: str) -> tuple[float, float, float, int]:
+def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> tuple[float, float, float, int]:
     """TTFT, link time, recompute ratio and prompt tokens of one request served as expected.
 
     Raises
@@ -228,7 +143,7 @@ def ask_engine(rag: RagCache, prompt: PromptLike, policy: str, tier: str) -> tup
     RagCacheError
         If the KV came from elsewhere than ``tier`` (``none``: if anything was reused).
     """
-    report = rag.generate(prompt, policy=policy, **_ONE_TOKEN).report
+    report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
     link = report.link
     sources = {use.source for use in link.chunks}
     served = sources == {tier} if tier != NO_TIER else not link.reused_tokens + link.recomputed_tokens
@@ -263,7 +178,7 @@ _Ask = Callable[[], tuple[float, float, float, int]]
 
 
 def _ways(
-    model: Any, prompt: Prompt, policies: Sequence[str], warm: dict[str, RagCache], cold: RagCache
+    model: Any, prompt: Prompt, policies: Sequence[str], engines: Engines
 ) -> list[tuple[Timings, _Ask]]:
     """What one round measures, in order; ``policies`` without ``full``."""
 
@@ -271,11 +186,12 @@ def _ways(
         return lambda: ask_engine(rag, prompt, policy, tier)
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
+    cold = engines.cold
     return [
         (Timings("generate", NO_TIER), lambda: _time_generate(model, ids)),
         (Timings("full", NO_TIER), of(cold, "full", NO_TIER)),
         (Timings("cold", NO_TIER), of(cold, policies[0] if policies else "reuse", NO_TIER)),
-        *((Timings(p, tier), of(rag, p, tier)) for tier, rag in warm.items() for p in policies),
+        *((Timings(p, tier), of(rag, p, tier)) for tier, rag in engines.warm.items() for p in policies),
     ]
 
 
@@ -283,19 +199,10 @@ def _time_generate(model: Any, ids: list[list[int]]) -> tuple[float, float, floa
     begun = time.perf_counter()
     tensor = torch.tensor(ids, device=model.device)
     output = model.generate(
-        input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **_ONE_TOKEN
+        input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **ONE_TOKEN
     )
     output[:, -1].tolist()  # waits for the device
     return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0])
-
-
-def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """``[vocab]`` logits of the first new token, on the CPU."""
-    output = model.generate(
-        **inputs, **_ONE_TOKEN, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
-    logits: torch.Tensor = output.logits[0][0].float().cpu()
-    return logits
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:

@@ -27,10 +27,12 @@ _REFUSED = {
     "cache_implementation": "the linked cache is the cache",
     "penalty_alpha": "contrastive search is not part of transformers' generate loop any more",
     "dola_layers": "DoLa is not part of transformers' generate loop any more",
+    "stop_strings": "use stop=, which needs no tokenizer argument and looks at new text only",
     "custom_generate": "a custom loop may read what a linked prompt permutes; use rag.link and your own loop",
     "prefill_chunk_size": "the linked prefill is one short forward; chunks would cut it apart",
     "past_key_values": "the linked cache is the cache",
     "input_ids": "give the prompt instead",
+    "inputs": "give the prompt instead",
     "inputs_embeds": "give the prompt instead",
     "attention_mask": "it follows from the prompt",
     "position_ids": "they follow from the prompt",
@@ -56,7 +58,8 @@ _READ_ORDER = (
     "force_words_ids",
     "token_healing",
 )
-_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 1.0, [], ())
+# Where 1, not 0, is what asks for nothing.
+_ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
 def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
@@ -67,21 +70,44 @@ def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
     GenerationNotSupported
         For an option that would be silently wrong, with what to do instead.
     """
-    config = options.get("generation_config", defaults)
+    asked = options.get("generation_config")
 
     def effective(name: str) -> Any:
-        return options[name] if name in options else getattr(config, name, None)
+        return options[name] if name in options else getattr(asked or defaults, name, None)
 
     for name, reason in _REFUSED.items():
-        if effective(name) not in _NEUTRAL:
-            raise GenerationNotSupported(
-                f"{name}={effective(name)!r} does not work with a linked prompt: {reason}"
-            )
-    if effective("use_cache") is False:
+        if _asks(name, options[name] if name in options else getattr(asked, name, None)):
+            raise GenerationNotSupported(f"{name}= does not work with a linked prompt: {reason}")
+    if options.get("use_cache", getattr(asked, "use_cache", None)) is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
     reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)
     beams = (effective("num_beams") or 1) > 1
     return Way.AHEAD if reads_order or beams else Way.ONE_PASS
+
+
+def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
+    """``options``, and the neutral value where the model's own generation config would be refused.
+
+    A model that ships with, say, ``cache_implementation="hybrid"`` is asked for nothing by its user.
+    """
+    if options.get("generation_config") is not None:
+        return dict(options)
+    unwanted = [name for name in _REFUSED if _asks(name, getattr(defaults, name, None))]
+    neutral = {name: _nothing(name, getattr(defaults, name)) for name in unwanted}
+    return {**neutral, "use_cache": True, **options}
+
+
+def _asks(name: str, value: Any) -> bool:
+    if value is None or value is False or (isinstance(value, str | list | tuple) and not value):
+        return False
+    if isinstance(value, int | float) and value is not True:
+        return value != (1 if name in _ONE_IS_NONE else 0)
+    return True  # tensors among them, which cannot be compared
+
+
+def _nothing(name: str, value: Any) -> Any:
+    # transformers fills None with the model's own default again, so where False or 1 says it, say that.
+    return False if value is True else 1 if name in _ONE_IS_NONE else None
 
 
 def _neutral(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.generate.options import Way, way_in
+from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.stopping import StopStrings, Watch
 from ragcachekit.generate.streaming import OrderedPrompt
 from ragcachekit.link.linker import LinkedInputs, link
@@ -53,7 +53,7 @@ def run_generate(
     way = way_in(options, model.generation_config)
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
-    options = dict(options)
+    options = without_refused_defaults(options, model.generation_config)
     watch = Watch(cancel)
     options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
     if streamer := options.get("streamer"):

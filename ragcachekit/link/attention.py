@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ragcachekit_kernels.dispatch import sparse_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.cache import LinkRows, linked_rows
+from ragcachekit_kernels.dispatch import sparse_attention
 
 PREFIX = "ragcachekit_"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
@@ -13,6 +14,12 @@ from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.store.base import KVStore
 
 log = logging.getLogger(__name__)
+
+BATCH = 32
+"""Chunks taken from the queue at once."""
+
+IDLE_SECONDS = 0.5
+"""How long the thread waits for more before it ends; also how long closing may wait for an idle one."""
 
 
 class Warmer:
@@ -30,11 +37,13 @@ class Warmer:
         self._encoder = encoder
         self._store = store
         self._still_valid = still_valid
-        self._queue: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Missing] = queue.SimpleQueue()
         self._waiting: dict[object, Missing] = {}
         self._condition = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        # At exit too: an interpreter that goes while a thread is inside the model may crash.
+        self._end = weakref.finalize(self, _end, self._closed, self._threads)
 
     def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> int:
         """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
@@ -56,15 +65,17 @@ class Warmer:
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue for the background thread; what is queued already is not queued again."""
         with self._condition:
-            if self._closed:
+            if self._closed.is_set():
                 return
             for item in missing:
                 if item.key not in self._waiting:
                     self._waiting[item.key] = item
                     self._queue.put(item)
-            if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="ragcachekit-warm", daemon=True)
-                self._thread.start()
+            if self._waiting and not self._threads:
+                self._threads.append(
+                    threading.Thread(target=self._work, name="ragcachekit-warm", daemon=True)
+                )
+                self._threads[0].start()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued; False if that took longer than ``timeout`` seconds."""
@@ -72,29 +83,46 @@ class Warmer:
             return self._condition.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
-        """Finish the entry in work, drop the rest, end the thread."""
-        with self._condition:
-            self._closed = True
-            thread = self._thread
-        self._queue.put(None)
-        if thread is not None:
-            thread.join()
+        """Finish the entries in work, drop the rest, end the thread."""
+        self._end()
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            batch = [item]
-            while not self._queue.empty() and len(batch) < 32 and (more := self._queue.get()) is not None:
-                batch.append(more)
+        while batch := self._next_batch():
             try:
-                if not self._closed:
-                    self.now(item for item in batch if item.key not in self._store)
+                self.now(item for item in batch if item.key not in self._store)
             except Exception:
                 # An encode that fails costs later requests their reuse, never this one its answer.
                 log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)
-            with self._condition:
-                for item in batch:
-                    self._waiting.pop(item.key, None)
-                self._condition.notify_all()
+            self._done(batch)
+
+    def _next_batch(self) -> list[Missing]:
+        """What is queued, at most :data:`BATCH`; empty when the thread should end."""
+        batch: list[Missing] = []
+        try:
+            while len(batch) < BATCH and not self._closed.is_set():
+                batch.append(self._queue.get(timeout=0 if batch else IDLE_SECONDS))
+        except queue.Empty:
+            pass
+        if self._closed.is_set():
+            self._done(list(self._waiting.values()))
+            return []
         with self._condition:
-            self._waiting.clear()
+            if not batch and self._queue.empty():
+                # Idle: let go, so that a RagCache that was dropped without close can be freed.
+                self._threads.clear()
+            elif not batch:
+                return self._next_batch()
+        return batch
+
+    def _done(self, batch: Iterable[Missing]) -> None:
+        with self._condition:
+            for item in batch:
+                self._waiting.pop(item.key, None)
             self._condition.notify_all()
+
+
+def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
+    closed.set()
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join()

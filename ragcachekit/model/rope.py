@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ragcachekit_kernels.dispatch import rotate
 from transformers import DynamicCache
 
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit_kernels.dispatch import rotate
 
 PROBE_POSITIONS = (1, 7, 131)
 """Where the probe compares a lone token's key with its key at position 0."""

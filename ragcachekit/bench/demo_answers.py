@@ -1,0 +1,252 @@
+"""The demo's first table: the trained reader answers over the sample corpus, with both caches on.
+
+Nothing here is a speed-up of the model: the reader is too small to show any. What counts is whether the
+answers stay right, and what the query cache returns.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
+from transformers import AutoModelForCausalLM
+
+from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
+from ragcachekit.bench import demo_calibrate, demo_score
+from ragcachekit.bench.demo_chain import Asked, Wording, ask, build_chain, has_evidence, places
+from ragcachekit.bench.demo_store import ArticleStore, RememberedEmbeddings
+from ragcachekit.bench.report import BenchReport
+from ragcachekit.bench.world import World, make_world
+from ragcachekit.config import StoreConfig
+from ragcachekit.engine import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.query.calibrate import Calibration
+from ragcachekit.store.factory import open_store
+
+READER = Path(__file__).with_name("reader")
+POLICIES = ("full", "lego:16", "lego:4", "reuse", "lego0")
+CHAIN_POLICY = "lego:16"
+CHUNKS = 8  # four articles; the reader was trained on two to five
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the corpus is and how much is asked."""
+
+    people: int = 200
+    companies: int = 60
+    towns: int = 48
+    questions: int = 200
+    calibration: int = 200
+
+
+QUICK = Sizes(people=24, companies=8, towns=8, questions=15, calibration=24)
+
+
+def run(
+    embeddings: Embeddings,
+    *,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> BenchReport:
+    """Ask the reader through a LangChain chain, once per policy and once with the query cache.
+
+    Parameters
+    ----------
+    embeddings : Embeddings
+        Embeds articles and questions.
+    sizes : Sizes, optional
+        Default 308 articles and 200 questions.
+    seed : int
+        Of the corpus, the choice of questions and their order.
+    progress : bool
+        Show bars.
+    cache_dir : path, optional
+        As for :class:`~ragcachekit.engine.RagCache`.
+
+    Returns
+    -------
+    BenchReport
+        Flat rows; ``part`` tells them apart. ``policy``: exact match by question type, every question
+        once, each searched for. ``chain``: the same with the query cache on, every question in four
+        wordings. ``query-cache``: hits, wrong hits, tolerance. ``retrieval``: recall and latency with
+        and without the query cache. ``check``: ``full`` against the model's own generate.
+
+    Raises
+    ------
+    RagCacheError
+        ``full`` through the library is not what the model's own ``generate`` gives: no figure then.
+    """
+    sizes, rng = sizes or Sizes(), random.Random(seed)
+    world = make_world(seed, sizes.people, sizes.companies, sizes.towns)
+    questions = demo_calibrate.choose_questions(world, sizes.questions, rng)
+    others = demo_calibrate.calibration_questions(world, questions, sizes.calibration, rng)
+    wordings = demo_calibrate.workload(questions, rng)
+    calibration = demo_calibrate.calibrated(others, embeddings)
+    known = RememberedEmbeddings(embeddings)
+    store = ArticleStore.from_articles(world.articles, known)
+    embed_ms = _embed([*(q.text for q in questions), *(w.text for w in wordings)], known)
+    with _engine(world, cache_dir, progress) as rag:
+        plain = store.as_retriever(search_kwargs={"k": CHUNKS})
+        rows, full = _policies(rag, plain, [Wording(q, q.text) for q in questions], seed, progress)
+        rows.append(_check_full(rag, full))
+        rows += _cached(rag, store, wordings, calibration, seed, progress)
+        rows += _latencies(store, wordings, calibration.tolerance, embed_ms)
+    return BenchReport("demo-answers", "the trained reader of the package", seed, tuple(rows))
+
+
+def _engine(world: World, cache_dir: str | os.PathLike[str] | None, progress: bool) -> RagCache:
+    """The reader, every chunk of the corpus encoded up front as each policy wants it."""
+    store = open_store(StoreConfig())
+    chunks = [chunk for article in world.articles for chunk in article.chunks]
+    for policy in ("lego0", CHAIN_POLICY):  # their encoders differ
+        rag = RagCache.from_pretrained(READER, policy=policy, store=store, cold="now", cache_dir=cache_dir)
+        rag.encode(chunks, progress=progress)
+    return rag
+
+
+def _embed(texts: Sequence[str], known: RememberedEmbeddings) -> float:
+    """Embed all questions, one by one as they would come; mean milliseconds."""
+    begun = time.perf_counter()
+    for text in texts:
+        known.remember(text)
+    return (time.perf_counter() - begun) * 1e3 / len(texts)
+
+
+def _policies(
+    rag: RagCache, retriever: BaseRetriever, wordings: Sequence[Wording], seed: int, progress: bool
+) -> tuple[list[dict[str, Any]], list[Asked]]:
+    """One row per policy and question type, and the answers of ``full``."""
+    answers = {}
+    # Registers the chunks with the engine; tolerance 0, so that every question is searched for.
+    searching = RagCacheRetriever.wrap(retriever, cache=rag)
+    for policy in POLICIES:
+        chain = build_chain(searching, ChatRagCache(cache=rag, policy=policy, max_tokens=MAX_TOKENS))
+        answers[policy] = ask(chain, wordings, policy, progress)
+    rows = [row for policy in POLICIES for row in _policy_rows(policy, answers[policy], answers["full"], seed)]
+    return rows, answers["full"]
+
+
+def _policy_rows(
+    policy: str, asked: Sequence[Asked], full: Sequence[Asked], seed: int
+) -> list[dict[str, Any]]:
+    out = []
+    for score in demo_score.scores(asked, seed):
+        pairs = [
+            (one, other)
+            for one, other in zip(asked, full, strict=True)
+            if score.question_type in (demo_score.ALL, one.wording.question.kind)
+        ]
+        chosen = [one for one, _ in pairs]
+        out.append(
+            {
+                "part": "policy",
+                "policy": policy,
+                "encoder": chosen[0].report["link"]["encoder"],
+                **asdict(score),
+                "agreement": fmean(one.answer == other.answer for one, other in pairs),
+                "tokens_reused": demo_score.tokens_reused(chosen),
+                "ratio_spent": demo_score.recompute_ratio(chosen),
+            }
+        )
+    return out
+
+
+@torch.no_grad()
+def _check_full(rag: RagCache, asked: Sequence[Asked]) -> dict[str, Any]:
+    """``full`` against ``generate`` of a second copy of the model that the library never touched."""
+    own = AutoModelForCausalLM.from_pretrained(READER, local_files_only=True).eval()
+    wrong = []
+    for one in asked:
+        ids = rag.link(list(one.messages), policy="full").input_ids
+        output = own.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False
+        )
+        expected = tuple(output[0, ids.shape[1] :].tolist())
+        answer = rag.generate(list(one.messages), policy="full", max_new_tokens=MAX_TOKENS)
+        if answer.token_ids != expected or answer.text != one.answer:
+            wrong.append(one.wording.text)
+    if wrong:
+        raise RagCacheError(
+            f"full through the library differs from the model's own generate on {len(wrong)} of "
+            f"{len(asked)} questions, the first being {wrong[0]!r}; do not trust any figure"
+        )
+    return {"part": "check", "name": "full equals the model's own generate", "n": len(asked), "mismatches": 0}
+
+
+def _cached(
+    rag: RagCache,
+    store: ArticleStore,
+    wordings: Sequence[Wording],
+    calibration: Calibration,
+    seed: int,
+    progress: bool,
+) -> list[dict[str, Any]]:
+    """The whole chain with both caches on."""
+    retriever = RagCacheRetriever.wrap(
+        store.as_retriever(search_kwargs={"k": CHUNKS}),
+        embeddings=store.embeddings,
+        cache=rag,
+        tolerance=calibration.tolerance,
+    )
+    chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=MAX_TOKENS))
+    asked = ask(chain, wordings, "both caches", progress)
+    hits = demo_score.count_hits(asked)
+    return [
+        *({"part": "chain", "policy": CHAIN_POLICY, **asdict(s)} for s in demo_score.scores(asked, seed)),
+        {
+            "part": "query-cache",
+            "tolerance": calibration.tolerance,
+            "max_false_hit_rate": demo_calibrate.MAX_FALSE_HITS,
+            "calibration_pairs": calibration.different_pairs,
+            "capacity": retriever.capacity,
+            "n": hits.lookups,
+            "hit_rate": hits.hit_rate,
+            "hits": hits.hits,
+            "wrong_hits": hits.wrong_hits,
+            "harmful_hits": hits.harmful_hits,
+            "evidence_recall": demo_score.evidence_recall(asked),
+            "tokens_reused": demo_score.tokens_reused(asked),
+        },
+    ]
+
+
+def _latencies(
+    store: ArticleStore, wordings: Sequence[Wording], tolerance: float, embed_ms: float
+) -> list[dict[str, Any]]:
+    """Retrieval alone, both ways in turn on every question; questions are embedded already."""
+    plain = store.as_retriever(search_kwargs={"k": CHUNKS})
+    cached = RagCacheRetriever.wrap(plain, embeddings=store.embeddings, tolerance=tolerance)
+    ways: Mapping[str, BaseRetriever] = {"off": plain, "on": cached}
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    recall: dict[str, list[bool]] = {name: [] for name in ways}
+    for wording in wordings:
+        for name, retriever in ways.items():
+            begun = time.perf_counter()
+            found = retriever.invoke(wording.text)
+            spent[name].append((time.perf_counter() - begun) * 1e3)
+            recall[name].append(has_evidence(wording.question, places(found)))
+    return [
+        {
+            "part": "retrieval",
+            "query_cache": name,
+            "evidence_recall": fmean(recall[name]),
+            "retrieval_ms": fmean(spent[name]),
+            "embed_ms": embed_ms,
+            "total_ms": embed_ms + fmean(spent[name]),
+            "n": len(wordings),
+        }
+        for name in ways
+    ]

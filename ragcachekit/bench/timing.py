@@ -1,0 +1,159 @@
+"""What the TTFT benches share: samples and rows, engines per tier, and the check before any figure."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ragcachekit.engine import PromptLike, RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.link.admission import tolerance_for
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.tiered import Tier, TieredStore
+
+TIERS = ("host", "disk")
+NO_TIER = "none"
+ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+_EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
+_BYTES = 32 << 30  # nothing that is measured may be evicted
+
+
+@dataclass
+class Timings:
+    """Samples of one row of the table, filled round by round."""
+
+    policy: str
+    tier: str
+    ttft_ms: list[float] = field(default_factory=list)
+    link_ms: list[float] = field(default_factory=list)
+    recompute_ratio: list[float] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+
+    def add(self, ttft_ms: float, link_ms: float, ratio: float, prompt_tokens: int) -> None:
+        """One measured request."""
+        self.ttft_ms.append(ttft_ms)
+        self.link_ms.append(link_ms)
+        self.recompute_ratio.append(ratio)
+        self.prompt_tokens.append(prompt_tokens)
+
+    def row(self, full_ms: float) -> dict[str, Any]:
+        """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
+        median = statistics.median(self.ttft_ms)
+        return {
+            "policy": self.policy,
+            "tier": self.tier,
+            "prompt_tokens": round(statistics.median(self.prompt_tokens)),
+            "recompute_ratio": statistics.median(self.recompute_ratio),
+            "ttft_ms": median,
+            "ttft_ms_min": min(self.ttft_ms),
+            "ttft_ms_max": max(self.ttft_ms),
+            "speedup": full_ms / median,
+            "link_ms": statistics.median(self.link_ms),
+            "runs": len(self.ttft_ms),
+        }
+
+
+def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
+    """Rows of all timings, with speed-ups over the one called ``full``."""
+    full_ms = next(statistics.median(t.ttft_ms) for t in timings if t.policy == "full")
+    return tuple(t.row(full_ms) for t in timings)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines around one model.
+
+    Attributes
+    ----------
+    filler : RagCache
+        Stores what it encodes, and what its prompts missed, in every tier at once.
+    warm : dict of str to RagCache
+        By tier: reads that tier alone, stores nothing.
+    cold : RagCache
+        Has an empty host tier that stays empty.
+    """
+
+    filler: RagCache
+    warm: dict[str, RagCache]
+    cold: RagCache
+
+    def all(self) -> tuple[RagCache, ...]:
+        """Every engine."""
+        return (self.filler, *self.warm.values(), self.cold)
+
+
+@contextmanager
+def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Iterator[Engines]:
+    """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
+    with ExitStack() as stack:
+        stores = {tier: _open_tier(tier, stack) for tier in tiers}
+        empty = _open_tier("host", stack)
+
+        def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
+            return stack.enter_context(RagCache(model, tokenizer, store=store, namespace="bench", cold=cold))
+
+        yield Engines(
+            engine(TieredStore(tuple(stores.values())), "now"),
+            {tier: engine(store, "never") for tier, store in stores.items()},
+            engine(empty, "never"),
+        )
+
+
+def _open_tier(tier: str, stack: ExitStack) -> Tier:
+    store: Tier = HostStore(_BYTES)
+    if tier == "disk":
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
+        store = DiskStore(Path(folder) / "kv", _BYTES)
+    stack.callback(store.close)
+    return store
+
+
+def check_exact(rag: RagCache, prompt: PromptLike) -> None:
+    """Compare the library's answers with the model's own ``generate`` on the same ids.
+
+    ``full`` must give the same greedy token. The linked path with every cached row recomputed must
+    give the same logits, but for rounding, with KV of the prompt's chunks in the store.
+
+    Raises
+    ------
+    RagCacheError
+        If they differ, or if nothing of the prompt was linked.
+    """
+    model = rag.model
+    ids = rag.link(prompt, policy="full").input_ids
+    expected = _first_logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    token = int(expected.argmax())
+    full = rag.generate(prompt, policy="full", **ONE_TOKEN).token_ids
+    if full != (token,):
+        raise RagCacheError(f"policy full gave the tokens {full}, model.generate gave {token}")
+    linked = rag.link(prompt, policy=_EVERYTHING)
+    report = linked.report
+    if not report.recomputed_tokens or report.approximate_tokens:
+        raise RagCacheError(f"the linked path was not checked: {report}")
+    scale = float(expected.abs().max())
+    allowed = tolerance_for(model.dtype) * scale
+    difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
+    if not difference <= allowed:
+        raise RagCacheError(f"at ratio 1.0 the logits differ by {difference:.2g}, allowed {allowed:.2g}")
+    (found,) = rag.generate(prompt, policy=_EVERYTHING, **ONE_TOKEN).token_ids
+    # Two tokens whose logits are equal but for rounding may change places.
+    if not float(expected[token] - expected[found]) <= allowed:
+        raise RagCacheError(f"linked inside generate, the first token is {found}, not {token}")
+
+
+def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """``[vocab]`` logits of the first new token, on the CPU."""
+    output = model.generate(
+        **inputs, **ONE_TOKEN, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    logits: torch.Tensor = output.logits[0][0].float().cpu()
+    return logits
