@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ from ragcachekit.store.factory import open_store
 from ragcachekit.types import Answer, GenerateReport, chunk_id
 
 DEFAULT_NEW_TOKENS = 256
+_LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
 class RagCache:
@@ -296,7 +298,9 @@ class RagCache:
         """Answer several prompts in one left-padded batch, one link each."""
         if not prompts:
             return []
-        if way_in(options, self.model.generation_config) is Way.AHEAD:
+        ahead = way_in(options, self.model.generation_config) is Way.AHEAD
+        # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit.
+        if ahead or self._rope.depends_on_length:
             return [
                 self.generate(p, namespace=namespace, policy=policy, stop=stop, **options) for p in prompts
             ]
@@ -377,10 +381,19 @@ class RagCache:
 
     def _options(self, options: dict[str, Any], stop: Sequence[str] | None, tokens: int) -> dict[str, Any]:
         """Fill in what generate needs; everything given stays as it is."""
-        options = {"pad_token_id": self._prompts.pad, **options}
-        room = self._prompts.context - tokens
-        if not {"max_new_tokens", "max_length", "max_time", "generation_config"} & options.keys():
-            options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, room)
+        options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
+        if "generation_config" in options:
+            # Into a copy: transformers does not want other arguments beside a configuration.
+            options["generation_config"] = config = copy.deepcopy(options["generation_config"])
+            if config.pad_token_id is None:
+                config.pad_token_id = self._prompts.pad
+        else:
+            options = {"pad_token_id": self._prompts.pad, **options}
+        if not _LIMITS & options.keys():
+            options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, self._prompts.context - tokens)
+        if "max_length" in options and "max_new_tokens" not in options:
+            # Counted from the prompt: a linked batch is padded wider than an ordinary one.
+            options["max_new_tokens"] = options.pop("max_length") - tokens
         if options.get("max_new_tokens", 1) < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
         if stop:

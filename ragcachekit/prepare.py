@@ -170,8 +170,12 @@ class Preparer:
         segments: list[TokenSegment] = []
         for segment in prompt.segments:
             ids = self._ids(segment, first=not segments)
-            if ids:
-                segments.append(TokenSegment(ids, isinstance(segment, Chunk)))
+            is_chunk = isinstance(segment, Chunk)
+            if ids and segments and not is_chunk and not segments[-1].is_chunk:
+                # One text: the prefix, and what a chunk is encoded behind, go up to the first chunk.
+                segments[-1] = TokenSegment(segments[-1].token_ids + ids, False)
+            elif ids:
+                segments.append(TokenSegment(ids, is_chunk))
         if not leading or not segments or prompt.segments[0].token_ids is not None:
             return segments
         bos = self.tokens.leading

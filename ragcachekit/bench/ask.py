@@ -16,9 +16,9 @@ from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
+
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 from langchain_ragcachekit.retriever import HIT_EVENT, MISS_EVENT
-
 from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
 from ragcachekit.bench.embedding import DIM, MiniLM
 from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.workspace import explained, model_path
+from ragcachekit.bench.workspace import explained, load_tokenizer, model_path
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.admission import admit
@@ -64,6 +64,7 @@ def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelC
     RagCacheError
         It cannot be loaded.
     """
+    load_tokenizer(model)  # for its errors: a folder that holds no model says so
     with explained(model):
         loaded, _ = load_model(model_path(model), device, dtype=dtype)
     return check(loaded)
@@ -114,6 +115,7 @@ def _rotation(rope: Rope, layer: LayerRope) -> str:
     return text + (", frequencies depend on the prompt's length" if rope.depends_on_length else "")
 
 
+@torch.no_grad()
 def _answer_difference(model: Any) -> float:
     """Next-token logits through store, link and ``generate``, against the model alone.
 
@@ -125,7 +127,7 @@ def _answer_difference(model: Any) -> float:
     chunk = Chunk(token_ids=tuple(ids[:_FIRST].tolist()))
     prompt = Prompt([chunk, Text(token_ids=tuple(ids[_FIRST:].tolist()))])
     own = model(input_ids=ids[None].to(model.device)).logits[0, -1].float()
-    one = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    one: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
         RagCache(model, policy="reuse", cold="now", cache_dir=scratch) as rag,

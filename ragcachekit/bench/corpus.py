@@ -106,7 +106,7 @@ def read_corpus(
             repeated += piece in chunks
             chunks.setdefault(piece, CorpusChunk(piece, source, number))
     if repeated:
-        notes.append(f"{repeated} chunks repeat the text of another one and were left out")
+        notes.append(f"left out {repeated} chunks that repeat the text of another one")
     if not chunks:
         skipped = f" ({'; '.join(notes[:3])})" if notes else ""
         raise CorpusError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,8 +21,8 @@ from langchain_core.retrievers import BaseRetriever
 from transformers import AutoModelForCausalLM
 
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
-from ragcachekit.bench import demo_calibrate, demo_score
-from ragcachekit.bench.demo_chain import Asked, Wording, ask, build_chain, has_evidence, places
+from ragcachekit.bench import demo_calibrate, demo_latency, demo_score
+from ragcachekit.bench.demo_chain import Asked, Wording, ask, build_chain
 from ragcachekit.bench.demo_store import ArticleStore, RememberedEmbeddings
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.world import World, make_world
@@ -94,8 +94,8 @@ def run(
     questions = demo_calibrate.choose_questions(world, sizes.questions, rng)
     others = demo_calibrate.calibration_questions(world, questions, sizes.calibration, rng)
     wordings = demo_calibrate.workload(questions, rng)
-    calibration = demo_calibrate.calibrated(others, embeddings)
-    known = RememberedEmbeddings(embeddings)
+    known = RememberedEmbeddings(embeddings, progress)
+    calibration = demo_calibrate.calibrated(others, known)
     store = ArticleStore.from_articles(world.articles, known)
     embed_ms = _embed([*(q.text for q in questions), *(w.text for w in wordings)], known)
     with _engine(world, cache_dir, progress) as rag:
@@ -103,7 +103,7 @@ def run(
         rows, full = _policies(rag, plain, [Wording(q, q.text) for q in questions], seed, progress)
         rows.append(_check_full(rag, full))
         rows += _cached(rag, store, wordings, calibration, seed, progress)
-        rows += _latencies(store, wordings, calibration.tolerance, embed_ms)
+        rows += demo_latency.latencies(store, wordings, calibration.tolerance, CHUNKS, embed_ms)
     return BenchReport("demo-answers", "the trained reader of the package", seed, tuple(rows))
 
 
@@ -120,8 +120,7 @@ def _engine(world: World, cache_dir: str | os.PathLike[str] | None, progress: bo
 def _embed(texts: Sequence[str], known: RememberedEmbeddings) -> float:
     """Embed all questions, one by one as they would come; mean milliseconds."""
     begun = time.perf_counter()
-    for text in texts:
-        known.remember(text)
+    known.remember(texts)
     return (time.perf_counter() - begun) * 1e3 / len(texts)
 
 
@@ -135,7 +134,9 @@ def _policies(
     for policy in POLICIES:
         chain = build_chain(searching, ChatRagCache(cache=rag, policy=policy, max_tokens=MAX_TOKENS))
         answers[policy] = ask(chain, wordings, policy, progress)
-    rows = [row for policy in POLICIES for row in _policy_rows(policy, answers[policy], answers["full"], seed)]
+    rows = [
+        row for policy in POLICIES for row in _policy_rows(policy, answers[policy], answers["full"], seed)
+    ]
     return rows, answers["full"]
 
 
@@ -219,34 +220,6 @@ def _cached(
             "harmful_hits": hits.harmful_hits,
             "evidence_recall": demo_score.evidence_recall(asked),
             "tokens_reused": demo_score.tokens_reused(asked),
+            "ratio_spent": demo_score.recompute_ratio(asked),
         },
-    ]
-
-
-def _latencies(
-    store: ArticleStore, wordings: Sequence[Wording], tolerance: float, embed_ms: float
-) -> list[dict[str, Any]]:
-    """Retrieval alone, both ways in turn on every question; questions are embedded already."""
-    plain = store.as_retriever(search_kwargs={"k": CHUNKS})
-    cached = RagCacheRetriever.wrap(plain, embeddings=store.embeddings, tolerance=tolerance)
-    ways: Mapping[str, BaseRetriever] = {"off": plain, "on": cached}
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    recall: dict[str, list[bool]] = {name: [] for name in ways}
-    for wording in wordings:
-        for name, retriever in ways.items():
-            begun = time.perf_counter()
-            found = retriever.invoke(wording.text)
-            spent[name].append((time.perf_counter() - begun) * 1e3)
-            recall[name].append(has_evidence(wording.question, places(found)))
-    return [
-        {
-            "part": "retrieval",
-            "query_cache": name,
-            "evidence_recall": fmean(recall[name]),
-            "retrieval_ms": fmean(spent[name]),
-            "embed_ms": embed_ms,
-            "total_ms": embed_ms + fmean(spent[name]),
-            "n": len(wordings),
-        }
-        for name in ways
     ]

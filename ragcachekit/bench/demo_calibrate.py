@@ -32,7 +32,7 @@ def choose_questions(world: World, number: int, rng: random.Random) -> list[Ques
         pool = [question for question in world.questions if question.kind == kind]
         wanted = number // len(KINDS) + (at < number % len(KINDS))
         if not 1 <= wanted <= len(pool):
-            raise ValueError(f"cannot take {wanted} questions of kind {kind} from {len(pool)}; ask for others")
+            raise ValueError(f"cannot take {wanted} questions of kind {kind} from {len(pool)}")
         chosen += rng.sample(pool, wanted)
     rng.shuffle(chosen)
     return chosen
@@ -83,9 +83,7 @@ def _embedded(embeddings: Embeddings, questions: Sequence[Question], which: int)
     return np.asarray(embeddings.embed_documents(texts), np.float32)
 
 
-def _nearest_other(
-    rows: NDArray[np.float32], wordings: Sequence[NDArray[np.float32]]
-) -> NDArray[np.float32]:
+def _nearest_other(rows: NDArray[np.float32], wordings: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     """For row i the nearest of all wordings of questions other than i."""
     everything = np.concatenate(wordings)
     near = _unit(rows) @ _unit(everything).T

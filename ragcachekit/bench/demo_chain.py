@@ -66,9 +66,7 @@ class Asked:
         return has_evidence(self.wording.question, self.found)
 
 
-def build_chain(
-    retriever: Runnable[str, list[Document]], chat: BaseChatModel
-) -> Runnable[str, str]:
+def build_chain(retriever: Runnable[str, list[Document]], chat: BaseChatModel) -> Runnable[str, str]:
     """Retrieve, put the chunks into the system message, answer."""
     prompt = ChatPromptTemplate([("system", INSTRUCTION + SEPARATOR + "{context}"), ("human", "{question}")])
     return (
@@ -104,20 +102,20 @@ class Watch(BaseCallbackHandler):
         self._messages: list[BaseMessage] = []
         self._report: dict[str, Any] = {}
 
-    def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:  # noqa: ARG002
+    def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
         """Keep the documents; the outermost retriever ends last."""
         self._documents = documents
 
     def on_chat_model_start(
         self,
-        serialized: dict[str, Any],  # noqa: ARG002
+        serialized: dict[str, Any],
         messages: list[list[BaseMessage]],
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: Any,
     ) -> None:
         """Keep the prompt."""
         self._messages = messages[0]
 
-    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         """Keep the engine's report."""
         generation = response.generations[0][0]
         if isinstance(generation, ChatGeneration) and isinstance(generation.message, AIMessage):

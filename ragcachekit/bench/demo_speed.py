@@ -16,9 +16,9 @@ from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnablePassthrough
-from langchain_ragcachekit import RagCacheLLM, RagCacheRetriever
 from tqdm.auto import tqdm
 
+from langchain_ragcachekit import RagCacheLLM, RagCacheRetriever
 from ragcachekit.bench.embedding import MiniLM
 from ragcachekit.bench.manual import DEFAULT_CHUNKS
 from ragcachekit.bench.manual_search import ManualRetriever, bare_count, manual_retriever, manual_texts
@@ -162,7 +162,7 @@ def _chain(retriever: BaseRetriever) -> Runnable[str, Any]:
 
 
 def _tokens_around(tokenizer: Any) -> int:
-    """Most tokens of a prompt that are not in its chunks: the template's, a question's, the first special one."""
+    """Most tokens of a prompt beside its chunks: the template's, a question's, the special one in front."""
     count = bare_count(tokenizer)
     return count(PROMPT) + max(map(count, QUESTIONS)) + 1
 

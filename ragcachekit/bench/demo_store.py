@@ -10,12 +10,14 @@ import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
+from tqdm.auto import tqdm
 
 from ragcachekit.bench.world import Article
 from ragcachekit.search.registry import open_index
 
 TITLE, CHUNK, SEARCH = "title", "chunk", "search"
 _CANDIDATES = 8  # articles that a search looks at; few are needed, as each brings its links along
+_BATCH = 64
 
 
 class RememberedEmbeddings(Embeddings):
@@ -25,22 +27,28 @@ class RememberedEmbeddings(Embeddings):
     from the search.
     """
 
-    def __init__(self, embeddings: Embeddings) -> None:
-        self._embeddings = embeddings
+    def __init__(self, embeddings: Embeddings, progress: bool = False) -> None:
+        self._embeddings, self._progress = embeddings, progress
         self._known: dict[str, list[float]] = {}
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """As LangChain asks for it; nothing is remembered."""
-        return self._embeddings.embed_documents(texts)
+        rows = list[list[float]]()
+        with tqdm(total=len(texts), desc="embedding", unit="text", disable=not self._progress) as bar:
+            for at in range(0, len(texts), _BATCH):
+                rows += self._embeddings.embed_documents(texts[at : at + _BATCH])
+                bar.update(len(rows) - bar.n)
+        return rows
 
     def embed_query(self, text: str) -> list[float]:
         """As LangChain asks for it."""
         known = self._known.get(text)
         return known if known is not None else self._embeddings.embed_query(text)
 
-    def remember(self, text: str) -> None:
-        """Embed a question now, so that asking for it later takes no time."""
-        self._known[text] = self._embeddings.embed_query(text)
+    def remember(self, texts: Sequence[str]) -> None:
+        """Embed questions one by one now, so that asking for them later takes no time."""
+        for text in tqdm(texts, desc="embedding questions", unit="text", disable=not self._progress):
+            self._known[text] = self._embeddings.embed_query(text)
 
 
 class ArticleStore(VectorStore):
@@ -54,7 +62,8 @@ class ArticleStore(VectorStore):
 
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._index = open_index("faiss-flat", len(embeddings.embed_query("width")))
+        # Not Faiss: its threads cost more than so small a search, and would flatter the query cache.
+        self._index = open_index("brute", len(embeddings.embed_query("width")))
         self._chunks: dict[str, tuple[str, ...]] = {}
         self._links: dict[str, tuple[str, ...]] = {}
         self._searches = itertools.count()

@@ -55,7 +55,7 @@ _DROPPED = frozenset({"DATA", "FILE", "VERSION", "DATE", "AUTHOR", "CREDITS", "M
 _HEADING = re.compile(r"^[A-Z][A-Z ]+$")
 _BARS = re.compile(r"^(?: *\|)+ ? ?")
 _RULE = re.compile(r"^ *-{8,}$")  # a wordpiece for every hyphen
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ADDRESS = re.compile(r" at 0x(?:[0-9a-fA-F]+|\.\.\.)")
 _NEEDED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # to start Python at all
 _SECONDS = 300
 
@@ -93,8 +93,8 @@ def chunks(
     Parameters
     ----------
     count
-        Number of wordpieces of a text, special tokens included. It is asked about lines, and must not
-        give less for a text than for the sum of its lines (without the special tokens).
+        Number of wordpieces of a text, special tokens included. It is asked about paragraphs, lines and
+        words; what these count for, added up, must be no less than what they count for together.
     full
         All of it; else the first chunks of every module, in turn up to `limit`.
     limit
@@ -117,8 +117,10 @@ def chunks(
     return tuple({chunk.text: chunk for of_module in found for chunk in of_module}.values())
 
 
-def pages() -> list[tuple[str, str]]:
-    """Return name and documentation of every module, rendered in a child process.
+def pages(*names: str) -> list[tuple[str, str]]:
+    """Return name and documentation of these modules, or of all, rendered in a child process.
+
+    Those that this system does not have are left out.
 
     Raises
     ------
@@ -129,7 +131,7 @@ def pages() -> list[tuple[str, str]]:
     # order of sets shows too.
     environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     environment |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-    command = [sys.executable, "-P", "-W", "ignore", __file__]
+    command = [sys.executable, "-P", "-W", "ignore", __file__, *names]
     done = subprocess.run(
         command,
         env=environment,
@@ -254,7 +256,7 @@ def _names() -> list[str]:
 def _main() -> None:
     """The child process: all pages as JSON on the standard output."""
     with contextlib.redirect_stdout(io.StringIO()):  # what modules print while they are imported
-        rendered = [(name, _render(name)) for name in _names()]
+        rendered = [(name, _render(name)) for name in sys.argv[1:] or _names()]
     json.dump([(name, text) for name, text in rendered if text], sys.stdout)
 
 

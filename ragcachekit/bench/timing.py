@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from ragcachekit.engine import PromptLike, RagCache
+from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.link.admission import tolerance_for
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.types import Prompt
 
 TIERS = ("host", "disk")
 NO_TIER = "none"
@@ -117,7 +118,7 @@ def _open_tier(tier: str, stack: ExitStack) -> Tier:
     return store
 
 
-def check_exact(rag: RagCache, prompt: PromptLike) -> None:
+def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     """Compare the library's answers with the model's own ``generate`` on the same ids.
 
     ``full`` must give the same greedy token. The linked path with every cached row recomputed must

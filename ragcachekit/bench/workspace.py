@@ -61,14 +61,15 @@ class CacheFolder:
         entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
         for path in sorted(self.kv.glob("*.safetensors")):
             try:
-                size, namespace = path.stat().st_size, read_key(path).namespace
+                size = path.stat().st_size
+                namespace = read_key(path).namespace
             except FileNotFoundError:  # evicted just now
                 continue
             except EntryDamaged:
                 namespace = DAMAGED
             except OSError as error:
                 raise RagCacheError(
-                    f"cannot read {path}: {error.strerror}; use a cache of your own"
+                    f"cannot read {path}: {error.strerror}; choose another --cache"
                 ) from error
             entries[namespace] += 1
             nbytes[namespace] += size
@@ -102,11 +103,14 @@ def model_path(name: str) -> str:
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Say in one line that the model called ``name`` cannot be loaded, and what to give instead."""
+def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Say in one line that the model called ``name`` cannot be loaded, and what to give instead.
+
+    ``kinds``: errors that mean this, beside OSError.
+    """
     try:
         yield
-    except OSError as error:
+    except (OSError, *kinds) as error:
         where = "is no model folder" if Path(name).exists() else "is neither a folder nor a model at hand"
         raise RagCacheError(
             f"cannot load the model: {name} {where}; give the folder of a Hugging Face model, a hub id, "
@@ -116,7 +120,7 @@ def explained(name: str) -> Iterator[None]:
 
 def load_tokenizer(name: str) -> Any:
     """The model's tokenizer; long before its weights, so that a corpus is checked first."""
-    with explained(name):
+    with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
         path = model_path(name)
         if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
             raise FileNotFoundError(path)  # not a hub id: do not ask the hub

@@ -27,7 +27,6 @@ _REFUSED = {
     "cache_implementation": "the linked cache is the cache",
     "penalty_alpha": "contrastive search is not part of transformers' generate loop any more",
     "dola_layers": "DoLa is not part of transformers' generate loop any more",
-    "stop_strings": "use stop=, which needs no tokenizer argument and looks at new text only",
     "custom_generate": "a custom loop may read what a linked prompt permutes; use rag.link and your own loop",
     "prefill_chunk_size": "the linked prefill is one short forward; chunks would cut it apart",
     "past_key_values": "the linked cache is the cache",
@@ -57,6 +56,7 @@ _READ_ORDER = (
     "constraints",
     "force_words_ids",
     "token_healing",
+    "stop_strings",
 )
 # Where 1, not 0, is what asks for nothing.
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")

@@ -51,6 +51,9 @@ def run_generate(
     needed.
     """
     way = way_in(options, model.generation_config)
+    if rope.depends_on_length:
+        # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
+        way = Way.AHEAD
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)

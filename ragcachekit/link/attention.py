@@ -25,7 +25,14 @@ def install(model: Any) -> str:
     not a linked forward is handed to that one with its own mask function: plain ``generate`` calls
     by others stay what they were.
     """
-    before = str(model.config.get_text_config()._attn_implementation)
+    config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        # The admission check is shorter than such a chunk and would not see it.
+        raise ModelNotSupported(
+            f"{type(model).__name__} has layers that attend within fixed chunks of the context "
+            "(attention_chunk_size); only full and sliding-window attention can be linked"
+        )
+    before = str(config._attn_implementation)
     if before.startswith(PREFIX):
         return before
     name = PREFIX + before
@@ -74,6 +81,20 @@ def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
     return own
 
 
+def _masked_window(module: torch.nn.Module) -> int | None:
+    """The window of layers that leave it to the mask and do not hand it to attention (Qwen 2 MoE, PhiMoE).
+
+    The admission check is too short to see it: a prompt that fits into the window hides it.
+    """
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return window if not kinds or index is None or kinds[index] == "sliding_attention" else None
+
+
 def _linked(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -98,7 +119,7 @@ def _linked(
             value[item, :, offset:],
             positions,
             scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-            window=sliding_window,
+            window=sliding_window or _masked_window(module),
             softcap=softcap,
             sinks=sinks,
         )

@@ -100,8 +100,9 @@ class ChunkEncoder:
             if encoding.name != ENCODING_PREFIX:
                 bare = self._rope.remove(index, bare, angles)
             for row, chunk in enumerate(chunks):
-                # clone: a view would keep the whole padded batch alive.
-                keys[row].append(bare[row, :, : len(chunk)].clone())
-                values[row].append(layer.values[row, :, before : before + len(chunk)].clone())
+                # A copy: a view would keep the whole padded batch alive. On the host: that is the tier
+                # that budgets count, wherever the model runs.
+                keys[row].append(bare[row, :, : len(chunk)].to("cpu", copy=True))
+                values[row].append(layer.values[row, :, before : before + len(chunk)].to("cpu", copy=True))
         start = 0 if encoding.name == ENCODING_PREFIX else None
         return [ChunkKV(tuple(k), tuple(v), start) for k, v in zip(keys, values, strict=True)]

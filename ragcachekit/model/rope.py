@@ -154,8 +154,14 @@ def describe_rope(model: Any) -> Rope:
         If the model calls no rotary module, or a layer's keys fit none of them.
     """
     with _recorded_rotary_calls(model) as calls:
-        at_zero = _lone_keys(model, 0)
-        at = {p: _lone_keys(model, p) for p in PROBE_POSITIONS}
+        try:
+            at_zero = _lone_keys(model, 0)
+            at = {p: _lone_keys(model, p) for p in PROBE_POSITIONS}
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise ModelNotSupported(
+                f"{type(model).__name__} cannot fill a plain key/value cache (state-space or "
+                f"linear-attention layers?): {error}"
+            ) from error
     if not calls:
         raise ModelNotSupported(
             f"{type(model).__name__} uses no rotary position embedding; only rotary models can place "

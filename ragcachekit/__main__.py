@@ -1,0 +1,5 @@
+"""``python -m ragcachekit``."""
+
+from ragcachekit.cli import main
+
+main()

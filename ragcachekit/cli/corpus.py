@@ -1,0 +1,192 @@
+"""ask and precompute: one's own files with one's own model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ragcachekit.cli.console import errors, note, pairs, put, quiet_loading, size
+from ragcachekit.cli.options import (
+    CacheDir,
+    ChunkTokens,
+    CorpusDir,
+    Device,
+    DiskGb,
+    Dtype,
+    Encoder,
+    ModelName,
+    Namespace,
+    Policy,
+    model_given,
+)
+
+if TYPE_CHECKING:
+    from ragcachekit.bench.ask import Asked
+    from ragcachekit.bench.precompute import Work
+
+INTERRUPTED = 130
+
+
+def ask(
+    corpus: CorpusDir,
+    questions: Annotated[
+        list[str] | None,
+        typer.Argument(help="One or more questions; without any, one per line of the input."),
+    ] = None,
+    model: ModelName = None,
+    policy: Policy = "lego:16",
+    encoder: Encoder = None,
+    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks in the prompt.")] = 4,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            "--tolerance",
+            min=0.0,
+            help="Cosine distance up to which a question counts as asked before; 0: the same question only.",
+        ),
+    ] = 0.0,
+    cache: CacheDir = None,
+    namespace: Namespace = "default",
+    chunk_tokens: ChunkTokens = 200,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Length of an answer.")
+    ] = 128,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    disk_gb: DiskGb = None,
+) -> None:
+    """Answer questions about your own files with your own model, and say what was reused.
+
+    Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
+    """
+    chosen = model_given(model)
+    from ragcachekit.bench.ask import AskSettings, open_session
+
+    settings = AskSettings(
+        corpus=corpus,
+        model=chosen,
+        policy=policy,
+        encoder=encoder,
+        k=k,
+        tolerance=tolerance,
+        cache=cache,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
+        disk_gb=disk_gb,
+    )
+    quiet_loading()
+    with open_session(settings, note) as session:
+        for question in questions or _typed():
+            if len(questions or ()) > 1:
+                typer.secho(f"\n{question}", bold=True)
+            asked = session.ask(question, lambda text: typer.echo(text, nl=False))
+            typer.echo()
+            session.keep()
+            put(_about(asked))
+
+
+def precompute(
+    corpus: CorpusDir,
+    model: ModelName = None,
+    policy: Policy = "lego:16",
+    encoder: Encoder = None,
+    cache: CacheDir = None,
+    namespace: Namespace = "default",
+    chunk_tokens: ChunkTokens = 200,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how much it is and how long it takes.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    disk_gb: DiskGb = None,
+) -> None:
+    """Encode a corpus now, so that the first question about it is as quick as the others.
+
+    What is stored is skipped: interrupt it when you like and run it again. Give `ask` the same
+    model, cache, namespace, chunk size, encoder and dtype.
+    """
+    chosen = model_given(model)
+    from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
+
+    settings = PrecomputeSettings(
+        corpus=corpus,
+        model=chosen,
+        policy=policy,
+        encoder=encoder,
+        cache=cache,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        device=device,
+        dtype=dtype,
+        disk_gb=disk_gb,
+    )
+    quiet_loading()
+    if dry_run:
+        put(_amount(estimate(settings)))
+        return
+    try:
+        with open_run(settings) as opened:
+            put(_amount(opened.work))
+            done = opened.run(progress=opened.work.todo_tokens > 0)
+    except KeyboardInterrupt:
+        note("interrupted; what was stored stays, the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+    typer.echo(
+        f"encoded {done.encoded} chunks ({done.tokens} tokens, {size(done.nbytes)}) in {done.seconds:.1f} s, "
+        f"{done.stored} were stored already"
+    )
+
+
+def _typed() -> Iterator[str]:
+    """Questions from the input, line by line."""
+    while True:
+        if sys.stdin.isatty():
+            errors().print("question (empty to end): ", end="")
+        if not (line := sys.stdin.readline().strip()):
+            return
+        yield line
+
+
+def _about(asked: Asked) -> Table:
+    link = asked.report["link"]
+    reused = link["exact_tokens"] + link["approximate_tokens"]
+    tiers = {c["source"] for c in link["chunks"] if c["source"] != "computed"}
+    retrieval = f"query cache miss, index searched, {asked.retrieval_ms:.0f} ms"
+    if asked.hit:
+        retrieval = f"query cache hit at distance {asked.distance:.3f}, {asked.retrieval_ms:.0f} ms"
+    rows = {
+        "sources": ", ".join(asked.sources),
+        "retrieval": retrieval,
+        "prompt": f"{link['prompt_tokens']} tokens: {reused} reused"
+        + (f" from {' and '.join(sorted(tiers))} ({link['exact_tokens']} exactly)" if reused else "")
+        + f", {link['recomputed_tokens']} recomputed, {link['computed_tokens']} computed",
+        "answer": f"first token after {asked.report['ttft_ms']:.0f} ms, "
+        f"{asked.report['output_tokens']} tokens in {asked.report['total_ms']:.0f} ms",
+        "fell back": link["fallback"] or "",
+        "notes": "; ".join(link["notes"]),
+    }
+    return pairs(rows)
+
+
+def _amount(work: Work) -> Table:
+    for skipped in work.notes:
+        note(skipped)
+    rows = {
+        "corpus": f"{work.files} files, {work.chunks} chunks, {work.tokens} tokens",
+        "KV of a token": size(work.token_bytes),
+        "stored already": f"{work.stored} chunks",
+        "to encode": f"{work.chunks - work.stored} chunks, {work.todo_tokens} tokens, "
+        f"{size(work.todo_bytes)} of KV",
+    }
+    if work.seconds is not None:
+        rows["time"] = (
+            f"about {work.seconds:.0f} s, from a small sample" if work.seconds >= 1 else "a second or so"
+        )
+    return pairs(rows)

@@ -1,0 +1,205 @@
+"""check-model, bench, and what the bare command does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ragcachekit.bench import check_model
+from ragcachekit.bench.world import make_world
+
+
+def test_the_reader_is_exact(command, tmp_path):
+    result = command("check-model", "reader", "--json", tmp_path / "check.json")
+    assert result.exit_code == 0
+    assert "exact" in result.stdout
+    assert "layers 0-5: half-split, 16 pairs" in result.stdout
+    frame = json.loads((tmp_path / "check.json").read_text())
+    (row,) = frame["rows"]
+    assert (frame["bench"], row["family"], row["status"]) == ("check-model", "LlamaForCausalLM", "exact")
+    assert 0 <= row["max_abs_diff"] <= row["tolerance"]
+
+
+def test_a_model_with_learned_positions_is_refused(command, reader_copy):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = reader_copy(None)
+    (folder / "model.safetensors").unlink()
+    config = GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, n_positions=256, vocab_size=1099, bos_token_id=1, eos_token_id=2
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    result = command("check-model", folder)
+    assert result.exit_code == 1
+    assert "refused" in result.stdout
+    assert "no rotary position embedding" in result.stdout
+
+
+def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
+    monkeypatch.setattr(check_model, "_answer_difference", lambda model: 0.5)
+    result = command("check-model", "reader")
+    assert result.exit_code == 1
+    assert "wrong" in result.stdout
+    assert "by 0.5 of the largest" in result.stdout
+
+
+def test_the_second_look_sees_what_the_model_does():
+    """The comparison must fail when the linked cache is not what the model computed."""
+    from ragcachekit.bench.workspace import READER, model_path
+    from ragcachekit.model.kv import ChunkKV
+    from ragcachekit.model.loading import load_model
+    from ragcachekit.store.host import HostStore
+
+    model, _ = load_model(model_path(READER), "cpu")
+    assert check_model._answer_difference(model) < 1e-4
+    get = HostStore.get
+
+    def shifted(store, key):
+        found = get(store, key)
+        if found is None:
+            return None
+        return type(found)(ChunkKV(found.kv.keys, tuple(v + 1 for v in found.kv.values)), found.tier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStore, "get", shifted)
+        assert check_model._answer_difference(model) > 1e-3
+
+
+def test_a_missing_model_is_an_error(command, tmp_path):
+    result = command("check-model", tmp_path)
+    assert result.exit_code == 2
+    assert "cannot load the model" in result.output
+
+
+def test_bench_ttft_writes_json_and_plot(command, tmp_path):
+    result = command(
+        *("bench", "ttft", "--shape", "tiny", "--prompt-tokens", "200", "--chunk-tokens", "50"),
+        *("--question-tokens", "16", "--policies", "lego:4, reuse", "--runs", "1"),
+        *("--json", tmp_path / "t.json", "--plot", tmp_path / "t.png"),
+    )
+    assert result.exit_code == 0
+    assert "random weights" in result.stdout
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert {"full", "lego:4", "reuse"} <= {row["policy"] for row in rows}
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "huge"), "unknown shape 'huge'"),
+        (("--shape", "tiny", "--policies", "fastest"), "unknown policy"),
+        (("--shape", "tiny", "--dtype", "int3"), "unknown dtype"),
+        (("--shape", "tiny", "--runs", "0"), "Invalid value for '--runs'"),
+        (("--shape", "tiny", "--model", "reader"), "not both"),
+    ],
+)
+def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
+    result = command("bench", "ttft", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.fixture
+def small_world(monkeypatch):
+    monkeypatch.setattr(
+        "ragcachekit.bench.query_cache_report.make_world",
+        lambda seed: make_world(seed, people=4, companies=2, towns=2),
+    )
+
+
+def test_bench_query_cache_has_three_parts(command, one_minilm, small_world, tmp_path):
+    result = command(
+        *("bench", "query-cache", "--lookups", "20", "--questions", "10"),
+        *("--json", tmp_path / "q.json", "--plot", tmp_path / "q.svg"),
+    )
+    assert result.exit_code == 0
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    lookups = [row for row in rows if row["part"] == "lookup"]
+    assert {(row["capacity"], row["dim"]) for row in lookups} == {(300, 768), (1000, 768)}
+    (wrapper,) = [row for row in rows if row["part"] == "wrapper"]
+    assert wrapper["overhead_us"] > 0
+    sweep = [row for row in rows if row["part"] == "sweep"]
+    assert {row["capacity"] for row in sweep} == {1, 5, 10}
+    exact = [row for row in sweep if row["tolerance"] == 0]
+    assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
+    widest = max(sweep, key=lambda row: (row["capacity"], row["tolerance"]))
+    assert widest["hit_rate"] > 0
+    assert (tmp_path / "q.svg").read_text().startswith("<?xml")
+
+
+def test_bench_query_cache_without_a_sweep(command, tmp_path):
+    result = command("bench", "query-cache", "--lookups", "5", "--questions", "0")
+    assert result.exit_code == 0
+    assert "Hit rate" not in result.stdout
+    result = command(
+        "bench", "query-cache", "--lookups", "5", "--questions", "0", "--plot", tmp_path / "q.png"
+    )
+    assert result.exit_code == 2
+    assert "no sweep to draw" in result.output
+
+
+def test_too_many_questions_are_refused(command, one_minilm, small_world):
+    result = command("bench", "query-cache", "--lookups", "5", "--questions", "5000")
+    assert result.exit_code == 2
+    assert "questions must be between" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ((), {"quick": False, "full_manual": False}),
+        (("--quick",), {"quick": True, "full_manual": False}),
+        (("--full",), {"quick": False, "full_manual": True}),
+    ],
+)
+def test_demo_hands_its_options_on(command, monkeypatch, tmp_path, arguments, given):
+    heard = []
+    monkeypatch.setattr("ragcachekit.bench.demo.run", lambda **options: heard.append(options))
+    assert command("demo", "--out", tmp_path, *arguments).exit_code == 0
+    assert heard == [{"out": tmp_path, **given}]
+
+
+def test_demo_is_quick_or_full(command):
+    result = command("demo", "--quick", "--full")
+    assert result.exit_code == 2
+    assert "not both" in result.output
+
+
+def test_help_and_version_need_no_torch():
+    program = (
+        "import sys; from typer.testing import CliRunner; from ragcachekit.cli import app; "
+        "r = CliRunner(); out = [r.invoke(app, a.split()).exit_code for a in "
+        "('--help', 'ask --help', 'bench ttft --help', 'cache --help', '--version')]; "
+        "print(out, sorted({'torch', 'transformers', 'numpy', 'langchain_core'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[0] == "[0, 0, 0, 0, 0] []", done.stderr
+
+
+def test_every_command_has_a_help_text(command):
+    for names in (
+        (),
+        ("demo",),
+        ("ask",),
+        ("precompute",),
+        ("check-model",),
+        ("bench", "ttft"),
+        ("bench", "query-cache"),
+        ("cache", "stats"),
+        ("cache", "clear"),
+    ):
+        result = command(*names, "--help")
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+
+
+def test_what_extra_is_missing_is_one_line(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ragcachekit.bench.ask", None)
+    result = command("ask", "--corpus", ".", "--model", "reader", "Why?")
+    assert result.exit_code == 2
+    assert "pip install 'ragcachekit[demo]'" in result.output

@@ -1,0 +1,225 @@
+"""Namespaces are walls; encoding is idempotent; forgetting forgets; cold chunks are encoded as asked."""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import PROMPT, RecordingStore, chunk, ids, rag_for, text, warmed
+from families import greedy, plain, wrapped
+from speaking import byte_level, speaker
+
+from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
+from ragcachekit.types import chunk_id
+
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+
+
+@pytest.fixture
+def reader(tmp_path):
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="lego:4") as rag:
+        yield rag
+
+
+class TestNamespaces:
+    def test_one_tenant_never_sees_anothers_kv(self):
+        rag = warmed("llama", PROMPT, policy="reuse", namespace="a")
+        mine = rag.generate(PROMPT, **ASKED)
+        theirs = rag.generate(PROMPT, namespace="b", **ASKED)
+        assert mine.report.link.namespace == "a"
+        assert mine.report.link.reused_tokens == 67
+        assert theirs.report.link.namespace == "b"
+        assert theirs.report.link.reused_tokens == 0
+        assert theirs.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
+        assert not {c.chunk_id for c in mine.report.link.chunks} & {
+            c.chunk_id for c in theirs.report.link.chunks
+        }
+
+    def test_texts_registered_by_one_are_not_looked_for_in_anothers_prompts(self, reader):
+        reader.encode([ONE], namespace="a")
+        prompt = f"Answer from:\n{ONE}\nWhere?"
+        assert len(reader.generate(prompt, namespace="a", **ASKED).report.link.chunks) == 2
+        other = reader.generate(prompt, namespace="b", **ASKED).report.link
+        assert (other.reused_tokens, other.chunks) == (0, ())
+
+    def test_forgetting_one_leaves_the_other(self, reader):
+        reader.encode([ONE, TWO], namespace="a")
+        reader.encode([ONE], namespace="b")
+        assert reader.forget(namespace="a") == 2
+        assert reader.stats()[0].entries == 1
+        assert reader.forget(namespace="b") == 1
+
+    def test_two_engines_on_one_store(self):
+        store = RecordingStore()
+        one = warmed("llama", PROMPT, store=store, policy="reuse", namespace="a")
+        two = rag_for("llama", store=store, policy="reuse", namespace="b", cold="never")
+        assert two.generate(PROMPT, **ASKED).report.link.reused_tokens == 0
+        assert two.generate(PROMPT, namespace="a", **ASKED).report.link.reused_tokens == 67
+        one.close()
+        assert store.stats()[0].entries == 3, "a store that was handed in is not closed"
+
+    @pytest.mark.parametrize("bad", ["", None, 3])
+    def test_a_namespace_is_a_word(self, bad):
+        with pytest.raises(ValueError, match="namespace"):
+            rag_for("llama", namespace=bad)
+        if bad is not None:
+            with pytest.raises(ValueError, match="namespace"):
+                rag_for("llama").generate(PROMPT, namespace=bad)
+
+    def test_another_models_kv_is_never_found(self):
+        store = RecordingStore()
+        warmed("llama", PROMPT, store=store, policy="reuse")
+        other = rag_for("llama3", store=store, policy="reuse", cold="never")
+        answer = other.generate(PROMPT, **ASKED)
+        assert answer.report.link.reused_tokens == 0
+        assert answer.token_ids == greedy(plain("llama3"), ids(PROMPT), 4)
+
+
+class TestEncode:
+    def test_is_idempotent_and_returns_ids_in_order(self, reader):
+        first = reader.encode([ONE, TWO, ONE])
+        assert first[0] == first[2] != first[1]
+        before = reader.stats()[0]
+        assert before.entries == 2
+        assert reader.encode([TWO, ONE]) == [first[1], first[0]]
+        assert reader.stats()[0].entries == 2
+        ids_of_one = byte_level()(ONE, add_special_tokens=False).input_ids
+        assert first[0] == chunk_id(ids_of_one, "default")
+
+    def test_makes_the_first_prompt_reuse(self, reader):
+        reader.encode([ONE, TWO])
+        link = reader.generate(f"Context:\n{ONE}\n\n{TWO}\n\nWhere?", **ASKED).report.link
+        assert [use.source for use in link.chunks] == ["computed", "host", "host"]
+        assert link.recomputed_tokens == 8
+        assert link.recompute_ratio == pytest.approx(8 / sum(u.tokens for u in link.chunks[1:]))
+
+    def test_empty_and_enormous_chunks(self, reader):
+        with pytest.raises(ValueError, match="chunk 1 is empty"):
+            reader.encode([ONE, ""])
+        with pytest.raises(ValueError, match=r"chunk 0 has \d+ tokens, more than the model's context \(512\)"):
+            reader.encode(["Berlin " * 600])
+        assert reader.stats()[0].entries == 0, "nothing of a refused call is kept"
+
+    def test_system_encoder_needs_the_text(self, tmp_path):
+        rag = RagCache(speaker(), byte_level(), cache_dir=tmp_path, encoder="system", policy="reuse")
+        with pytest.raises(ValueError, match="system="):
+            rag.encode([ONE])
+        rag.encode([ONE], system="Answer from:\n")
+        answer = rag.generate(f"Answer from:\n{ONE}\nWhere?", **ASKED)
+        assert [use.source for use in answer.report.link.chunks] == ["computed", "host"]
+        assert answer.report.link.chunks[1].exact
+        rag.close()
+
+    def test_nothing_to_encode(self, reader):
+        assert reader.encode([]) == []
+        assert reader.generate_batch([]) == []
+
+
+class TestForget:
+    def test_by_id(self, reader):
+        one, _ = reader.encode([ONE, TWO])
+        assert reader.forget([one]) == 1
+        assert reader.forget([one]) == 0
+        link = reader.generate(f"x\n{ONE}\n{TWO}\n?", **ASKED).report.link
+        assert [use.source for use in link.chunks] == ["computed", "computed", "host"]
+
+    def test_follows_the_context_of_contextual_entries(self):
+        rag = warmed("llama", PROMPT, encoder="system", policy="reuse")
+        system = chunk_id(PROMPT.segments[0].token_ids, "default")
+        assert rag.forget([system]) == 3, "the prefix and both chunks encoded behind it"
+        assert rag.stats()[0].entries == 0
+
+    def test_by_text(self, reader):
+        reader.encode([ONE, TWO])
+        assert reader.forget(texts=[ONE]) == 1
+        link = reader.generate(f"x\n{ONE}\n{TWO}\n?", **ASKED).report.link
+        assert [use.source for use in link.chunks] == ["computed", "host"], "not looked for any more"
+
+
+class TestCold:
+    def test_never(self):
+        rag = rag_for("llama", cold="never")
+        for _ in range(2):
+            assert rag.generate(PROMPT, **ASKED).report.link.reused_tokens == 0
+        assert rag.stats()[0].entries == 0
+
+    def test_now(self):
+        rag = rag_for("llama", cold="now")
+        rag.generate(PROMPT, **ASKED)
+        assert rag.stats()[0].entries == 3
+
+    def test_background(self):
+        with rag_for("llama", cold="background") as rag:
+            rag.generate(PROMPT, **ASKED)
+            assert rag.flush(60)
+            assert rag.stats()[0].entries == 3
+            rag.generate(Prompt([text(9, 1), chunk(50, 77), text(3, 1)]), **ASKED)
+            assert rag.flush(60)
+            assert rag.stats()[0].entries == 4
+
+    def test_flush_without_work(self):
+        assert rag_for("llama", cold="background").flush(0)
+
+    def test_unknown(self):
+        with pytest.raises(ValueError, match="'background', 'now' or 'never'"):
+            rag_for("llama", cold="later")
+
+    def test_nothing_is_encoded_for_full(self):
+        rag = rag_for("llama", policy="full")
+        rag.generate(PROMPT, **ASKED)
+        assert rag.stats()[0].entries == 0
+
+
+def test_neighbouring_texts_are_one_text():
+    """The prefix, and what a chunk stands behind, go up to the first chunk however they are cut."""
+    cut = Prompt([text(5, 1), text(4, 2), chunk(30, 3), text(2, 4), text(3, 5)])
+    rag = warmed("llama", cut, encoder="system", policy="reuse")
+    link = rag.generate(cut, **ASKED).report.link
+    assert (link.exact_tokens, link.computed_tokens) == (39, 5)
+    whole = Prompt([Text(token_ids=ids(cut)[:9]), Chunk(token_ids=ids(cut)[9:39]), text(2, 4)])
+    assert rag.generate(whole, **ASKED).report.link.exact_tokens == 39
+
+
+@pytest.mark.parametrize("encoder", ["standalone", "system", "sinks:2"])
+def test_stored_tensors_are_byte_identical_after_many_uses(encoder):
+    store = RecordingStore()
+    rag = warmed("gemma3", PROMPT, store=store, policy="lego:4", encoder=encoder)
+    last = Prompt([text(9, 1), chunk(33, 2)])
+    for policy in ("reuse", "lego:4", "lego:1000"):
+        rag.generate(PROMPT, policy=policy, **ASKED)
+        rag.generate(PROMPT, policy=policy, max_new_tokens=3, num_beams=2)
+        rag.generate_batch([PROMPT, last, PROMPT], policy=policy, **ASKED)
+        rag.generate(last, policy=policy, **ASKED)
+        rag.model.generate(**rag.link(PROMPT, policy=policy).inputs, max_new_tokens=3)
+        rag.model.generate(**rag.link(last, policy=policy).inputs, max_new_tokens=3)
+    assert len(store.originals) == 3
+    assert store.unchanged()
+    kv, _ = next(iter(store.originals.values()))
+    kv.values[0][0, 0, 0] += 1
+    assert not store.unchanged(), "the check can fail"
+
+
+def test_disk_and_host_give_the_same_answer(tmp_path):
+    config = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
+    with rag_for("qwen3", store=config, policy="lego:4") as rag:
+        rag.generate(PROMPT, **ASKED)
+        disk = rag.generate(PROMPT, **ASKED)
+    assert {use.source for use in disk.report.link.chunks} == {"disk"}
+    host = warmed("qwen3", PROMPT, policy="lego:4").generate(PROMPT, **ASKED)
+    assert disk.token_ids == host.token_ids
+    assert wrapped("qwen3").training is False
+
+
+@pytest.mark.parametrize("how", ["cut", "flip"])
+def test_a_damaged_disk_entry_is_computed_and_the_answer_is_right(tmp_path, how):
+    config = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
+    with rag_for("llama", store=config, policy="lego:1000") as rag:
+        rag.generate(PROMPT, **ASKED)
+        for file in (tmp_path / "kv").glob("*.safetensors"):
+            raw = bytearray(file.read_bytes())
+            raw[-100] ^= 1
+            file.write_bytes(raw if how == "flip" else raw[:-50])
+        answer = rag.generate(PROMPT, **ASKED)
+        assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
+        assert {use.source for use in answer.report.link.chunks} == {"computed"}
+        assert rag.generate(PROMPT, **ASKED).report.link.computed_tokens == 6, "encoded again"
