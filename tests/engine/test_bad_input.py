@@ -1,0 +1,270 @@
+"""Bad models, prompts and options: a clear error, or the right answer with the reason in the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
+from families import SIZES, build, greedy, plain
+from torch import nn
+
+from ragcachekit import ModelNotSupported, Prompt, RagCache, Text
+from ragcachekit.errors import PromptTooLong
+from ragcachekit.link import admission
+from ragcachekit.link.attention import is_installed
+
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
+
+
+def tiny(kind, **special):
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(kind(**{**SIZES, **special})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+class TestModelsRefusedByName:
+    @pytest.mark.parametrize(
+        ("kind", "special", "reason"),
+        [
+            (tf.GPT2Config, {}, "GPT2LMHeadModel uses no rotary"),
+            (tf.OPTConfig, {}, "OPTForCausalLM uses no rotary"),
+            (tf.BloomConfig, {"n_layer": 2, "n_head": 4}, "BloomForCausalLM uses no rotary"),
+            (tf.MambaConfig, {}, "MambaForCausalLM .*key/value cache"),
+            (tf.JambaConfig, {}, "JambaForCausalLM .*key/value cache"),
+            (tf.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM .*cache"),
+            (
+                tf.Llama4TextConfig,
+                {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 32},
+                "Llama4ForCausalLM has layers that attend within fixed chunks",
+            ),
+        ],
+    )
+    def test_architectures(self, kind, special, reason, tmp_path):
+        with pytest.raises(ModelNotSupported, match=reason):
+            RagCache(tiny(kind, **special), cache_dir=tmp_path)
+        assert not list(tmp_path.rglob("admitted/*")), "a refusal is not noted as a pass"
+
+    def test_spread_over_devices(self, tmp_path):
+        model = build("llama")
+        model.model.layers[2].mlp.down_proj.register_parameter(
+            "elsewhere", nn.Parameter(torch.zeros(1, device="meta"))
+        )
+        with pytest.raises(ModelNotSupported, match=r"cpu.*meta|meta.*cpu|offloaded|meta"):
+            RagCache(model, cache_dir=tmp_path)
+
+    def test_admission_names_the_devices(self, monkeypatch):
+        model = build("llama")
+        extra = nn.Parameter(torch.zeros(1, device="meta"))
+        model.model.layers[0].register_parameter("elsewhere", extra)
+        with pytest.raises(ModelNotSupported, match=r"spread over \['cpu', 'meta'\].*one device"):
+            admission.admit(model, rope=None)
+
+    def test_training_mode(self, tmp_path):
+        with pytest.raises(ValueError, match=r"training mode; call model.eval\(\)"):
+            RagCache(build("llama").train(), cache_dir=tmp_path)
+
+    def test_compiled(self, tmp_path):
+        model = build("llama")
+        object.__setattr__(model, "_orig_mod", model)
+        with pytest.raises(ModelNotSupported, match="compiled"):
+            RagCache(model, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "special"),
+    [
+        (
+            tf.Qwen2MoeConfig,
+            {"use_sliding_window": True, "max_window_layers": 2, "shared_expert_intermediate_size": 32},
+        ),
+        (tf.PhimoeConfig, {}),
+    ],
+)
+def test_windows_that_are_only_in_the_mask_are_kept(kind, special, tmp_path):
+    """These families do not hand their window to attention; a short check would not see it missing."""
+    model = tiny(kind, sliding_window=64, **MOE, **special)
+    prompt = Prompt([text(9, 1), chunk(120, 2), chunk(100, 3), text(6, 4)])
+    want = greedy(model, ids(prompt), 6)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids(prompt)])).logits
+        model.config.sliding_window = None
+        assert (model(torch.tensor([ids(prompt)])).logits - logits).abs().max() > 1e-3, "the window shows"
+        model.config.sliding_window = 64
+    rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="lego:1000")
+    rag.generate(prompt, max_new_tokens=1)
+    answer = rag.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert answer.report.link.recomputed_tokens == 220
+    assert answer.token_ids == want
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("prompt", [Prompt([]), Prompt([Text(token_ids=())])])
+    def test_empty(self, prompt):
+        with pytest.raises(ValueError, match="prompt is empty"):
+            rag_for("llama").generate(prompt)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            rag_for("llama").link(prompt)
+
+    @pytest.mark.parametrize("count", [512, 600])
+    def test_too_long(self, count):
+        rag = rag_for("llama")
+        with pytest.raises(PromptTooLong, match=f"{count} tokens, the model's context is 512"):
+            rag.generate(Prompt([text(9, 1), chunk(count - 9, 2)]))
+        with pytest.raises(PromptTooLong):
+            rag.generate_batch([PROMPT, Prompt([chunk(count, 2)])])
+        assert rag.stats()[0].entries == 0
+
+    def test_as_long_as_fits(self):
+        prompt = Prompt([text(9, 1), chunk(500, 2), text(2, 3)])
+        rag = warmed("llama", prompt, policy="lego:1000")
+        answer = rag.generate(prompt, do_sample=False)
+        assert answer.token_ids == greedy(plain("llama"), ids(prompt), 1), "only one more fits"
+
+    def test_empty_segments_are_nothing(self):
+        holes = Prompt([Text(token_ids=()), text(9, 1), chunk(0, 0), chunk(33, 2), Text(token_ids=())])
+        rag = warmed("llama", holes)
+        answer = rag.generate(holes, **ASKED)
+        assert answer.report.link.prompt_tokens == 42
+        assert len(answer.report.link.chunks) == 2
+
+    @pytest.mark.parametrize("prompt", [3, None, b"x"])
+    def test_of_another_type(self, prompt):
+        with pytest.raises((TypeError, ValueError)):
+            rag_for("llama").generate(prompt)
+
+    def test_text_without_a_tokenizer(self):
+        rag = rag_for("llama")
+        for call in (
+            lambda: rag.generate("Where?"),
+            lambda: rag.encode(["Berlin is the capital of Germany."]),
+            lambda: rag.generate([{"role": "user", "content": "Where?"}]),
+            lambda: rag.count_tokens("x"),
+        ):
+            with pytest.raises(ValueError, match="tokenizer"):
+                call()
+
+    def test_a_segment_of_neither_or_both(self):
+        with pytest.raises(ValueError, match="exactly one"):
+            Text()
+        with pytest.raises(ValueError, match="exactly one"):
+            Text("x", (1,))
+        with pytest.raises(TypeError, match="Text and Chunk"):
+            Prompt(["x"])
+
+
+class TestNames:
+    def test_unknown_policy(self):
+        with pytest.raises(ValueError, match=r"unknown policy 'legolink'.*full, reuse, lego0, lego:16"):
+            rag_for("llama", policy="legolink")
+        with pytest.raises(ValueError, match="unknown policy"):
+            rag_for("llama").generate(PROMPT, policy="x")
+
+    def test_unknown_policy_before_the_model_is_loaded(self):
+        with pytest.raises(ValueError, match="unknown policy"):
+            RagCache.from_pretrained("/nowhere/at/all", policy="x")
+
+    def test_unknown_encoder(self):
+        with pytest.raises(ValueError, match=r"unknown encoder 'alone'; known: standalone, sinks:4, system"):
+            rag_for("llama", encoder="alone")
+
+    def test_a_policy_over_another_encoder(self):
+        with pytest.raises(ValueError, match="lego0 is defined over encoder sinks:4, not system"):
+            rag_for("llama", encoder="system", policy="lego0")
+
+    def test_a_policy_that_chooses_outside_the_chunks(self):
+        class Wild:
+            name, encoder, reads_cache = "wild", None, True
+
+            def select(self, chunks):
+                return [10_000]
+
+        with pytest.raises(ValueError, match="wild chose positions outside"):
+            warmed("llama", PROMPT, policy=Wild())
+
+
+class TestModelChangedUnderOurFeet:
+    def change_weights(self, model):
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+
+    def switch_adapter(self, model):
+        layer = nn.Linear(64, 32, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(model.model.layers[1].self_attn.v_proj.weight * 0.5)
+        layer._active_adapter = ["other"]
+        model.model.layers[1].self_attn.v_proj = layer
+
+    @pytest.mark.parametrize("change", [change_weights, switch_adapter])
+    def test_plain_prefill_named_in_the_report_and_nothing_stored(self, change, tmp_path):
+        model = build("llama")
+        rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="reuse")
+        for _ in range(2):
+            rag.generate(PROMPT, **ASKED)
+        change(self, model)
+        new = Prompt([text(9, 1), chunk(20, 50), text(3, 1)])
+        for prompt in (PROMPT, new, new):
+            answer = rag.generate(prompt, **ASKED)
+            assert "model changed" in answer.report.link.fallback
+            assert "model changed" in str(answer.report)
+            assert answer.report.link.reused_tokens == 0
+            assert answer.token_ids == greedy(model, ids(prompt), 4)
+        assert rag.stats()[0].entries == 3
+        other = RagCache(model, cache_dir=tmp_path, store=rag._store, policy="reuse", cold="never")
+        assert other.generate(PROMPT, **ASKED).report.link.reused_tokens == 0, "another fingerprint"
+
+    def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
+        model = build("llama")
+        rag = RagCache(model, cache_dir=tmp_path, cold="now")
+        encode = rag._warmer._encoder.encode
+
+        def changed_meanwhile(*args):
+            for item in encode(*args):
+                self.change_weights(model)
+                yield item
+
+        monkeypatch.setattr(rag._warmer._encoder, "encode", changed_meanwhile)
+        answer = rag.generate(PROMPT, **ASKED)
+        assert answer.report.link.fallback is None
+        assert rag.stats()[0].entries == 0
+
+
+class TestAdmissionOnce:
+    @pytest.fixture
+    def checks(self, monkeypatch):
+        counted = []
+        real = admission.admit
+        monkeypatch.setattr(admission, "admit", lambda *a: counted.append(1) or real(*a))
+        return counted
+
+    def test_second_construction_skips_it(self, checks, tmp_path):
+        first = RagCache(build("llama"), cache_dir=tmp_path)
+        second = RagCache(build("llama"), cache_dir=tmp_path)
+        third = RagCache(first.model, cache_dir=tmp_path)
+        assert len(checks) == 1
+        assert first.fingerprint == second.fingerprint == third.fingerprint
+        assert is_installed(second.model), "what the check installs is installed without it"
+
+    def test_another_model_is_checked(self, checks, tmp_path):
+        RagCache(build("llama"), cache_dir=tmp_path)
+        RagCache(build("llama3"), cache_dir=tmp_path)
+        assert len(checks) == 2
+
+    @pytest.mark.parametrize("content", ["", "{}", "null", "not json", '{"torch": "0.1"}'])
+    def test_an_old_or_damaged_record_costs_a_check(self, checks, tmp_path, content):
+        rag = RagCache(build("llama"), cache_dir=tmp_path)
+        record = tmp_path / "admitted" / f"{rag.fingerprint}.json"
+        record.write_text(content)
+        RagCache(build("llama"), cache_dir=tmp_path)
+        assert len(checks) == 2
+
+    def test_a_folder_that_cannot_be_used_costs_a_check(self, checks, tmp_path):
+        (tmp_path / "admitted").write_text("a file, not a folder")
+        for _ in range(2):
+            RagCache(build("llama"), cache_dir=tmp_path)
+        assert len(checks) == 2
