@@ -55,6 +55,8 @@ class AsyncAnswerStream:
     async def __anext__(self) -> str:
         piece = await asyncio.to_thread(next, self._stream, _DONE)
         if piece is _DONE:
+            # The text can end before the request does (cold="now" encodes): do not wait for it in the loop.
+            await asyncio.to_thread(getattr, self._stream, "answer")
             raise StopAsyncIteration
         return str(piece)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -19,7 +19,7 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.generate.options import Way, way_in
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.generate.stream import AnswerStream
-from ragcachekit.generate.streaming import Detokenizer, cut_at_stop
+from ragcachekit.generate.streaming import Detokenizer, cut_at_stop, stop_strings
 from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.linked import LinkedPrompt
@@ -37,6 +37,7 @@ from ragcachekit.store.factory import open_store
 from ragcachekit.types import Answer, GenerateReport, chunk_id
 
 DEFAULT_NEW_TOKENS = 256
+_Item = TypeVar("_Item")
 _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
@@ -160,7 +161,7 @@ class RagCache:
 
         Returns how many can be found (texts too short to be told apart are left out).
         """
-        result = self._prompts.registry.add(self._space(namespace), list(texts))
+        result = self._prompts.registry.add(self._space(namespace), _several(texts, "texts"))
         return result.added + result.known
 
     def encode(
@@ -192,7 +193,7 @@ class RagCache:
         ValueError
             For an empty chunk, one longer than the model's context, or a missing ``system``.
         """
-        texts, space = list(texts), self._space(namespace)
+        texts, space = _several(texts, "texts"), self._space(namespace)
         missing = self._prompts.missing(texts, space, self._policy, system)
         self._prompts.registry.add(space, texts)
         todo = list({item.key: item for item in missing if item.key not in self._store}.values())
@@ -226,11 +227,13 @@ class RagCache:
         space, registry = self._space(namespace), self._prompts.registry
         if ids is None and texts is None:
             registry.clear(space)
+            self._warmer.forget(space)
             return self._store.forget(space)
-        texts = list(texts or ())
+        ids, texts = _several(ids or (), "ids"), _several(texts or (), "texts")
         registry.discard(space, texts)
         tokens = [self._prompts.tokens.chunk(form) for text in texts for form in forms(text)]
-        gone = frozenset([*(ids or ()), *(chunk_id(t, space) for t in tokens)])
+        gone = frozenset([*ids, *(chunk_id(t, space) for t in tokens)])
+        self._warmer.forget(space, gone)
         return self._store.forget(space, gone)
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -249,7 +252,7 @@ class RagCache:
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> Answer:
@@ -258,7 +261,7 @@ class RagCache:
         Parameters
         ----------
         prompt : str, list of messages, or Prompt
-        stop : sequence of str, optional
+        stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
             When set, generation stops after the token in work.
@@ -269,7 +272,7 @@ class RagCache:
         ------
         PromptTooLong, GenerationNotSupported
         """
-        begun = time.perf_counter()
+        begun, stop = time.perf_counter(), stop_strings(stop)
         plan = self._plan(prompt, namespace, policy)
         options = self._options(options, stop, len(plan.token_ids))
         generated = run_generate(
@@ -279,7 +282,7 @@ class RagCache:
             options,
             pad=self._prompts.pad,
             cancel=cancel,
-            stop=stop or (),
+            stop=stop,
             decode=self._prompts.decode,
         )
         answer = self._answer(plan, generated, 0, begun, stop, options)
@@ -292,12 +295,13 @@ class RagCache:
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[Answer]:
         """Answer several prompts in one left-padded batch, one link each."""
         if not prompts:
             return []
+        prompts, stop = _several(prompts, "prompts"), stop_strings(stop)
         ahead = way_in(options, self.model.generation_config) is Way.AHEAD
         # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit.
         if ahead or self._rope.depends_on_length:
@@ -313,7 +317,7 @@ class RagCache:
             plans,
             options,
             pad=self._prompts.pad,
-            stop=stop or (),
+            stop=stop,
             decode=self._prompts.decode,
         )
         answers = [self._answer(plan, generated, i, begun, stop, options) for i, plan in enumerate(plans)]
@@ -326,11 +330,11 @@ class RagCache:
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         **options: Any,
     ) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
-        tokens = self._prompts.tokens
+        tokens, stop = self._prompts.tokens, stop_strings(stop)
         return AnswerStream(
             lambda streamer, cancel: self.generate(
                 prompt,
@@ -341,7 +345,7 @@ class RagCache:
                 streamer=streamer,
                 **options,
             ),
-            Detokenizer(tokens.decode, stop or ()),
+            Detokenizer(tokens.decode, stop),
         )
 
     def link(
@@ -379,7 +383,7 @@ class RagCache:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _options(self, options: dict[str, Any], stop: Sequence[str] | None, tokens: int) -> dict[str, Any]:
+    def _options(self, options: dict[str, Any], stop: Sequence[str], tokens: int) -> dict[str, Any]:
         """Fill in what generate needs; everything given stays as it is."""
         options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
         if "generation_config" in options:
@@ -406,12 +410,12 @@ class RagCache:
         generated: Generated,
         item: int,
         begun: float,
-        stop: Sequence[str] | None,
+        stop: Sequence[str],
         options: Mapping[str, Any],
     ) -> Answer:
         ids = generated.token_ids[item]
-        text, stopped = cut_at_stop(self._prompts.decode(ids), stop or ())
-        while stopped and cut_at_stop(self._prompts.decode(ids[:-1]), stop or ())[1]:
+        text, stopped = cut_at_stop(self._prompts.decode(ids), stop)
+        while stopped and cut_at_stop(self._prompts.decode(ids[:-1]), stop)[1]:
             ids = ids[:-1]  # this prompt stopped while others of its batch went on
         ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
         report = GenerateReport(
@@ -443,3 +447,10 @@ def _checked_namespace(namespace: str) -> str:
     if not isinstance(namespace, str) or not namespace:
         raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
     return namespace
+
+
+def _several(items: Iterable[_Item], what: str) -> list[_Item]:
+    """A list of them; one string would be taken for its letters."""
+    if isinstance(items, str):
+        raise TypeError(f"{what} must be a list of strings, not one string")
+    return list(items)

@@ -1,4 +1,4 @@
-"""``ragcachekit demo``: a LangChain chain with both caches on, whether its answers stay right, how much sooner."""
+"""``ragcachekit demo``: a LangChain chain with both caches on, if it stays right, how much sooner."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def answers_lines(answers: BenchReport) -> Iterator[str]:
     (queries,), (check,) = _part(answers, "query-cache"), _part(answers, "check")
     yield (
         f"Query cache: {queries['hits']} of {queries['n']} lookups hit ({queries['hit_rate']:.1%}); "
-        f"{queries['wrong_hits']} wrong hits (on another question's entry), {queries['harmful_hits']} of them "
-        "without a needed chunk."
+        f"{queries['wrong_hits']} wrong hits (on another question's entry), "
+        f"{queries['harmful_hits']} of them without a needed chunk."
     )
     yield (
-        f"  Tolerance {queries['tolerance']:.3f} (cosine), calibrated on {queries['calibration_pairs']} pairs of "
-        f"other questions, at most {queries['max_false_hit_rate']:.0%} false hits among them."
+        f"  Tolerance {queries['tolerance']:.3f} (cosine), calibrated on {queries['calibration_pairs']} "
+        f"pairs of other questions, at most {queries['max_false_hit_rate']:.0%} false hits among them."
     )
     yield (
         f"Check: full through the library = the model's own generate, token for token, on "
@@ -129,7 +129,8 @@ def summary(answers: BenchReport, speed: BenchReport) -> str:
     matches = ", ".join(f"{match[name]:.1%} with {name}" for name in ("full", "lego:16", "reuse"))
     times = " and ".join(f"{times:.1f}x with {name}" for name, times in warm.items())
     return (
-        f"Shown: {queries['hit_rate']:.0%} of the questions needed no search ({queries['wrong_hits']} wrong hits); "
+        f"Shown: {queries['hit_rate']:.0%} of the questions needed no search "
+        f"({queries['wrong_hits']} wrong hits, {queries['harmful_hits']} of them harmful); "
         f"answers right: {matches}; first token sooner: {times}."
     )
 

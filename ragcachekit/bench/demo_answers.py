@@ -89,7 +89,18 @@ def run(
     RagCacheError
         ``full`` through the library is not what the model's own ``generate`` gives: no figure then.
     """
-    sizes, rng = sizes or Sizes(), random.Random(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the reader's tensors are tiny: threads would only wait for each other
+    try:
+        return _run(embeddings, sizes or Sizes(), seed, progress, cache_dir)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(
+    embeddings: Embeddings, sizes: Sizes, seed: int, progress: bool, cache_dir: str | os.PathLike[str] | None
+) -> BenchReport:
+    rng = random.Random(seed)
     world = make_world(seed, sizes.people, sizes.companies, sizes.towns)
     questions = demo_calibrate.choose_questions(world, sizes.questions, rng)
     others = demo_calibrate.calibration_questions(world, questions, sizes.calibration, rng)

@@ -71,11 +71,11 @@ def count_hits(asked: Sequence[Asked]) -> Hits:
     makers: dict[int, Wording] = {}
     hits = wrong = harmful = 0
     for one in asked:
-        maker = makers.setdefault(one.search, one.wording)
-        if maker is one.wording:
+        if one.search not in makers:
+            makers[one.search] = one.wording
             continue
         hits += 1
-        if maker.question != one.wording.question:
+        if makers[one.search].question != one.wording.question:
             wrong += 1
             harmful += not one.has_evidence
     return Hits(len(asked), hits, wrong, harmful)

@@ -108,9 +108,10 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
 
     ``kinds``: errors that mean this, beside OSError.
     """
+    caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
-    except (OSError, *kinds) as error:
+    except caught as error:
         where = "is no model folder" if Path(name).exists() else "is neither a folder nor a model at hand"
         raise RagCacheError(
             f"cannot load the model: {name} {where}; give the folder of a Hugging Face model, a hub id, "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -27,16 +29,19 @@ class AnswerStream:
     def __init__(
         self, produce: Callable[[TokenQueue, threading.Event], Answer], detokenizer: Detokenizer
     ) -> None:
-        self._tokens = TokenQueue()
         self._cancel = threading.Event()
-        self._answer: Answer | None = None
-        self._error: BaseException | None = None
-        self._detokenizer = detokenizer
-        self._pieces = self._iterate()
+        self._outcome = _Outcome()
+        tokens = TokenQueue()
+        # Neither the thread nor the generator may hold this object: dropping it is how many end a stream.
+        self._pieces = _pieces(tokens, detokenizer, self._outcome)
         self._thread = threading.Thread(
-            target=self._run, args=(produce,), name="ragcachekit-stream", daemon=True
+            target=_run,
+            args=(produce, tokens, self._cancel, self._outcome),
+            name="ragcachekit-stream",
+            daemon=True,
         )
         self._thread.start()
+        weakref.finalize(self, self._cancel.set)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -56,10 +61,10 @@ class AnswerStream:
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._answer is not None
-        return self._answer
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        assert self._outcome.answer is not None
+        return self._outcome.answer
 
     def cancel(self) -> None:
         """Stop after the token in work; what was generated stays."""
@@ -70,22 +75,34 @@ class AnswerStream:
         self.cancel()
         self._thread.join()
 
-    def _run(self, produce: Callable[[TokenQueue, threading.Event], Answer]) -> None:
-        try:
-            self._answer = produce(self._tokens, self._cancel)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._tokens.end()
 
-    def _iterate(self) -> Iterator[str]:
-        try:
-            for ids in self._tokens:
-                if piece := self._detokenizer.push(ids):
-                    yield piece
-            if self._error is not None:
-                raise self._error
-            if piece := self._detokenizer.finish():
-                yield piece
-        finally:
-            self.cancel()
+@dataclass
+class _Outcome:
+    """What became of the generation; complete once its thread has ended."""
+
+    answer: Answer | None = None
+    error: BaseException | None = None
+
+
+def _run(
+    produce: Callable[[TokenQueue, threading.Event], Answer],
+    tokens: TokenQueue,
+    cancel: threading.Event,
+    outcome: _Outcome,
+) -> None:
+    try:
+        outcome.answer = produce(tokens, cancel)
+    except BaseException as error:
+        outcome.error = error
+    finally:
+        tokens.end()
+
+
+def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> Iterator[str]:
+    for ids in tokens:
+        if piece := detokenizer.push(ids):
+            yield piece
+    if outcome.error is not None:
+        raise outcome.error
+    if piece := detokenizer.finish():
+        yield piece

@@ -28,6 +28,20 @@ class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
         self._inner.end()
 
 
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple; one string is one of them.
+
+    Raises
+    ------
+    ValueError
+        For an empty one, which is found everywhere.
+    """
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(strings):
+        raise ValueError("an empty stop string would end every answer before it begins; leave it out")
+    return strings
+
+
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """``text`` up to the first stop string, and whether there was one."""
     found = [at for s in stop if (at := text.find(s)) >= 0]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 
 from ragcachekit.link.plan import Missing
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
-from ragcachekit.store.base import KVStore
+from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ BATCH = 32
 """Chunks taken from the queue at once."""
 
 IDLE_SECONDS = 0.5
-"""How long the thread waits for more before it ends; also how long closing may wait for an idle one."""
+"""How long the thread waits for more before it ends."""
 
 
 class Warmer:
@@ -37,18 +38,24 @@ class Warmer:
         self._encoder = encoder
         self._store = store
         self._still_valid = still_valid
-        self._queue: queue.SimpleQueue[Missing] = queue.SimpleQueue()
-        self._waiting: dict[object, Missing] = {}
+        self._queue: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
+        self._waiting: dict[KVKey, Missing] = {}
         self._condition = threading.Condition()
+        self._keeping = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
-        self._end = weakref.finalize(self, _end, self._closed, self._threads)
+        self._end = weakref.finalize(self, _end, self._closed, self._queue, self._threads)
 
-    def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> int:
+    def now(
+        self,
+        missing: Iterable[Missing],
+        done: Callable[[int], object] = lambda _: None,
+        wanted: Callable[[Missing], bool] = lambda _: True,
+    ) -> int:
         """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
 
-        Returns how many entries were kept.
+        ``wanted`` is asked about each entry when it is about to be stored. Returns how many were kept.
         """
         groups: dict[Encoding, list[Missing]] = defaultdict(list)
         for item in missing:
@@ -58,7 +65,8 @@ class Warmer:
             for index, kv in self._encoder.encode([item.token_ids for item in items], encoding):
                 if not self._still_valid():
                     return kept
-                kept += self._store.put(items[index].key, kv)
+                with self._keeping:
+                    kept += wanted(items[index]) and self._store.put(items[index].key, kv)
                 done(kv.tokens)
         return kept
 
@@ -77,6 +85,16 @@ class Warmer:
                 )
                 self._threads[0].start()
 
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
+        """Give up what ``store.forget`` with the same arguments is about; call it before that.
+
+        Otherwise a chunk that waits or is being encoded would be stored after it was forgotten.
+        """
+        with self._keeping, self._condition:
+            for key in [k for k in self._waiting if concerns(k, namespace, chunk_ids)]:
+                del self._waiting[key]
+            self._condition.notify_all()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued; False if that took longer than ``timeout`` seconds."""
         with self._condition:
@@ -89,7 +107,8 @@ class Warmer:
     def _work(self) -> None:
         while batch := self._next_batch():
             try:
-                self.now(item for item in batch if item.key not in self._store)
+                todo = [item for item in batch if self._waits(item) and item.key not in self._store]
+                self.now(todo, wanted=self._waits)
             except Exception:
                 # An encode that fails costs later requests their reuse, never this one its answer.
                 log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)
@@ -99,8 +118,11 @@ class Warmer:
         """What is queued, at most :data:`BATCH`; empty when the thread should end."""
         batch: list[Missing] = []
         try:
-            while len(batch) < BATCH and not self._closed.is_set():
-                batch.append(self._queue.get(timeout=0 if batch else IDLE_SECONDS))
+            while len(batch) < BATCH:
+                item = self._queue.get(timeout=0 if batch else IDLE_SECONDS)
+                if item is None:  # closed
+                    break
+                batch.append(item)
         except queue.Empty:
             pass
         if self._closed.is_set():
@@ -114,6 +136,9 @@ class Warmer:
                 return self._next_batch()
         return batch
 
+    def _waits(self, item: Missing) -> bool:
+        return item.key in self._waiting
+
     def _done(self, batch: Iterable[Missing]) -> None:
         with self._condition:
             for item in batch:
@@ -121,8 +146,11 @@ class Warmer:
             self._condition.notify_all()
 
 
-def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
+def _end(
+    closed: threading.Event, waiting: queue.SimpleQueue[Missing | None], threads: list[threading.Thread]
+) -> None:
     closed.set()
+    waiting.put(None)
     for thread in list(threads):
         if thread is not threading.current_thread():
             thread.join()

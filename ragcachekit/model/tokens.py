@@ -23,7 +23,9 @@ class SegmentTokenizer:
         self._chunks = copy.deepcopy(tokenizer)
         self._locks = {id(self._texts): threading.Lock(), id(self._chunks): threading.Lock()}
         newline, a = self._raw(self._texts, "\n"), self._raw(self._texts, "a")
-        self._behind = () if self._raw(self._texts, "\na") == newline + a else newline
+        spaced = self._raw(self._texts, "\na") != newline + a
+        # The letter is for text that begins with a newline: there may be a token for two of them.
+        self._behind = (("\n", newline), ("a", a)) if spaced else ()
         self.bos: int | None = tokenizer.bos_token_id
         whole, bare = list(self._texts("a").input_ids), list(a)
         at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
@@ -46,8 +48,13 @@ class SegmentTokenizer:
         return self._continued(self._chunks, text, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """Text without special tokens, exactly what the tokens say.
+
+        Without transformers' clean-up of spaces (``it 's`` to ``it's``), which takes back text that a
+        stream has given out already, and hides stop strings.
+        """
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **options))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The chat template over ``messages``, with the generation prompt.
@@ -66,10 +73,10 @@ class SegmentTokenizer:
         )
 
     def _continued(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
-        if self._behind and text:
-            ids = self._raw(tokenizer, "\n" + text, **options)
-            if ids[: len(self._behind)] == self._behind:
-                return ids[len(self._behind) :]
+        for mark, behind in self._behind if text else ():
+            ids = self._raw(tokenizer, mark + text, **options)
+            if ids[: len(behind)] == behind:
+                return ids[len(behind) :]
         return self._raw(tokenizer, text, **options)
 
     def _raw(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:

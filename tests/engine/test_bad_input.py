@@ -91,11 +91,6 @@ def test_windows_that_are_only_in_the_mask_are_kept(kind, special, tmp_path):
     model = tiny(kind, sliding_window=64, **MOE, **special)
     prompt = Prompt([text(9, 1), chunk(120, 2), chunk(100, 3), text(6, 4)])
     want = greedy(model, ids(prompt), 6)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids(prompt)])).logits
-        model.config.sliding_window = None
-        assert (model(torch.tensor([ids(prompt)])).logits - logits).abs().max() > 1e-3, "the window shows"
-        model.config.sliding_window = 64
     rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="lego:1000")
     rag.generate(prompt, max_new_tokens=1)
     answer = rag.generate(prompt, max_new_tokens=6, do_sample=False)

@@ -96,7 +96,9 @@ class TestEncode:
     def test_empty_and_enormous_chunks(self, reader):
         with pytest.raises(ValueError, match="chunk 1 is empty"):
             reader.encode([ONE, ""])
-        with pytest.raises(ValueError, match=r"chunk 0 has \d+ tokens, more than the model's context \(512\)"):
+        with pytest.raises(
+            ValueError, match=r"chunk 0 has \d+ tokens, more than the model's context \(512\)"
+        ):
             reader.encode(["Berlin " * 600])
         assert reader.stats()[0].entries == 0, "nothing of a refused call is kept"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 
 from ragcachekit import Prompt

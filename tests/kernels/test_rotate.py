@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ragcachekit_kernels.dispatch import rotate
 
 THETA = 10000.0
@@ -38,7 +39,9 @@ def turned(x, turn, interleaved, offset, m=1.0):
     m=st.sampled_from([1.0, 0.5, 1.19]),
 )
 def test_is_a_complex_multiplication(pairs, before, after, interleaved, positions, m):
-    x = torch.randn(3, len(positions), before + 2 * pairs + after, generator=torch.Generator().manual_seed(pairs))
+    x = torch.randn(
+        3, len(positions), before + 2 * pairs + after, generator=torch.Generator().manual_seed(pairs)
+    )
     turn = angles(positions, pairs)
     ours = rotate(
         x, (turn.cos() * m).float(), (turn.sin() * m).float(), interleaved=interleaved, offset=before

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ragcachekit_kernels import reference, tiled
 from ragcachekit_kernels.dispatch import sparse_attention
 
@@ -84,7 +85,9 @@ def test_any_shape_against_the_float64_loop(implementation, case):
     ours = implementation(query, key, value, where, **options)
     assert ours.shape == (query.shape[0], len(positions), value.shape[-1])
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), by_row(query, key, value, positions, **options), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        ours.double(), by_row(query, key, value, positions, **options), rtol=2e-5, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("groups", range(1, 9))

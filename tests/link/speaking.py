@@ -64,9 +64,7 @@ def sentencepiece(way: str = "metaspace") -> Any:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
         backend.decoder = decoders.Metaspace(prepend_scheme="always")
     else:
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         backend.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )

@@ -14,9 +14,7 @@ from ragcachekit.errors import RagCacheError
 
 TOLERANCE = 3e-5
 SYSTEM, FIRST, SECOND, MIDDLE, QUESTION = (tokens(n, 10 + n) for n in (11, 33, 40, 3, 6))
-PARTS = segments(
-    ("text", SYSTEM), ("chunk", FIRST), ("text", MIDDLE), ("chunk", SECOND), ("text", QUESTION)
-)
+PARTS = segments(("text", SYSTEM), ("chunk", FIRST), ("text", MIDDLE), ("chunk", SECOND), ("text", QUESTION))
 IDS = ids_of(PARTS)
 AT_FIRST, AT_SECOND = len(SYSTEM), len(SYSTEM) + len(FIRST) + len(MIDDLE)
 
