@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 from tqdm.auto import tqdm
 
 from ragcachekit.config import StoreConfig
-from ragcachekit.errors import ModelNotSupported
+from ragcachekit.errors import ModelChanged, ModelNotSupported
 from ragcachekit.generate.options import Way, way_in
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.generate.stream import AnswerStream
@@ -30,7 +30,7 @@ from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
 from ragcachekit.model.rope import describe_rope
-from ragcachekit.prepare import Preparer, PromptLike
+from ragcachekit.prepare import MODEL_CHANGED, Preparer, PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
@@ -192,7 +192,11 @@ class RagCache:
         ------
         ValueError
             For an empty chunk, one longer than the model's context, or a missing ``system``.
+        ModelChanged
+            If the model is no longer the one that this object was made for.
         """
+        if not self._prompts.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
         texts, space = _several(texts, "texts"), self._space(namespace)
         missing = self._prompts.missing(texts, space, self._policy, system)
         self._prompts.registry.add(space, texts)

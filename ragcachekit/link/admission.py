@@ -13,7 +13,7 @@ import transformers
 from transformers import DynamicCache
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.link.attention import install
+from ragcachekit.link.attention import install, uninstall
 from ragcachekit.link.linker import link
 from ragcachekit.link.plan import LinkPlan, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
@@ -77,7 +77,11 @@ def admit(model: Any, rope: Rope) -> Admission:
         offset = _check_offsets(model, rope, ids[:CHUNK], tolerance)
         linked = _check_link(model, rope, ids, tolerance)
     except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        uninstall(model)
         raise ModelNotSupported(f"{type(model).__name__} cannot run a linked forward: {error}") from error
+    except ModelNotSupported:
+        uninstall(model)
+        raise
     return Admission(offset, linked, tolerance)
 
 

@@ -33,7 +33,7 @@ def install(model: Any) -> str:
             "(attention_chunk_size); only full and sliding-window attention can be linked"
         )
     before = str(config._attn_implementation)
-    if before.startswith(PREFIX):
+    if is_installed(model):
         return before
     name = PREFIX + before
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -47,6 +47,13 @@ def install(model: Any) -> str:
 def is_installed(model: Any) -> bool:
     """Whether linked forwards of this model reach our attention function."""
     return str(model.config.get_text_config()._attn_implementation).startswith(PREFIX)
+
+
+def uninstall(model: Any) -> None:
+    """Give the model the implementation back that it had; for models that are refused."""
+    name = str(model.config.get_text_config()._attn_implementation)
+    if is_installed(model):
+        model.set_attn_implementation(name.removeprefix(PREFIX))
 
 
 def _forward_over(before: str) -> Callable[..., Any]:

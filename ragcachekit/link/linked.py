@@ -18,6 +18,9 @@ class LinkedPrompt:
     generate offers for a pre-filled cache works (``rag.generate`` saves the extra pass over the
     weights by linking inside generate's own prefill).
 
+    For several beams or sequences repeat the cache first, as for any pre-filled cache:
+    ``inputs["past_key_values"].batch_repeat_interleave(n)``.
+
     Attributes
     ----------
     input_ids : torch.Tensor

@@ -50,7 +50,7 @@ def test_used_twice():
     rag = warmed("llama", PROMPT)
     linked = rag.link(PROMPT)
     rag.model.generate(**linked.inputs, max_new_tokens=2)
-    with pytest.raises(LinkedPromptUsed, match="call rag.link"):
+    with pytest.raises(LinkedPromptUsed, match=r"call rag\.link"):
         _ = linked.inputs
     with pytest.raises(LinkedPromptUsed):
         _ = linked.cache

@@ -1,0 +1,43 @@
+"""Loading from a local folder, and using what was loaded."""
+
+from __future__ import annotations
+
+import pytest
+from families import build, greedy, plain, tokens
+from speaking import byte_level, speaker
+
+from ragcachekit import RagCache
+from ragcachekit.model.loading import default_cache_dir, weights_folder
+
+
+def test_from_pretrained_is_the_saved_model(tmp_path):
+    folder = tmp_path / "model"
+    model = speaker()
+    model.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    with RagCache.from_pretrained(folder, cache_dir=tmp_path / "cache", device="cpu", cold="never") as rag:
+        answer = rag.generate("Where is Berlin?", max_new_tokens=5, do_sample=False)
+        ids = rag.link("Where is Berlin?").input_ids[0].tolist()
+        assert not rag.model.training
+    assert answer.token_ids == greedy(model, ids, 5)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_a_path_that_is_no_folder_is_not_looked_up_elsewhere(name):
+    with pytest.raises(FileNotFoundError, match="no model folder at"):
+        RagCache.from_pretrained(name)
+
+
+def test_a_wrapped_model_saves_as_it_was(tmp_path):
+    model = build("llama")
+    RagCache(model, cache_dir=tmp_path / "cache")
+    model.save_pretrained(tmp_path / "saved")
+    assert "ragcachekit" not in (tmp_path / "saved" / "config.json").read_text()
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert greedy(again, tokens(20), 4) == greedy(plain("llama"), tokens(20), 4)
+
+
+def test_where_things_lie(tmp_path, monkeypatch):
+    assert weights_folder(tmp_path) == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "ragcachekit"
