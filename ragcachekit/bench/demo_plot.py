@@ -79,7 +79,7 @@ def _speed(axes: Axes, speed: BenchReport) -> None:
         axes.plot([row["ttft_ms_min"], row["ttft_ms_max"]], [at, at], color="#222222", linewidth=0.8)
         end = max(row["ttft_ms_max"], row["ttft_ms"])
         axes.annotate(
-            f"{row['ttft_ms']:,.0f} ms  ({row['speedup']:.1f}x)",
+            f"{row['ttft_ms']:,.0f} ms  ({row['speedup']:.{2 if row['speedup'] < 2 else 1}f}x)",
             (end, at),
             xytext=(5, 0),
             textcoords="offset points",
