@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RESULTS := benchmarks/results
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
@@ -20,17 +21,22 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/ragcachekit bench ttft --shape smollm2-135m --json benchmarks/results/ttft.json --plot benchmarks/results/ttft.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench query-cache --json benchmarks/results/query-cache.json --plot benchmarks/results/query-cache.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk --runs 3 \
+		--json $(RESULTS)/ttft-1-thread.json --plot $(RESULTS)/ttft-1-thread.png
+	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk --runs 5 \
+		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench query-cache --lookups 500 --questions 40 \
+		--json $(RESULTS)/query-cache.json --plot $(RESULTS)/query-cache.png
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1200
 
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (once, a few minutes) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 clean:

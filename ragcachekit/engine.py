@@ -214,6 +214,8 @@ class RagCache:
     ) -> int:
         """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
+        Another process that runs on the same disk folder keeps what its own host memory holds.
+
         Parameters
         ----------
         ids : iterable of str, optional

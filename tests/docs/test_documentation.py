@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build
+
 from ragcachekit import ModelNotSupported, RagCache
 from ragcachekit.errors import ModelChanged
 from ragcachekit.link import admission

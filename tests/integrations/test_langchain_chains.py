@@ -8,6 +8,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
+
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 
 FIRST = "Where was Ada Lind born, who is a baker?"

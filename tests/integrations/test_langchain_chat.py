@@ -7,6 +7,7 @@ import pytest
 from fake_engine import FakeEngine
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
+
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
 
 TEXT = "it is in the north of the town by the sea ."

@@ -2,6 +2,7 @@
 
 import pytest
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+
 from langchain_ragcachekit.messages import to_dicts
 
 

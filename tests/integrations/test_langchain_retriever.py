@@ -11,9 +11,9 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_ragcachekit import RagCacheRetriever
 from pydantic import Field
 
+from langchain_ragcachekit import RagCacheRetriever
 from ragcachekit.errors import RetrievalError
 
 QUESTION = "Where was Ada Lind born?"

@@ -2,9 +2,10 @@
 
 import pytest
 from integration_kit import FACTS
-from langchain_ragcachekit import ChatRagCache
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+
+from langchain_ragcachekit import ChatRagCache
 
 DETAILS = ["cache_read_input"]
 

@@ -2,8 +2,9 @@
 
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_ragcachekit import RagCacheRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
+
+from langchain_ragcachekit import RagCacheRetriever
 
 
 class TestOverVectorStore(RetrieversIntegrationTests):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import FakeEngine
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+
 from llama_index_ragcachekit import RagCacheLLM
 
 TEXT = "it is in the north of the town by the sea ."

@@ -15,8 +15,9 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
-from llama_index_ragcachekit import RagCacheLLM, RagCacheRetriever
 from llama_kit import Embedder
+
+from llama_index_ragcachekit import RagCacheLLM, RagCacheRetriever
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"

@@ -11,10 +11,10 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
-from llama_index_ragcachekit import RagCacheRetriever
-from llama_index_ragcachekit.retriever import QueryCacheEvent
 from llama_kit import Embedder
 
+from llama_index_ragcachekit import RagCacheRetriever
+from llama_index_ragcachekit.retriever import QueryCacheEvent
 from ragcachekit.errors import RetrievalError
 
 QUESTION = "Where was Ada Lind born?"
