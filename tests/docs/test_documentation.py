@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_python_blocks_are_python(page: Path) -> None:
     for block in python_blocks(page):
         if not block.lstrip().startswith('"every"'):  # one line of a dict, shown on its own
-            compile(block, page.name, "exec")
+            assert compile(block, page.name, "exec") is not None
 
 
 def test_readme_shows_code_before_line_45() -> None:
