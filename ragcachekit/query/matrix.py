@@ -28,6 +28,7 @@ class KeyMatrix:
         self._products: Float64 = np.empty(capacity, np.float64)  # k.k
         self._codes: NDArray[np.int64] = np.empty(capacity, np.int64)
         self._dots: Float32 = np.empty(capacity, np.float32)
+        self._near: Float64 = np.empty(dim, np.float64)  # scratch: the row nearest to a query
         self.resize(0)
         self._largest = 0.0  # squared norm of any key so far
         self._dot_error = (dim + 16) * _UNIT_ROUNDOFF  # bound of a dot product's error / (|q| |k|)
@@ -38,10 +39,9 @@ class KeyMatrix:
         self._scanned = self._rows[:size], self._side[:size], self._dots[:size], self._codes[:size]
 
     def write(self, slot: int, key: bytes, squared: float, code: int) -> None:
-        """Put a float32 vector, its float32 squared norm and its partition's code into a row."""
+        """Put a float32 vector, its squared norm and its partition's code into a row."""
         self._rows[slot] = np.frombuffer(key, np.float32)
-        wide = self._rows[slot].astype(np.float64)
-        self._products[slot] = product(wide, wide)
+        self._products[slot] = squared
         self._side[slot] = self._metric.side(squared)
         self._codes[slot] = code
         self._largest = max(self._largest, squared)
@@ -58,12 +58,12 @@ class KeyMatrix:
         return self._rows[slot].tobytes(), int(self._codes[slot])
 
     def nearest(
-        self, query: Float32, squared: float, code: int | None, tolerance: float
+        self, query: Float32, wide: Float64, squared: float, code: int | None, tolerance: float
     ) -> tuple[int | None, float]:
         """The nearest row and its distance, or ``(None, 0.0)`` if that is beyond the tolerance.
 
-        ``squared`` is the query's squared norm; with a ``code`` other partitions' rows are masked
-        before the nearest is sought.
+        ``wide`` is the query in float64, ``squared`` its squared norm; with a ``code`` other
+        partitions' rows are masked before the nearest is sought.
         """
         metric = self._metric
         rows, side, dots, codes = self._scanned
@@ -76,18 +76,19 @@ class KeyMatrix:
         limit = metric.limit(tolerance, squared) + error
         if lowest > limit:
             return None, 0.0
-        slot, distance = self._measure(query, ranks, best, min(lowest + 2 * error, limit))
+        slot, distance = self._measure(wide, squared, ranks, best, min(lowest + 2 * error, limit))
         return (slot, distance) if distance <= tolerance else (None, 0.0)
 
-    def _measure(self, query: Float32, ranks: Float32, best: int, limit: float) -> tuple[int, float]:
+    def _measure(
+        self, wide: Float64, squared: float, ranks: Float32, best: int, limit: float
+    ) -> tuple[int, float]:
         """Measure in float64 what float32 cannot tell from the ``best``: mostly that alone."""
-        wide = query.astype(np.float64)
-        squared = product(wide, wide)
         lowest, ranks[best] = ranks[best], np.inf
         if ranks[ranks.argmin()] <= limit:
             ranks[best] = lowest
             best = self._nearest_of(np.flatnonzero(ranks <= limit), wide, squared)
-        dot = product(wide, self._rows[best].astype(np.float64))
+        self._near[:] = self._rows[best]
+        dot = product(wide, self._near)
         return best, self._metric.distance(dot, squared, float(self._products[best]))
 
     def _nearest_of(self, near: NDArray[np.intp], query: Float64, squared: float) -> int:

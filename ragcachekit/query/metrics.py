@@ -96,7 +96,7 @@ class InnerProduct(L2):
         return squared_norm
 
     def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
-        larger = np.maximum(side, np.float32(squared_norm))
+        larger = np.maximum(side, squared_norm)
         return np.subtract(larger, dots, out=dots)
 
     def limit(self, distance: float, squared_norm: float) -> float:

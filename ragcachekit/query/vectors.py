@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.metrics import Float32
+from ragcachekit.query.metrics import Float32, Float64, product
 
 LARGEST_SQUARED_NORM = 1e37  # beyond it sums of two products overflow float32
 SMALLEST_SQUARED_NORM = 1e-30  # below it a direction cannot be told in float32
@@ -33,8 +33,8 @@ def as_vector(embedding: ArrayLike, dim: int | None) -> Float32:
     return vector if vector.flags.c_contiguous else np.ascontiguousarray(vector)
 
 
-def squared_norm(vector: Float32, needs_direction: bool) -> float:
-    """||vector||^2, which is also the NaN check: no second pass over the numbers.
+def widened(vector: Float32, needs_direction: bool) -> tuple[Float64, float]:
+    """The vector in float64 and ||vector||^2, which is also the NaN check: no second pass over the numbers.
 
     Raises
     ------
@@ -42,12 +42,13 @@ def squared_norm(vector: Float32, needs_direction: bool) -> float:
         The vector holds NaN or infinity, its norm is above 3e18, or it must have a direction and
         has none.
     """
-    squared = float(np.vdot(vector, vector))  # not vector.dot: that warns of the overflow refused here
+    wide = vector.astype(np.float64)  # its squares cannot overflow, and a hit is measured with it
+    squared = product(wide, wide)
     if not squared <= LARGEST_SQUARED_NORM:
         raise RetrievalError(_describe_overflow(vector))
     if needs_direction and squared < SMALLEST_SQUARED_NORM:
         raise RetrievalError("the zero vector has no cosine distance; check the embedding model or use 'l2'")
-    return squared
+    return wide, squared
 
 
 def exact_bytes(vector: Float32) -> bytes:
