@@ -12,6 +12,7 @@ from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt,
 if TYPE_CHECKING:
     from ragcachekit.aio import agenerate, astream
     from ragcachekit.engine import RagCache
+    from ragcachekit.link.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
     from ragcachekit.query.proximity import ProximityCache
@@ -22,14 +23,18 @@ __all__ = [
     "Answer",
     "CachedRetrieval",
     "Chunk",
+    "CoRetrieved",
     "GenerateReport",
     "LinkReport",
     "ModelNotSupported",
+    "Neighbours",
     "Partition",
+    "PrecedingChunks",
     "Prompt",
     "ProximityCache",
     "RagCache",
     "RagCacheError",
+    "SimilarChunks",
     "StoreConfig",
     "Text",
     "agenerate",
@@ -40,9 +45,13 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "CachedRetrieval": "ragcachekit.query.retrieval",
+    "CoRetrieved": "ragcachekit.link.neighbours",
+    "Neighbours": "ragcachekit.link.neighbours",
     "Partition": "ragcachekit.query.base",
+    "PrecedingChunks": "ragcachekit.link.neighbours",
     "ProximityCache": "ragcachekit.query.proximity",
     "RagCache": "ragcachekit.engine",
+    "SimilarChunks": "ragcachekit.link.neighbours",
     "agenerate": "ragcachekit.aio",
     "astream": "ragcachekit.aio",
     "calibrate": "ragcachekit.query.calibrate",

@@ -21,15 +21,18 @@ from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, cut_at_stop, stop_strings
 from ragcachekit.link.admission import admit_once
-from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
+from ragcachekit.link.contextual import NeighbourEncoder
 from ragcachekit.link.linked import LinkedPrompt
+from ragcachekit.link.neighbours import Neighbours
+from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.plan import LinkPlan, Missing
 from ragcachekit.link.policies import open_policy
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
-from ragcachekit.model.rope import describe_rope
+from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer, PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
@@ -54,8 +57,12 @@ class RagCache:
     policy : str or SelectionPolicy
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``lego0``.
     encoder : str, optional
-        What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``; default is what the
-        policy asks for, else ``standalone``.
+        What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``;
+        default is what the policy asks for, else ``standalone``.
+    neighbours : Neighbours or mapping of str to Neighbours, optional
+        Which chunks are similar to a chunk, for the encoder ``similar:n``: :class:`SimilarChunks`,
+        :class:`PrecedingChunks`, :class:`CoRetrieved` or your own. A mapping gives one per namespace;
+        one alone is that of ``namespace``, and in other namespaces no chunk has neighbours.
     store : StoreConfig or KVStore, optional
         Where chunk KV is kept; default 4 GiB of host memory. A store that was handed in is not closed.
     namespace : str
@@ -71,7 +78,8 @@ class RagCache:
     ModelNotSupported
         If linking on this model would not give what the model computes; names the layer.
     ValueError
-        For unknown policies or encoders, or a model in training mode.
+        For unknown policies or encoders, or a model in training mode; for ``similar:n`` without
+        neighbours, or neighbours without it.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class RagCache:
         *,
         policy: str | SelectionPolicy = "lego:16",
         encoder: str | None = None,
+        neighbours: Neighbours | Mapping[str, Neighbours] | None = None,
         store: StoreConfig | KVStore | None = None,
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
@@ -113,9 +122,13 @@ class RagCache:
             store=self._store,
             fingerprint=self.fingerprint,
             encoder=encoder,
+            neighbours=_by_namespace(neighbours, self.namespace),
         )
-        self._prompts.encodings(self._policy)
-        self._warmer = Warmer(ChunkEncoder(model, self._rope), self._store, self._prompts.unchanged)
+        if not self._prompts.encodings(self._policy).similar and self._prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        chunks = ChunkEncoder(model, self._rope, ObservedCache)
+        behind = NeighbourEncoder(model, self._rope, chunks, self._store)
+        self._warmer = Warmer(chunks, self._store, self._prompts.unchanged, behind)
 
     @classmethod
     def from_pretrained(
@@ -125,6 +138,7 @@ class RagCache:
         device: str | None = None,
         policy: str | SelectionPolicy = "lego:16",
         encoder: str | None = None,
+        neighbours: Neighbours | Mapping[str, Neighbours] | None = None,
         store: StoreConfig | KVStore | None = None,
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
@@ -142,6 +156,7 @@ class RagCache:
             tokenizer,
             policy=policy,
             encoder=encoder,
+            neighbours=neighbours,
             store=store,
             namespace=namespace,
             cold=cold,
@@ -161,7 +176,9 @@ class RagCache:
 
         Returns how many can be found (texts too short to be told apart are left out).
         """
-        result = self._prompts.registry.add(self._space(namespace), _several(texts, "texts"))
+        texts, space = _several(texts, "texts"), self._space(namespace)
+        self._prompts.neighbours.welcome(space, texts)
+        result = self._prompts.registry.add(space, texts)
         return result.added + result.known
 
     def encode(
@@ -178,8 +195,8 @@ class RagCache:
         ----------
         texts : iterable of str
         system : str, optional
-            The text before a prompt's first chunk, as the model sees it; the encoder ``system``
-            needs it here.
+            The text before a prompt's first chunk, as the model sees it; the encoders ``system`` and
+            ``similar:n`` need it here.
         progress : bool
             Show a progress bar over tokens.
 
@@ -198,9 +215,10 @@ class RagCache:
         if not self._prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts, space = _several(texts, "texts"), self._space(namespace)
+        self._prompts.neighbours.welcome(space, texts)
         missing = self._prompts.missing(texts, space, self._policy, system)
         self._prompts.registry.add(space, texts)
-        todo = list({item.key: item for item in missing if item.key not in self._store}.values())
+        todo = self._warmer.complete(item for item in missing if item.key not in self._store)
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             self._warmer.now(todo, bar.update)
         return [item.key.chunk_id for item in missing]
@@ -214,6 +232,7 @@ class RagCache:
     ) -> int:
         """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
+        Until it is registered or encoded again, a forgotten chunk is nobody's neighbour either.
         Another process that runs on the same disk folder keeps what its own host memory holds.
 
         Parameters
@@ -233,12 +252,14 @@ class RagCache:
         space, registry = self._space(namespace), self._prompts.registry
         if ids is None and texts is None:
             registry.clear(space)
+            self._prompts.neighbours.forget(space)
             self._warmer.forget(space)
             return self._store.forget(space)
         ids, texts = _several(ids or (), "ids"), _several(texts or (), "texts")
         registry.discard(space, texts)
         tokens = [self._prompts.tokens.chunk(form) for text in texts for form in forms(text)]
         gone = frozenset([*ids, *(chunk_id(t, space) for t in tokens)])
+        self._prompts.neighbours.forget(space, gone)
         self._warmer.forget(space, gone)
         return self._store.forget(space, gone)
 
@@ -291,7 +312,7 @@ class RagCache:
             stop=stop,
             decode=self._prompts.decode,
         )
-        answer = self._answer(plan, generated, 0, begun, stop, options)
+        answer = self._answer(generated, 0, begun, stop, options)
         self._warm(plan.missing)
         return answer
 
@@ -309,8 +330,10 @@ class RagCache:
             return []
         prompts, stop = _several(prompts, "prompts"), stop_strings(stop)
         ahead = way_in(options, self.model.generation_config) is Way.AHEAD
-        # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit.
-        if ahead or self._rope.depends_on_length:
+        layerwise = isinstance(self._policy if policy is None else open_policy(policy), LayerwisePolicy)
+        # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit;
+        # and its rows must be the same ones in every layer.
+        if ahead or layerwise or self._rope.depends_on_length:
             return [
                 self.generate(p, namespace=namespace, policy=policy, stop=stop, **options) for p in prompts
             ]
@@ -326,7 +349,7 @@ class RagCache:
             stop=stop,
             decode=self._prompts.decode,
         )
-        answers = [self._answer(plan, generated, i, begun, stop, options) for i, plan in enumerate(plans)]
+        answers = [self._answer(generated, i, begun, stop, options) for i in range(len(plans))]
         self._warm([item for plan in plans for item in plan.missing])
         return answers
 
@@ -364,7 +387,7 @@ class RagCache:
         """
         plan = self._plan(prompt, namespace, policy)
         begun = time.perf_counter()
-        inputs = link_ahead(self.model, self._rope, plan, self._prompts.pad)
+        inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad)
         report = replace(plan.report, link_ms=plan.report.load_ms + (time.perf_counter() - begun) * 1e3)
         self._warm(plan.missing)
         return LinkedPrompt(inputs, report)
@@ -412,7 +435,6 @@ class RagCache:
 
     def _answer(
         self,
-        plan: LinkPlan,
         generated: Generated,
         item: int,
         begun: float,
@@ -425,7 +447,7 @@ class RagCache:
             ids = ids[:-1]  # this prompt stopped while others of its batch went on
         ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
         report = GenerateReport(
-            replace(plan.report, link_ms=(generated.linked - begun) * 1e3),
+            replace(generated.reports[item], link_ms=(generated.linked - begun) * 1e3),
             len(ids),
             ttft_ms=(generated.first_token - begun) * 1e3,
             total_ms=(time.perf_counter() - begun) * 1e3,
@@ -453,6 +475,14 @@ def _checked_namespace(namespace: str) -> str:
     if not isinstance(namespace, str) or not namespace:
         raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
     return namespace
+
+
+def _by_namespace(
+    neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
+) -> Mapping[str, Neighbours]:
+    if neighbours is None or isinstance(neighbours, Mapping):
+        return neighbours or {}
+    return {namespace: neighbours}
 
 
 def _several(items: Iterable[_Item], what: str) -> list[_Item]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.encodings import Encodings, Ids
+from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.link.plan import LinkPlan, Missing, TokenSegment, make_plan, plain_plan
 from ragcachekit.model.fingerprint import ModelWatch
 from ragcachekit.model.rope import Rope
@@ -19,6 +21,8 @@ from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import segment_text
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import Chunk, Prompt, Segment, Text
+
+log = logging.getLogger(__name__)
 
 PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 """A prompt: a string, chat messages, or explicit segments."""
@@ -41,6 +45,8 @@ class Preparer:
     fingerprint : str
     encoder : str or None
         The encoder asked for; None for what the policy wants.
+    neighbours : mapping, optional
+        Namespace to where its chunks' neighbours come from, for the encoder ``similar:n``.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Preparer:
         store: KVStore,
         fingerprint: str,
         encoder: str | None,
+        neighbours: Mapping[str, Neighbours] | None = None,
     ) -> None:
         self.registry = ChunkRegistry()
         self.context = rope.context
@@ -60,6 +67,7 @@ class Preparer:
         self._store = store
         self._fingerprint = fingerprint
         self._encoder = encoder
+        self.neighbours = TokenNeighbours(neighbours or {}, lambda text: self.tokens.chunk(text))
         self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
         self._watch = ModelWatch(model)
         self._identity = self._watch.state()
@@ -84,13 +92,20 @@ class Preparer:
         """Whether the model still is the one whose fingerprint was taken."""
         return self._watch.state() == self._identity
 
-    def encodings(self, policy: SelectionPolicy) -> Encodings:
-        """The encodings that ``policy`` works on."""
+    def encodings(
+        self, policy: SelectionPolicy, near: Callable[[Ids], Sequence[Ids]] = lambda _: ()
+    ) -> Encodings:
+        """The encodings that ``policy`` works on; ``near`` gives a chunk's neighbours as token ids."""
         if policy.encoder and self._encoder not in (None, policy.encoder):
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
-        return Encodings(policy.encoder or self._encoder or "standalone", self._rope, self._bos)
+        encodings = Encodings(policy.encoder or self._encoder or "standalone", self._rope, self._bos, near)
+        if encodings.similar and not self.neighbours:
+            raise ValueError(
+                f"the encoder {encodings.name} needs neighbours=, such as SimilarChunks(texts, embeddings)"
+            )
+        return encodings
 
     def plan(self, prompt: PromptLike, space: str, policy: SelectionPolicy) -> LinkPlan:
         """Decide one prompt.
@@ -102,8 +117,10 @@ class Preparer:
         PromptTooLong
         """
         segmentation = self._segment(prompt, space)
+        texts: dict[Ids, str] = {}
+        notes: list[str] = []
         # Chat templates write their own BOS; a string or segments of text get the tokenizer's.
-        segments = self._tokenise(segmentation.prompt, leading=isinstance(prompt, str | Prompt))
+        segments = self._tokenise(segmentation.prompt, isinstance(prompt, str | Prompt), texts)
         count = sum(len(segment.token_ids) for segment in segments)
         if count == 0:
             raise ValueError("the prompt is empty")
@@ -112,13 +129,13 @@ class Preparer:
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
-        encodings = self.encodings(policy)
+        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), space, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None:
             plan = plain_plan(segments, policy.name, encodings.name, space, fallback)
         else:
             plan = make_plan(segments, policy, encodings, self._store, self._fingerprint, space)
-        return replace(plan, report=replace(plan.report, notes=segmentation.prompt.notes))
+        return replace(plan, report=replace(plan.report, notes=(*segmentation.prompt.notes, *notes)))
 
     def missing(
         self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
@@ -131,18 +148,15 @@ class Preparer:
             For an empty chunk, one longer than the model's context, or a ``system`` that is needed
             and not there.
         """
-        encodings = self.encodings(policy)
-        behind: tuple[int, ...] = ()
-        if encodings.name == "system":
-            if system is None:
-                raise ValueError(
-                    "the encoder 'system' needs system=, the text before the prompt's first chunk"
-                )
-            behind = self._tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
-        encoding, context = encodings.encoding(behind)
+        chunks = [self.tokens.chunk(text) for text in texts]
+        known = dict(zip(chunks, texts, strict=True))
+        encodings = self.encodings(
+            policy, lambda ids: self.neighbours.of(known[ids], space) if ids in known else ()
+        )
+        behind = self._behind(encodings, system)
         out = []
-        for number, text in enumerate(texts):
-            ids = self.tokens.chunk(text)
+        for number, ids in enumerate(chunks):
+            encoding, context = encodings.encoding(ids, behind)
             width = len(encoding.behind) + len(ids)
             if not ids:
                 raise ValueError(f"chunk {number} is empty; drop it before encoding")
@@ -155,6 +169,29 @@ class Preparer:
             out.append(Missing(key, ids, encoding))
         return out
 
+    def _behind(self, encodings: Encodings, system: str | None) -> Ids:
+        """The system text's ids, where chunks are encoded behind it."""
+        if not encodings.behind_system:
+            return ()
+        if system is None:
+            raise ValueError(
+                f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"
+            )
+        if not system:  # then all that stands before a first chunk is what the tokenizer puts there
+            return self.tokens.leading
+        return self._tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
+
+    def _near(self, text: str | None, space: str, notes: list[str]) -> Sequence[Ids]:
+        """Neighbours of a prompt's chunk. An index that fails costs the better encoding, not the answer."""
+        if text is None:
+            return ()
+        try:
+            return self.neighbours.of(text, space)
+        except Exception as error:
+            log.warning("the neighbours of a chunk could not be looked up", exc_info=True)
+            notes.append(f"a chunk's neighbours could not be looked up ({error!r}): taken to have none")
+            return ()
+
     def _segment(self, prompt: PromptLike, space: str) -> Segmentation:
         if isinstance(prompt, Prompt):
             return Segmentation(prompt)
@@ -165,12 +202,19 @@ class Preparer:
             return segment_messages(messages, self.tokens.render, self.registry, space)
         raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
 
-    def _tokenise(self, prompt: Prompt, leading: bool) -> list[TokenSegment]:
-        """Ids per segment; ``leading``: behind what the tokenizer puts in front of plain text (BOS)."""
+    def _tokenise(
+        self, prompt: Prompt, leading: bool, texts: dict[Ids, str] | None = None
+    ) -> list[TokenSegment]:
+        """Ids per segment; ``leading``: behind what the tokenizer puts in front of plain text (BOS).
+
+        ``texts`` is filled with the chunks' texts by their ids.
+        """
         segments: list[TokenSegment] = []
         for segment in prompt.segments:
             ids = self._ids(segment, first=not segments)
             is_chunk = isinstance(segment, Chunk)
+            if texts is not None and is_chunk and segment.text is not None:
+                texts[ids] = segment.text
             if ids and segments and not is_chunk and not segments[-1].is_chunk:
                 # One text: the prefix, and what a chunk is encoded behind, go up to the first chunk.
                 segments[-1] = TokenSegment(segments[-1].token_ids + ids, False)

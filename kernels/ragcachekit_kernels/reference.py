@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -89,9 +91,71 @@ def sparse_attention(
     -----
     EPIC section 4.2 prints a multiplicative mask; the mask here is additive, as softmax needs.
     """
-    groups = query.shape[0] // key.shape[0]
-    keys = key.repeat_interleave(groups, 0)
-    values = value.repeat_interleave(groups, 0)
+    values = value.repeat_interleave(query.shape[0] // key.shape[0], 0)
+    scores = _scores(query, key, positions, scale, window, softcap)
+    if sinks is not None:
+        extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, extra), -1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, -1, dtype=wide)[..., : key.shape[1]]
+    return weights.to(value.dtype) @ values
+
+
+def column_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    spans: Sequence[tuple[int, int]] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How much attention each key gets from the given rows, summed over heads and rows.
+
+    Parameters
+    ----------
+    query, key, positions, scale, window, softcap, sinks
+        As for :func:`sparse_attention`.
+    spans : sequence of (int, int), optional
+        Half-open key ranges that do not overlap: the softmax of a row goes over each of them by
+        itself (sinks have no part in it), and keys outside of all get 0. None: one softmax over
+        all keys that the row sees.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[tokens]``, float32 or wider.
+
+    Notes
+    -----
+    With spans: FusionRAG section 3.2; without: Cache-Craft section 3.1 (its inter and intra sums).
+    """
+    scores = _scores(query, key, positions, scale, window, softcap)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if spans is None:
+        if sinks is not None:
+            extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, extra), -1)
+        return torch.softmax(scores, -1, dtype=wide)[..., : key.shape[1]].sum((0, 1))
+    out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
+    for start, stop in spans:
+        weights = torch.softmax(scores[..., start:stop], -1, dtype=wide)
+        out[start:stop] = weights.nan_to_num(0.0).sum((0, 1))  # a row that sees nothing of the span
+    return out
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``[heads, rows, tokens]``, minus infinity where a row does not see a key."""
+    keys = key.repeat_interleave(query.shape[0] // key.shape[0], 0)
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -100,10 +164,4 @@ def sparse_attention(
     seen = columns <= rows
     if window is not None:
         seen &= columns > rows - window
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat((scores, extra), -1)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, -1, dtype=wide)[..., : key.shape[1]]
-    return weights.to(value.dtype) @ values
+    return scores.masked_fill(~seen, float("-inf"))

@@ -51,6 +51,39 @@ def sparse_attention(
     return out.reshape(heads, rows, value.shape[-1])
 
 
+def column_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: Sequence[int],
+    spans: Sequence[tuple[int, int]] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.reference.column_scores`, ``positions`` ascending.
+
+    One tile of rows at a time: never more than ``TILE_ROWS`` rows of scores in memory.
+    """
+    kv_heads, tokens = key.shape[:2]
+    heads, rows, head_dim = query.shape
+    grouped = query.reshape(kv_heads, heads // kv_heads, rows, head_dim)
+    out = torch.zeros(tokens, dtype=torch.promote_types(query.dtype, torch.float32), device=key.device)
+    for start, stop in tiles(positions):
+        tile, where = grouped[:, :, start:stop], positions[start:stop]
+        scores, low = _tile_scores(tile, key, where, scale, window, softcap)
+        if spans is None:
+            out[low : low + scores.shape[-1]] += _weights(scores, stop - start, sinks).sum((0, 1))
+            continue
+        for left, right in spans:
+            left, right = max(left - low, 0), min(right - low, scores.shape[-1])
+            if left < right:
+                weights = torch.softmax(scores[..., left:right], -1)
+                out[low + left : low + right] += weights.nan_to_num_(0.0).sum((0, 1))
+    return out
+
+
 def _tile(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -61,6 +94,22 @@ def _tile(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    kv_heads, groups, rows, _ = query.shape
+    scores, low = _tile_scores(query, key, positions, scale, window, softcap)
+    weights = _weights(scores, rows, sinks)
+    mixed = torch.bmm(weights.to(value.dtype), value[:, low : low + scores.shape[-1]])
+    return mixed.view(kv_heads, groups, rows, -1)
+
+
+def _tile_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, int]:
+    """Masked scores ``[kv_heads, groups * rows, keys]``, at least float32, and the first key's position."""
     kv_heads, groups, rows, head_dim = query.shape
     low = 0 if window is None else max(0, positions[0] - window + 1)
     high = positions[-1] + 1
@@ -71,14 +120,16 @@ def _tile(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     _mask(scores.view(kv_heads, groups, rows, high - low), positions, low, window)
+    return scores, low
+
+
+def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
     if sinks is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        extra = sinks.to(scores.dtype).view(kv_heads, groups, 1, 1).expand(-1, -1, rows, 1)
-        padded = torch.cat((scores, extra.reshape(kv_heads, groups * rows, 1)), -1)
-        weights = torch.softmax(padded, -1)[..., :-1]
-    mixed = torch.bmm(weights.to(value.dtype), value[:, low:high])
-    return mixed.view(kv_heads, groups, rows, -1)
+        return torch.softmax(scores, -1)
+    kv_heads, folded, _ = scores.shape
+    extra = sinks.to(scores.dtype).view(kv_heads, folded // rows, 1, 1).expand(-1, -1, rows, 1)
+    padded = torch.cat((scores, extra.reshape(kv_heads, folded, 1)), -1)
+    return torch.softmax(padded, -1)[..., :-1]
 
 
 def _mask(scores: torch.Tensor, positions: Sequence[int], low: int, window: int | None) -> None:

@@ -13,9 +13,12 @@ import torch
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.stopping import StopStrings, Watch
 from ragcachekit.generate.streaming import OrderedPrompt
-from ragcachekit.link.linker import LinkedInputs, link
+from ragcachekit.link.choose import choose
+from ragcachekit.link.linker import link, run_rows
+from ragcachekit.link.narrow import Narrowing, attach
 from ragcachekit.link.plan import LinkPlan
 from ragcachekit.model.rope import Rope
+from ragcachekit.types import LinkReport
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Generated:
     """New token ids per prompt (padding after the end removed) and whether they end with an end token.
 
     ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the
-    cache was assembled.
+    cache was assembled. ``reports`` are the plans' own, after everything was decided.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -31,6 +34,7 @@ class Generated:
     first_token: float
     linked: float
     cancelled: bool
+    reports: tuple[LinkReport, ...]
 
 
 def run_generate(
@@ -61,7 +65,9 @@ def run_generate(
     options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
     if streamer := options.get("streamer"):
         options["streamer"] = OrderedPrompt(streamer, plans[0].token_ids)
-    inputs = _inputs(model, rope, plans, way, options, pad)
+    beams = _effective(model, options, "num_beams") or 1
+    linked_plans = _linked(model, rope, plans, way, beams, pad)
+    inputs = linked_plans.inputs
     if stop and decode is not None:
         stops = StopStrings(stop, decode, inputs["input_ids"].shape[1])
         options["stopping_criteria"] = [*options["stopping_criteria"], stops]
@@ -77,17 +83,35 @@ def run_generate(
         watch.first if watch.first is not None else time.perf_counter(),
         linked,
         watch.cancelled,
+        linked_plans.reports(),
     )
 
 
-def _inputs(
-    model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, options: Mapping[str, Any], pad: int
-) -> dict[str, Any]:
-    if not any(plan.kept for plan in plans):
-        return _plain(plans, model.device, pad)
-    if way is Way.ONE_PASS:
-        return link(plans, rope, model.device, pad).as_kwargs()
-    return link_ahead(model, rope, plans[0], pad, repeats=_effective(model, options, "num_beams") or 1)
+@dataclass(frozen=True, eq=False)
+class _Linked:
+    """Arguments of generate, and the plans that became of the given ones."""
+
+    inputs: dict[str, Any]
+    plans: tuple[LinkPlan, ...]
+    narrowing: Narrowing | None = None
+
+    def reports(self) -> tuple[LinkReport, ...]:
+        """After the linked forward."""
+        plans = self.plans if self.narrowing is None else (self.narrowing.decided(),)
+        return tuple(plan.report for plan in plans)
+
+
+def _linked(model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int) -> _Linked:
+    if way is Way.AHEAD:
+        inputs, plan = link_ahead(model, rope, plans[0], pad, repeats=beams)
+        return _Linked(inputs, (plan,))
+    chosen = [choose(model, rope, plan, pad) for plan in plans]
+    plans = tuple(plan for plan, _ in chosen)
+    if not any(plan.pieces and (plan.kept or plan.policy) for plan in plans):
+        return _Linked(_plain(plans, model.device, pad), plans)
+    linked = link(plans, rope, model.device, pad, buffers=chosen[0][1] if len(plans) == 1 else None)
+    narrowing = attach(model, plans[0], linked.cache) if len(plans) == 1 else None
+    return _Linked(linked.as_kwargs(), plans, narrowing)
 
 
 def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[str, Any]:
@@ -101,28 +125,28 @@ def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[st
 
 
 @torch.no_grad()
-def link_ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1) -> dict[str, Any]:
+def link_ahead(
+    model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1
+) -> tuple[dict[str, Any], LinkPlan]:
     """Run the linked forward now, over all tokens but the last; the ids come back in order.
 
     Costs one pass over the weights for the last token more than linking inside generate, and works
-    with everything that generate offers for a pre-filled cache.
+    with everything that generate offers for a pre-filled cache. Returns the arguments of generate and
+    the plan as it was decided.
     """
+    plan, buffers = choose(model, rope, plan, pad)
     ahead = plan.without_last()
-    if not ahead.kept:
-        return _plain([plan], model.device, pad)
-    inputs: LinkedInputs = link([ahead], rope, model.device, pad)
+    if not (ahead.pieces and (ahead.kept or ahead.policy)):
+        return _plain([plan], model.device, pad), plan
+    inputs = link([ahead], rope, model.device, pad, buffers=buffers)
+    narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
-        model.base_model(
-            input_ids=inputs.input_ids[:, -len(ahead.rows) :],
-            position_ids=inputs.position_ids[:, -len(ahead.rows) :],
-            attention_mask=inputs.attention_mask,
-            past_key_values=inputs.cache,
-            use_cache=True,
-        )
+        run_rows(model, inputs, len(ahead.rows))
     if repeats > 1:
         inputs.cache.batch_repeat_interleave(repeats)
     ids = torch.tensor([plan.token_ids], device=model.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": inputs.cache}
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": inputs.cache}
+    return arguments, plan if narrowing is None else narrowing.decided()
 
 
 def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:

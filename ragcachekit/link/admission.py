@@ -76,13 +76,24 @@ def admit(model: Any, rope: Rope) -> Admission:
     try:
         offset = _check_offsets(model, rope, ids[:CHUNK], tolerance)
         linked = _check_link(model, rope, ids, tolerance)
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
         uninstall(model)
-        raise ModelNotSupported(f"{type(model).__name__} cannot run a linked forward: {error}") from error
-    except ModelNotSupported:
+        raise ModelNotSupported(
+            f"{type(model).__name__} cannot run a linked forward{_bypass(model)}: {error}"
+        ) from error
+    except ModelNotSupported as error:
         uninstall(model)
-        raise
+        raise ModelNotSupported(f"{error}{_bypass(model)}") from error
     return Admission(offset, linked, tolerance)
+
+
+def _bypass(model: Any) -> str:
+    """For refusals: what the model says about itself."""
+    if getattr(model, "_supports_attention_backend", False):
+        return ""
+    return (
+        " (its attention does not go through the interface of transformers, where linked rows are attended)"
+    )
 
 
 def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
@@ -103,14 +114,12 @@ def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> 
         )
         angles = rope.angles(positions, length)
         for index, layer in enumerate(own.layers):
-            keys = rope.apply(index, chunk.keys[index], angles)
-            for what, ours, theirs in (
-                ("keys", keys, layer.keys[0]),
-                ("values", chunk.values[index], layer.values[0]),
-            ):
-                worst = max(
-                    worst, _compare(ours, theirs, tolerance, f"layer {index}: {what} at offset {offset}")
-                )
+            keys, values = rope.place(index, chunk.keys[index], chunk.values[index], angles)
+            for what, ours, theirs in (("keys", keys, layer.keys[0]), ("values", values, layer.values[0])):
+                # The first layer's keys and values come from embeddings and rotation alone.
+                why = "" if index == 0 else "; attention depends on positions and not on distances alone"
+                at = f"layer {index}: {what} at offset {offset}"
+                worst = max(worst, _compare(ours, theirs, tolerance, at, why))
     return worst
 
 
@@ -154,11 +163,14 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
 
 def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length: int) -> Piece:
     angles = rope.angles(torch.arange(start, stop), length)
-    keys = tuple(rope.remove(i, layer.keys[0, :, start:stop], angles) for i, layer in enumerate(cache.layers))
-    return Piece(start, ChunkKV(keys, tuple(layer.values[0, :, start:stop] for layer in cache.layers)))
+    kv = [
+        rope.strip(i, layer.keys[0, :, start:stop], layer.values[0, :, start:stop], angles)
+        for i, layer in enumerate(cache.layers)
+    ]
+    return Piece(start, ChunkKV(tuple(keys for keys, _ in kv), tuple(values for _, values in kv)))
 
 
-def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str) -> float:
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str, why: str = "") -> float:
     if ours.shape != theirs.shape:
         raise ModelNotSupported(f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
     size = float(theirs.abs().max()) or 1.0
@@ -166,7 +178,7 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: s
     if not difference <= tolerance:
         raise ModelNotSupported(
             f"{what} differ from the model's own by {difference:.2g} of the largest value "
-            f"(allowed {tolerance:.0e})"
+            f"(allowed {tolerance:.0e}){why}"
         )
     return difference
 

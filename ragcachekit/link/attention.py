@@ -13,6 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.cache import LinkRows, linked_rows
+from ragcachekit.link.marks import unmarked
+from ragcachekit.link.observed import attention_sums
 from ragcachekit_kernels.dispatch import sparse_attention
 
 PREFIX = "ragcachekit_"
@@ -65,9 +67,12 @@ def _forward_over(before: str) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = linked_rows(key)
+        rows, sums = linked_rows(key), attention_sums(key)
+        query, key, value = unmarked(query), unmarked(key), unmarked(value)
         if rows is not None:
             return _linked(module, query, key, value, rows, **kwargs), None
+        if sums is not None:
+            sums.saw(query, key, **_options(module, query, **kwargs))
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -102,33 +107,38 @@ def _masked_window(module: torch.nn.Module) -> int | None:
     return window if not kinds or index is None or kinds[index] == "sliding_attention" else None
 
 
-def _linked(
+def _options(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: LinkRows,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
+) -> dict[str, Any]:
+    """What an attention function of transformers is told, in the words of our kernels."""
+    return {
+        "scale": scaling if scaling is not None else query.shape[-1] ** -0.5,
+        "window": sliding_window or _masked_window(module),
+        "softcap": softcap,
+        "sinks": s_aux if s_aux is not None else getattr(module, "sinks", None),
+    }
+
+
+def _linked(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
 ) -> torch.Tensor:
     """``[batch, rows, heads, value_head_dim]``, as attention functions of transformers return it."""
-    sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
+    options = _options(module, query, **kwargs)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
+        # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
+        positions = positions[-query.shape[2] :]
         first = query.shape[2] - len(positions)
-        mixed = sparse_attention(
-            query[item, :, first:],
-            key[item, :, offset:],
-            value[item, :, offset:],
-            positions,
-            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-            window=sliding_window or _masked_window(module),
-            softcap=softcap,
-            sinks=sinks,
-        )
+        own, keys = query[item, :, first:], key[item, :, offset:]
+        if rows.observer is not None:
+            rows.observer.saw(int(module.layer_idx), own, keys, positions, **options)
+        mixed = sparse_attention(own, keys, value[item, :, offset:], positions, **options)
         out[item, first:] = mixed.transpose(0, 1)
     return out

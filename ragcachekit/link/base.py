@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,16 @@ class PlacedChunk:
     tokens : int
     exempt : bool
         Exact where it stands (behind exactly what it was encoded behind): needs no recomputation.
+    attended : torch.Tensor or None
+        ``[tokens]`` float32: attention that each token got while the chunk was encoded, from its own
+        tokens, summed over layers, heads and rows. None where nothing was recorded.
     """
 
     chunk_id: str
     start: int
     tokens: int
     exempt: bool
+    attended: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def stop(self) -> int:
@@ -32,6 +39,7 @@ class PlacedChunk:
         return self.start + self.tokens
 
 
+@runtime_checkable
 class SelectionPolicy(Protocol):
     """Chooses which cached rows a prompt recomputes. Implementations promise:
 
@@ -58,3 +66,83 @@ class SelectionPolicy(Protocol):
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Positions to recompute."""
         ...
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the question's rows are watched for while they run over the linked cache.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Layers to watch; negative ones count from the last.
+    per_chunk : bool
+        One softmax per chunk that is not exempt (FusionRAG); else one over all keys.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    per_chunk: bool = True
+
+
+@runtime_checkable
+class GuidedPolicy(SelectionPolicy, Protocol):
+    """A policy that watches the question read the linked cache before it chooses.
+
+    The question's rows run over the cache once more than they otherwise would; ``select`` is what
+    is recomputed where that makes no sense (nothing to choose from).
+    """
+
+    @property
+    def look(self) -> Look:
+        """What to watch."""
+        ...
+
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+        """Positions to recompute; promises as :meth:`select`.
+
+        ``attention`` holds, per watched layer, ``[tokens]`` float32: what each key got from the
+        question's rows, summed over heads and rows.
+        """
+        ...
+
+
+Deviation = Callable[[], torch.Tensor]
+"""Computes this layer's K and V of all rows in work, keeps them, and returns the squared deviation of V
+from the linked value per row, ``[rows]`` float32, summed over heads and dimensions."""
+
+
+@runtime_checkable
+class LayerwisePolicy(SelectionPolicy, Protocol):
+    """A policy whose rows get fewer from layer to layer; ``select`` gives those of layer 0."""
+
+    def narrow(
+        self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
+    ) -> list[int]:
+        """Which of the recomputed ``rows`` (positions, ascending) run through ``layer`` and go on.
+
+        Asked before every layer but the first, in order; ``layers`` is their number, ``total`` that of
+        the rows at layer 0. ``deviation`` is called at most once.
+        """
+        ...
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    """ValueError unless ``0 < ratio <= 1``."""
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{name}:r needs a ratio 0 < r <= 1, got {ratio:g}")
+
+
+def share(ratio: float, count: int) -> int:
+    """``ceil(ratio * count)``, not one more because 0.1 has no exact binary form."""
+    return math.ceil(ratio * count - 1e-9)
+
+
+def open_positions(chunks: Sequence[PlacedChunk]) -> list[int]:
+    """All positions of chunks that are not exempt, ascending."""
+    return [p for chunk in chunks if not chunk.exempt for p in range(chunk.start, chunk.stop)]
+
+
+def top(positions: Sequence[int], scores: torch.Tensor, count: int) -> list[int]:
+    """The ``count`` positions with the highest scores (``[len(positions)]``), the earlier of equals."""
+    order = torch.argsort(scores, descending=True, stable=True)[:count]
+    return [positions[i] for i in order.tolist()]

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-_TAG = "_ragcachekit_rows"
+from ragcachekit.link.marks import mark_of, marked
+
+
+class Observer(Protocol):
+    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
+
+    def saw(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+    ) -> None:
+        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
+
+        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
+        """
+        ...
+
+
+class Projected(Exception):
+    """Raised instead of attending when only a layer's K and V are wanted; carries nothing."""
+
+
+class Narrows(Protocol):
+    """Makes a forward's rows fewer from layer to layer."""
+
+    def before(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """New ``(args, kwargs)`` of decoder layer ``layer``, or None to leave them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -23,15 +48,19 @@ class LinkRows:
         the widest one is padded in front; padding rows are computed and thrown away.
     offsets : tuple of int
         Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
+    observer : Observer, optional
+        Told about every layer of the forward.
     """
 
     positions: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
+    observer: Observer | None = None
 
 
 def linked_rows(keys: torch.Tensor) -> LinkRows | None:
     """The rows that a cache layer marked ``keys`` with, or None outside a linked forward."""
-    return getattr(keys, _TAG, None)
+    mark = mark_of(keys)
+    return mark if isinstance(mark, LinkRows) else None
 
 
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]
@@ -59,11 +88,16 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
         self._rows = rows
         self._kept = kept
+        self._projecting = False
 
     @property
     def pending(self) -> bool:
         """Whether rows are still to be scattered."""
         return self._rows is not None
+
+    def narrow(self, rows: LinkRows, projecting: bool = False) -> None:
+        """Expect only these rows. ``projecting``: write their K and V, then raise :class:`Projected`."""
+        self._rows, self._projecting = rows, projecting
 
     def get_seq_length(self) -> int:
         """Kept rows before the linked forward, all rows after it."""
@@ -85,10 +119,10 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
             first = key_states.shape[-2] - len(positions)
             self.keys[item].index_copy_(1, slots, key_states[item, :, first:])
             self.values[item].index_copy_(1, slots, value_states[item, :, first:])
-        # A view, so that the mark lives exactly as long as this forward and not with the cache.
-        keys = self.keys.view_as(self.keys)
-        setattr(keys, _TAG, rows)
-        return keys, self.values
+        if self._projecting:
+            raise Projected
+        # The mark lives exactly as long as this layer's attention and not with the cache.
+        return marked(self.keys, rows), self.values
 
 
 class LinkedCache(Cache):  # type: ignore[misc]
@@ -96,3 +130,4 @@ class LinkedCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: Sequence[LinkedLayer]) -> None:
         super().__init__(layers=list(layers))
+        self.narrowing: Narrows | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ragcachekit.model.encoder import Encoding
@@ -13,7 +14,27 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 if TYPE_CHECKING:
     from ragcachekit.link.plan import TokenSegment
 
-KNOWN = ("standalone", "sinks:4", "system")
+KNOWN = ("standalone", "sinks:4", "system", "similar:10")
+DEFAULT_NEIGHBOURS = 10
+"""What ``similar`` means without a number: what FusionRAG's top-n analysis recommends."""
+
+_ARGUMENT = {"standalone": "none", "sinks": "needed", "system": "none", "similar": "optional"}
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NeighbourEncoding(Encoding):
+    """Behind ``behind`` (the system text) and chunks that are blind to each other: ``similar:n``.
+
+    Attributes
+    ----------
+    neighbours : tuple of tuple of int
+        Their token ids as they stand in the context: the least similar first, the most similar next
+        to the chunk. At least one.
+    """
+
+    neighbours: tuple[Ids, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -21,7 +42,7 @@ class Wanted:
     """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact."""
 
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: Ids
     key: KVKey
     encoding: Encoding
     exact: bool
@@ -35,27 +56,51 @@ class Encodings:
     name : str
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: behind n BOS tokens
         whose KV is dropped (EPIC section 5.4, n = 4). ``system``: behind the text before the
-        prompt's first chunk (FusionRAG eq. 5).
+        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and the n most
+        similar other chunks, the most similar one nearest (FusionRAG eq. 10); fewer where the
+        neighbours, from the least similar on, do not fit into the model's context with the system
+        text and the chunk. A chunk without neighbours is a ``system`` chunk.
     rope : Rope
         Says whether the prompt's length changes frequencies, which then become part of the key.
     bos : int or None
         The BOS token id.
+    neighbours : callable
+        Token ids of a chunk to those of the chunks most similar to it, most similar first. Only asked
+        under ``similar:n``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name or a bad number; for ``similar:n`` on a model whose rotation depends on
+        the prompt's length.
     """
 
-    def __init__(self, name: str, rope: Rope, bos: int | None) -> None:
-        kind, colon, count = name.partition(":")
-        if kind not in ("standalone", "sinks", "system") or bool(colon) != (kind == "sinks"):
-            raise ValueError(f"unknown encoder {name!r}; known: {', '.join(KNOWN)}")
-        self.sinks = 0
-        if kind == "sinks":
-            if not count.isdecimal() or int(count) < 1:
-                raise ValueError(f"encoder {name!r}: sinks:n needs a number n >= 1")
-            if bos is None:
-                raise ValueError(f"encoder {name!r} needs a BOS token, and this tokenizer has none")
-            self.sinks = int(count)
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        rope: Rope,
+        bos: int | None,
+        neighbours: Callable[[Ids], Sequence[Ids]] = lambda _: (),
+    ) -> None:
+        kind, count = _parse(name)
+        if kind == "sinks" and bos is None:
+            raise ValueError(f"encoder {name!r} needs a BOS token, and this tokenizer has none")
+        if kind == "similar" and rope.depends_on_length:
+            raise ValueError(
+                f"encoder {name!r} places chunks behind others, and this model turns keys by other "
+                "frequencies in longer prompts (longrope); use the encoder 'system' with it"
+            )
+        self.sinks = count if kind == "sinks" else 0
+        self.similar = count if kind == "similar" else 0
+        self.name = f"{kind}:{count}" if count else kind
         self._rope = rope
         self._bos = bos
+        self._neighbours = neighbours
+
+    @property
+    def behind_system(self) -> bool:
+        """Whether chunks are encoded behind the prompt's system text."""
+        return self.name == "system" or self.similar > 0
 
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
@@ -65,7 +110,7 @@ class Encodings:
         for segment in segments:
             ids = segment.token_ids
             if ids and (segment.is_chunk or (start == 0 and system)):
-                encoding, context = self._encoding(segment.is_chunk, start, system)
+                encoding, context = self._encoding(ids if segment.is_chunk else None, start, system)
                 behind = len(encoding.behind)
                 yield Wanted(
                     start,
@@ -76,15 +121,15 @@ class Encodings:
                 )
             start += len(ids)
 
-    def encoding(self, system: tuple[int, ...] = ()) -> tuple[Encoding, tuple[tuple[int, ...], ...]]:
+    def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that will not stand at position 0, and what is in its context."""
-        return self._encoding(True, 1, system)
+        return self._encoding(ids, 1, system)
 
     def key(
         self,
         ids: Sequence[int],
         encoding: Encoding,
-        context: Sequence[tuple[int, ...]],
+        context: Sequence[Ids],
         fingerprint: str,
         namespace: str,
         length: int,
@@ -96,30 +141,58 @@ class Encodings:
         behind = tuple(chunk_id(c, namespace) for c in context)
         return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, behind)
 
-    def _encoding(
-        self, is_chunk: bool, start: int, system: tuple[int, ...]
-    ) -> tuple[Encoding, tuple[tuple[int, ...], ...]]:
-        if not is_chunk:
+    def _encoding(self, chunk: Ids | None, start: int, system: Ids) -> tuple[Encoding, tuple[Ids, ...]]:
+        """Of a chunk, or (None) of the text at the prompt's start."""
+        if chunk is None:
             return Encoding(ENCODING_PREFIX), ()
         if start == 0:
             # Nothing stands before it: whatever the encoder, its exact encoding is standalone.
             return Encoding("standalone"), ()
-        if self.name == "system" and system:
+        near = self._fitting(chunk, len(system)) if self.similar else ()
+        if near:
+            # An empty system text keeps its place: behind it a neighbour is not a system text.
+            return NeighbourEncoding(self.name, system, neighbours=near), (system, *near)
+        if self.behind_system and system:
             return Encoding("system", system), (system,)
         if self.sinks and self._bos is not None:
             return Encoding(self.name, (self._bos,) * self.sinks), ()
         return Encoding("standalone"), ()
 
+    def _fitting(self, chunk: Ids, system: int) -> tuple[Ids, ...]:
+        """Up to n neighbours, the most similar last, while all of it fits into the context."""
+        others = (ids for ids in dict.fromkeys(self._neighbours(chunk)) if ids and ids != chunk)
+        room = self._rope.context - system - len(chunk)
+        near: list[Ids] = []
+        for ids in islice(others, self.similar):
+            room -= len(ids)
+            if room < 0:
+                break
+            near.append(ids)
+        return tuple(reversed(near))
+
     def _stretch(self, encoding: Encoding, width: int, length: int) -> Encoding:
         """Encode with the frequencies of the whole prompt, where they differ from the chunk's own."""
         if self._rope.depends_on_length and self._rope.regime(width) != self._rope.regime(length):
-            return Encoding(encoding.name, encoding.behind, length)
+            return replace(encoding, length=length)
         return encoding
 
     @staticmethod
-    def _system(segments: Sequence[TokenSegment]) -> tuple[int, ...]:
+    def _system(segments: Sequence[TokenSegment]) -> Ids:
         """The text before the first chunk; empty if there is no chunk or it stands first."""
         filled = [segment for segment in segments if segment.token_ids]
         if not any(segment.is_chunk for segment in filled) or filled[0].is_chunk:
             return ()
         return filled[0].token_ids
+
+
+def _parse(name: str) -> tuple[str, int]:
+    """``sinks:4`` to its kind and number; 0 where the kind has none."""
+    kind, colon, count = name.partition(":")
+    argument = _ARGUMENT.get(kind)
+    if argument is None or (colon and argument == "none") or (not colon and argument == "needed"):
+        raise ValueError(f"unknown encoder {name!r}; known: {', '.join(KNOWN)}")
+    if not colon:
+        return kind, DEFAULT_NEIGHBOURS if kind == "similar" else 0
+    if not (count.isascii() and count.isdecimal()) or int(count) < 1:
+        raise ValueError(f"encoder {name!r}: {kind}:n needs a number n >= 1")
+    return kind, int(count)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows
+from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Observer
 from ragcachekit.link.plan import LinkPlan, Piece
 from ragcachekit.model.rope import Angles, Rope
 
@@ -43,20 +43,35 @@ class LinkedInputs:
         }
 
 
-def link(plans: Sequence[LinkPlan], rope: Rope, device: torch.device, pad: int) -> LinkedInputs:
+Buffers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Per layer ``[batch, kv_heads, slots, head_dim]`` keys and values of a request."""
+
+
+def link(
+    plans: Sequence[LinkPlan],
+    rope: Rope,
+    device: torch.device,
+    pad: int,
+    *,
+    buffers: Buffers | None = None,
+    observer: Observer | None = None,
+) -> LinkedInputs:
     """Assemble one batch.
 
     Kept rows are placed and rotated now; the rows to compute arrive with the model's forward. At
-    least one prompt must keep a row (otherwise an ordinary prefill is what is wanted).
+    least one prompt must have a cached piece (otherwise an ordinary prefill is what is wanted).
+    ``buffers``, from an earlier link of one and the same prompt, saves assembling again: what they
+    hold at kept rows must still be the linked KV. ``observer`` watches the forward.
     """
     widest_kept = max(plan.kept for plan in plans)
     widest_rows = max(len(plan.rows) for plan in plans)
     slots = widest_kept + widest_rows
     offsets = tuple(slots - len(plan.token_ids) for plan in plans)
-    rows = LinkRows(tuple(plan.rows for plan in plans), offsets) if widest_rows else None
+    rows = LinkRows(tuple(plan.rows for plan in plans), offsets, observer) if widest_rows else None
+    if buffers is None:
+        buffers = _assemble(plans, offsets, slots, rope, device)
     layers = [
-        LinkedLayer(keys, values, rows, widest_kept)
-        for keys, values in _assemble(plans, offsets, slots, rope, device)
+        LinkedLayer(keys[:, :, :slots], values[:, :, :slots], rows, widest_kept) for keys, values in buffers
     ]
     input_ids = torch.full((len(plans), slots), pad)
     position_ids = torch.zeros(len(plans), slots, dtype=torch.long)
@@ -75,9 +90,20 @@ def link(plans: Sequence[LinkPlan], rope: Rope, device: torch.device, pad: int) 
     )
 
 
+def run_rows(model: Any, inputs: LinkedInputs, rows: int) -> None:
+    """The linked forward by itself: the decoder over the last ``rows`` columns, without its LM head."""
+    model.base_model(
+        input_ids=inputs.input_ids[:, -rows:],
+        position_ids=inputs.position_ids[:, -rows:],
+        attention_mask=inputs.attention_mask,
+        past_key_values=inputs.cache,
+        use_cache=True,
+    )
+
+
 def _assemble(
     plans: Sequence[LinkPlan], offsets: Sequence[int], slots: int, rope: Rope, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> Buffers:
     """Per layer ``[batch, kv_heads, slots, head_dim]`` keys and values with every kept piece in place."""
     sample = next(piece.kv for plan in plans for piece in plan.pieces)
     angles = [[_angles(rope, piece, len(plan.token_ids), device) for piece in plan.pieces] for plan in plans]
@@ -92,9 +118,9 @@ def _assemble(
         for item, plan in enumerate(plans):
             for piece, angle in zip(plan.pieces, angles[item], strict=True):
                 at = slice(offsets[item] + piece.start, offsets[item] + piece.start + piece.kv.tokens)
-                bare = piece.kv.keys[index].to(device, non_blocking=True)
-                keys[item, :, at] = rope.apply(index, bare, angle) if angle else bare
-                values[item, :, at] = piece.kv.values[index]
+                bare = piece.kv.keys[index].to(device, non_blocking=True), piece.kv.values[index].to(device)
+                placed = rope.place(index, *bare, angle) if angle else bare
+                keys[item, :, at], values[item, :, at] = placed
         layers.append((keys, values))
     return layers
 

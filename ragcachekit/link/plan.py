@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ragcachekit.link.base import PlacedChunk, SelectionPolicy
+from ragcachekit.link.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.model.encoder import Encoding
 from ragcachekit.model.kv import ChunkKV
@@ -54,6 +54,13 @@ class LinkPlan:
         prompt is always among them.
     missing : tuple of Missing
     report : LinkReport
+        As things stand: of a plan that is open, as if nothing were recomputed.
+    placed : tuple of PlacedChunk
+        The cached chunks that ``pieces`` hold.
+    policy : SelectionPolicy or None
+        Who chooses among the cached rows with the model's help; None once everything is decided.
+    question : tuple of int
+        Positions of the question: what is computed behind the last chunk.
     """
 
     token_ids: tuple[int, ...]
@@ -61,6 +68,9 @@ class LinkPlan:
     rows: tuple[int, ...]
     missing: tuple[Missing, ...]
     report: LinkReport
+    placed: tuple[PlacedChunk, ...] = ()
+    policy: SelectionPolicy | None = None
+    question: tuple[int, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -127,7 +137,8 @@ def make_plan(
     uses: list[ChunkUse] = []
     for want in encodings.wanted(segments, fingerprint, namespace):
         found = store.get(want.key)
-        chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), want.exact)
+        attended = found.kv.sums.get("attended") if found is not None else None
+        chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), want.exact, attended)
         # Tokens are part of the chunk id; a count that differs means a damaged entry.
         if found is None or found.kv.tokens != chunk.tokens:
             missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
@@ -137,30 +148,65 @@ def make_plan(
         pieces.append(Piece(want.start, found.kv))
         uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, found.tier, exact=chunk.exempt))
     load_ms = (time.perf_counter() - begun) * 1e3
-    chosen = set(policy.select(placed))
-    cached = {p for chunk in placed for p in range(chunk.start, chunk.stop)}
-    if len(ids) - 1 in cached:
-        # The last row gives the next token's logits, so it is computed whatever the policy says.
-        chosen.add(len(ids) - 1)
-    if not chosen <= cached:
-        raise ValueError(f"policy {policy.name} chose positions outside the cached chunks")
-    exact = {p for chunk in placed if chunk.exempt for p in range(chunk.start, chunk.stop)}
-    kept = cached - chosen
     report = LinkReport(
         policy.name,
         encodings.name,
         namespace,
         prompt_tokens=len(ids),
-        exact_tokens=len(kept & exact),
-        approximate_tokens=len(kept - exact),
-        recomputed_tokens=len(chosen),
-        computed_tokens=len(ids) - len(cached),
-        recompute_ratio=len(chosen) / len(cached) if cached else 0.0,
-        chunks=_with_recomputed(uses, placed, chosen),
+        chunks=tuple(uses),
         load_ms=load_ms,
     )
+    plan = LinkPlan(ids, tuple(pieces), (), tuple(missing.values()), report, tuple(placed))
+    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in placed):
+        behind = tuple(range(_end_of_chunks(segments), len(ids)))
+        return replace(decided(plan, ()), policy=policy, question=behind or (len(ids) - 1,))
+    chosen = policy.select(placed)
+    layerwise = isinstance(policy, LayerwisePolicy) and chosen
+    return replace(decided(plan, chosen), policy=policy if layerwise else None)
+
+
+def decided(
+    plan: LinkPlan, chosen: Iterable[int], per_layer: Sequence[int] | None = None, layers: int = 1
+) -> LinkPlan:
+    """The plan with these cached positions recomputed, and its report.
+
+    ``per_layer`` says how many cached rows each of the ``layers`` layers recomputed, where that differs
+    from the number chosen.
+
+    Raises
+    ------
+    ValueError
+        If positions lie outside the cached chunks.
+    """
+    ids, placed, picked = plan.token_ids, plan.placed, set(chosen)
+    cached = {p for chunk in placed for p in range(chunk.start, chunk.stop)}
+    if len(ids) - 1 in cached:
+        # The last row gives the next token's logits, so it is computed whatever the policy says.
+        picked.add(len(ids) - 1)
+    if not picked <= cached:
+        raise ValueError(f"policy {plan.report.policy} chose positions outside the cached chunks")
+    exact = {p for chunk in placed if chunk.exempt for p in range(chunk.start, chunk.stop)}
+    kept = cached - picked
+    spent = sum(per_layer) / layers if per_layer is not None else len(picked)
+    report = replace(
+        plan.report,
+        exact_tokens=len(kept & exact),
+        approximate_tokens=len(kept - exact),
+        recomputed_tokens=len(picked),
+        computed_tokens=len(ids) - len(cached),
+        recompute_ratio=spent / len(cached) if cached else 0.0,
+        chunks=_with_recomputed(plan.report.chunks, placed, picked),
+    )
     rows = tuple(p for p in range(len(ids)) if p not in kept)
-    return LinkPlan(ids, tuple(pieces), rows, tuple(missing.values()), report)
+    return replace(plan, rows=rows, report=report, policy=None)
+
+
+def _end_of_chunks(segments: Sequence[TokenSegment]) -> int:
+    at = end = 0
+    for segment in segments:
+        at += len(segment.token_ids)
+        end = at if segment.is_chunk else end
+    return end
 
 
 def _with_recomputed(

@@ -3,42 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.cacheblend import CacheBlend
+from ragcachekit.link.compose import union
 from ragcachekit.link.full import Full
+from ragcachekit.link.heavy import Heavy
 from ragcachekit.link.lego import Lego
+from ragcachekit.link.prefix import Prefix
+from ragcachekit.link.query import Query
+from ragcachekit.link.random_tokens import Random
 from ragcachekit.link.reuse import Reuse
 
-_POLICIES: dict[str, Callable[[str], SelectionPolicy]] = {
-    "full": lambda _: Full(),
-    "reuse": lambda _: Reuse(),
-    "lego0": lambda _: Reuse("lego0", encoder="sinks:4"),
-    "lego": lambda k: Lego(int(k)),
+
+@dataclass(frozen=True)
+class _Named:
+    """How a policy is made from its argument, and an example where it takes one."""
+
+    make: Callable[[str], SelectionPolicy]
+    example: str | None = None
+
+
+_POLICIES: dict[str, _Named] = {
+    "full": _Named(lambda _: Full()),
+    "reuse": _Named(lambda _: Reuse()),
+    "prefix": _Named(lambda _: Prefix()),
+    "lego0": _Named(lambda _: Reuse("lego0", encoder="sinks:4")),
+    "lego": _Named(lambda k: Lego(int(k)), "lego:16"),
+    "cacheblend": _Named(lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
+    "cacheblend-gradual": _Named(lambda r: CacheBlend(float(r), gradual=True), "cacheblend-gradual:0.15"),
+    "query": _Named(lambda r: Query(float(r)), "query:0.15"),
+    "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
+    "random": _Named(lambda r: Random(float(r)), "random:0.15"),
 }
-_TAKES_ARGUMENT = {"lego": "lego:16"}
 
 
 def known_policies() -> tuple[str, ...]:
     """Names as a user would write them."""
-    return tuple(_TAKES_ARGUMENT.get(name, name) for name in _POLICIES)
+    return tuple(named.example or name for name, named in _POLICIES.items())
 
 
 def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
-    """The policy called ``name`` or ``name:argument``; a policy object passes through.
+    """The policy called ``name`` or ``name:argument``, several joined by ``+``; an object passes through.
 
     Raises
     ------
     ValueError
-        For an unknown name (the known ones are listed) or a bad argument.
+        For an unknown name (the known ones are listed), a bad argument, or parts that cannot be joined.
     """
     if not isinstance(policy, str):
         return policy
-    name, colon, argument = policy.partition(":")
-    if name not in _POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known_policies())}")
-    if bool(colon) != (name in _TAKES_ARGUMENT):
-        raise ValueError(f"policy {policy!r}: write {_TAKES_ARGUMENT.get(name, name)!r}")
+    parts = [_open(part.strip(), policy) for part in policy.split("+")]
     try:
-        return _POLICIES[name](argument)
+        return parts[0] if len(parts) == 1 else union(parts)
+    except ValueError as error:
+        raise ValueError(f"policy {policy!r}: {error}") from error
+
+
+def _open(part: str, policy: str) -> SelectionPolicy:
+    name, colon, argument = part.partition(":")
+    named = _POLICIES.get(name)
+    if named is None:
+        raise ValueError(
+            f"unknown policy {policy!r}; known: {', '.join(known_policies())}, and sums with '+'"
+        )
+    if bool(colon) != bool(named.example):
+        raise ValueError(f"policy {policy!r}: write {named.example or name!r}")
+    try:
+        return named.make(argument)
     except ValueError as error:
         raise ValueError(f"policy {policy!r}: {error}") from error

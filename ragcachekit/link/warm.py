@@ -7,10 +7,13 @@ import queue
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
+from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.plan import Missing
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.types import KVKey
 
@@ -32,10 +35,19 @@ class Warmer:
     store : KVStore
     still_valid : callable
         Asked before each batch: False (the model changed under our feet) drops the work.
+    behind_chunks : NeighbourEncoder, optional
+        For chunks under ``similar:n``.
     """
 
-    def __init__(self, encoder: ChunkEncoder, store: KVStore, still_valid: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        store: KVStore,
+        still_valid: Callable[[], bool],
+        behind_chunks: NeighbourEncoder | None = None,
+    ) -> None:
         self._encoder = encoder
+        self._behind_chunks = behind_chunks
         self._store = store
         self._still_valid = still_valid
         self._queue: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
@@ -55,27 +67,54 @@ class Warmer:
     ) -> int:
         """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
 
+        What an entry is encoded behind comes first, where the store does not hold it (:meth:`complete`).
         ``wanted`` is asked about each entry when it is about to be stored. Returns how many were kept.
         """
-        groups: dict[Encoding, list[Missing]] = defaultdict(list)
-        for item in missing:
-            groups[item.encoding].append(item)
         kept = 0
-        for encoding, items in groups.items():
-            for index, kv in self._encoder.encode([item.token_ids for item in items], encoding):
-                if not self._still_valid():
-                    return kept
-                with self._keeping:
-                    kept += wanted(items[index]) and self._store.put(items[index].key, kv)
-                done(kv.tokens)
+        for item, kv in self._encoded(self.complete(missing)):
+            if not self._still_valid():
+                return kept
+            with self._keeping:
+                kept += wanted(item) and self._store.put(item.key, kv)
+            done(kv.tokens)
         return kept
+
+    def complete(self, missing: Iterable[Missing]) -> list[Missing]:
+        """``missing`` and all that has to be encoded before it: the work of :meth:`now`."""
+        return with_ingredients(missing, self._store)
+
+    def _encoded(self, items: Sequence[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Everything once, block by block what stands behind chunks, after those chunks.
+
+        In blocks, so that a store too small for all of it still holds what a block is encoded behind.
+        """
+        behind_chunks = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
+        alone = {item.key: item for item in items if not isinstance(item.encoding, NeighbourEncoding)}
+        if behind_chunks and self._behind_chunks is None:
+            raise ValueError("this Warmer was made without behind_chunks=, which similar:n needs")
+        for start in range(0, len(behind_chunks), BATCH):
+            block = behind_chunks[start : start + BATCH]
+            first = {part.key for item in block for _, part in ingredients(item)} & alone.keys()
+            yield from self._encoded_alone([alone.pop(key) for key in list(alone) if key in first])
+            if self._behind_chunks is not None:
+                yield from self._behind_chunks.encode(block)
+        yield from self._encoded_alone(alone.values())
+
+    def _encoded_alone(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        groups: dict[Encoding, list[Missing]] = defaultdict(list)
+        for item in items:
+            groups[item.encoding].append(item)
+        for encoding, group in groups.items():
+            for index, kv in self._encoder.encode([item.token_ids for item in group], encoding):
+                yield group[index], kv
 
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue for the background thread; what is queued already is not queued again."""
+        todo = self.complete(missing)
         with self._condition:
             if self._closed.is_set():
                 return
-            for item in missing:
+            for item in todo:
                 if item.key not in self._waiting:
                     self._waiting[item.key] = item
                     self._queue.put(item)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
@@ -45,11 +45,20 @@ class ChunkEncoder:
         A causal LM; its decoder runs, its LM head does not.
     rope : Rope
         The model's rotary embedding.
+    new_cache : callable, optional
+        Makes the cache of a batch from each item's ``(start, stop)``, where its chunk's rows begin and
+        end. A cache with ``sums`` (a mapping per item) has those kept with the KV.
     """
 
-    def __init__(self, model: Any, rope: Rope) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rope: Rope,
+        new_cache: Callable[[Sequence[tuple[int, int]]], Cache] = lambda _: DynamicCache(),
+    ) -> None:
         self._model = model
         self._rope = rope
+        self._new_cache = new_cache
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
         """Yield ``(index, ChunkKV)`` for every chunk, in order of length.
@@ -85,7 +94,7 @@ class ChunkEncoder:
         for row, chunk in enumerate(chunks):
             ids[row, : before + len(chunk)] = torch.tensor([*encoding.behind, *chunk])
         positions = torch.tensor([*range(width), *stretch])
-        cache = DynamicCache()
+        cache = self._new_cache([(before, before + len(chunk)) for chunk in chunks])
         self._model.base_model(
             input_ids=ids.to(device),
             position_ids=positions.expand(len(chunks), -1).to(device),
@@ -96,13 +105,14 @@ class ChunkEncoder:
         keys: list[list[torch.Tensor]] = [[] for _ in chunks]
         values: list[list[torch.Tensor]] = [[] for _ in chunks]
         for index, layer in enumerate(cache.layers):
-            bare = layer.keys[:, :, before:width]
+            kv = layer.keys[:, :, before:width], layer.values[:, :, before:width]
             if encoding.name != ENCODING_PREFIX:
-                bare = self._rope.remove(index, bare, angles)
+                kv = self._rope.strip(index, *kv, angles)
             for row, chunk in enumerate(chunks):
                 # A copy: a view would keep the whole padded batch alive. On the host: that is the tier
                 # that budgets count, wherever the model runs.
-                keys[row].append(bare[row, :, : len(chunk)].to("cpu", copy=True))
-                values[row].append(layer.values[row, :, before : before + len(chunk)].to("cpu", copy=True))
+                for of, tensor in zip((keys, values), kv, strict=True):
+                    of[row].append(tensor[row, :, : len(chunk)].to("cpu", copy=True))
         start = 0 if encoding.name == ENCODING_PREFIX else None
-        return [ChunkKV(tuple(k), tuple(v), start) for k, v in zip(keys, values, strict=True)]
+        sums = getattr(cache, "sums", None) or [{} for _ in chunks]
+        return [ChunkKV(tuple(k), tuple(v), start, s) for k, v, s in zip(keys, values, sums, strict=True)]

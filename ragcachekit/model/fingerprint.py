@@ -18,7 +18,7 @@ from ragcachekit.model.weights_digest import hash_tensor, source_digest, state_d
 
 __all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint", "quick_check"]
 
-KV_SCHEMA = 1
+KV_SCHEMA = 2
 """Raised when the library stores KV in another form, or computes it otherwise."""
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
@@ -190,7 +190,14 @@ def _quantization(model: nn.Module, config: Any) -> str:
 
 
 def _fields(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: _plain(getattr(owner, name, None)) for name in names}
+    return {name: _plain(_field(owner, name)) for name in names}
+
+
+def _field(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:  # Gemma 4: every kind of layer has a size of its own
+        return [getattr(layer, name, None) for layer in owner.per_layer_config]
 
 
 def _plain(value: Any) -> Any:

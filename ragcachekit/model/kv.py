@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,11 +20,16 @@ class ChunkKV:
         None: RoPE is removed from the keys (and the attention scaling m of YaRN/longrope divided
         out), so that they can be placed at any position. An int: the keys are exactly as the model
         rotated them from that position on (exact prefixes, which are only ever reused there).
+    sums : mapping of str to torch.Tensor
+        Attention summed while the chunk was encoded, float32, for policies; empty where nothing was
+        watched. ``attended`` ``[tokens]``: what each token got from the chunk's own rows, over layers,
+        heads and rows.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     start: int | None = None
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
@@ -46,5 +52,6 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        """Bytes of all tensors."""
+        tensors = (*self.keys, *self.values, *self.sums.values())
+        return sum(t.numel() * t.element_size() for t in tensors)

@@ -22,6 +22,7 @@ from ragcachekit.store.entry_header import (
     EntryDamaged,
     EntryHeader,
     LayerSpec,
+    SealedSpec,
     TensorSpec,
     decode_header,
     encode_header,
@@ -48,7 +49,13 @@ class EntryImage:
             LayerSpec(TensorSpec.of(k), TensorSpec.of(v), _crc(*parts))
             for k, v, parts in zip(kv.keys, kv.values, self._parts, strict=True)
         )
-        header = EntryHeader(key, kv.start, layers)
+        named = sorted(kv.sums.items())
+        self._sums = [_raw(tensor) for _, tensor in named]
+        sums = tuple(
+            SealedSpec(name, TensorSpec.of(tensor), _crc(raw))
+            for (name, tensor), raw in zip(named, self._sums, strict=True)
+        )
+        header = EntryHeader(key, kv.start, layers, sums)
         self._header = encode_header(header)
         self.nbytes = len(self._header) + header.nbytes
         """Size of the file in bytes."""
@@ -59,6 +66,8 @@ class EntryImage:
         for keys, values in self._parts:
             write_all(fd, keys.data)
             write_all(fd, values.data)
+        for sums in self._sums:
+            write_all(fd, sums.data)
         os.fsync(fd)
 
 
@@ -77,7 +86,8 @@ def read_entry(path: Path, key: KVKey) -> ChunkKV:
         if header.key != key:
             raise EntryDamaged(f"{path.name} holds the entry of another key")
         tensors = list(_read_layers(file, header))
-    return ChunkKV(tuple(k for k, _ in tensors), tuple(v for _, v in tensors), header.start)
+        sums = {sealed.name: _read_sealed(file, sealed) for sealed in header.sums}
+    return ChunkKV(tuple(k for k, _ in tensors), tuple(v for _, v in tensors), header.start, sums)
 
 
 def read_key(path: Path) -> KVKey:
@@ -115,7 +125,7 @@ def _read_header(file: io.FileIO) -> EntryHeader:
 
 
 def _read_layers(file: io.FileIO, header: EntryHeader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    buffer = torch.empty(header.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(sum(layer.nbytes for layer in header.layers), dtype=torch.uint8)
     offset = 0
     for number, layer in enumerate(header.layers):
         raw = buffer[offset : offset + layer.nbytes]
@@ -124,6 +134,14 @@ def _read_layers(file: io.FileIO, header: EntryHeader) -> Iterator[tuple[torch.T
             raise EntryDamaged(f"layer {number} does not match its CRC")
         yield _tensor(raw[: layer.keys.nbytes], layer.keys), _tensor(raw[layer.keys.nbytes :], layer.values)
         offset += layer.nbytes
+
+
+def _read_sealed(file: io.FileIO, sealed: SealedSpec) -> torch.Tensor:
+    raw = torch.empty(sealed.nbytes, dtype=torch.uint8)
+    _fill(file, raw.numpy())
+    if _crc(raw.numpy()) != sealed.crc32c:
+        raise EntryDamaged(f"{sealed.name} does not match its CRC")
+    return _tensor(raw, sealed.tensor)
 
 
 def _fill(file: io.FileIO, target: Bytes) -> None:

@@ -19,9 +19,10 @@ import torch
 from ragcachekit.errors import StoreError
 from ragcachekit.types import KVKey
 
-SCHEMA = "1"
+SCHEMA = "2"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
+_SUMS = "sums."
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
@@ -81,25 +82,41 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class SealedSpec:
+    """One named tensor by itself, with the CRC32C of its raw bytes."""
+
+    name: str
+    tensor: TensorSpec
+    crc32c: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the raw tensor."""
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True)
 class EntryHeader:
     """All that an entry file says before its tensors.
 
-    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`.
+    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``sums``, whose tensors stand
+    behind the layers in the order of their names.
     """
 
     key: KVKey
     start: int | None
     layers: tuple[LayerSpec, ...]
+    sums: tuple[SealedSpec, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(s.nbytes for s in self.layers) + sum(s.nbytes for s in self.sums)
 
 
 def encode_header(header: EntryHeader) -> bytes:
     """Length prefix and sealed JSON, padded with spaces to whole cache lines."""
-    content = {"__metadata__": _metadata(header), **_tensors(header.layers)}
+    content = {"__metadata__": _metadata(header), **_tensors(header)}
     text = json.dumps(content, separators=(",", ":")).encode()
     size = _LENGTH_BYTES + len(text)
     text += b" " * (-size % _ALIGN)
@@ -146,17 +163,23 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "context": json.dumps(key.context),
         "start": json.dumps(header.start),
         "layer_crc32c": json.dumps([layer.crc32c for layer in header.layers]),
+        "sums_crc32c": json.dumps({spec.name: spec.crc32c for spec in header.sums}),
     }
 
 
-def _tensors(layers: tuple[LayerSpec, ...]) -> dict[str, Any]:
+def _tensors(header: EntryHeader) -> dict[str, Any]:
+    specs = [
+        (name, spec)
+        for number, layer in enumerate(header.layers)
+        for name, spec in ((f"k.{number}", layer.keys), (f"v.{number}", layer.values))
+    ]
+    specs += [(_SUMS + spec.name, spec.tensor) for spec in header.sums]
     entries = {}
     offset = 0
-    for number, layer in enumerate(layers):
-        for name, spec in ((f"k.{number}", layer.keys), (f"v.{number}", layer.values)):
-            offsets = [offset, offset + spec.nbytes]
-            entries[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
-            offset += spec.nbytes
+    for name, spec in specs:
+        offsets = [offset, offset + spec.nbytes]
+        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
+        offset += spec.nbytes
     return entries
 
 
@@ -175,7 +198,9 @@ def _parse(content: dict[str, Any]) -> EntryHeader:
         LayerSpec(_spec(content[f"k.{number}"]), _spec(content[f"v.{number}"]), crc)
         for number, crc in enumerate(json.loads(meta["layer_crc32c"]))
     )
-    return EntryHeader(key, json.loads(meta["start"]), layers)
+    crcs = json.loads(meta["sums_crc32c"])
+    sums = tuple(SealedSpec(name, _spec(content[_SUMS + name]), crc) for name, crc in crcs.items())
+    return EntryHeader(key, json.loads(meta["start"]), layers, sums)
 
 
 def _spec(entry: dict[str, Any]) -> TensorSpec:

@@ -155,7 +155,9 @@ class TestPrompts:
 
 class TestNames:
     def test_unknown_policy(self):
-        with pytest.raises(ValueError, match=r"unknown policy 'legolink'.*full, reuse, lego0, lego:16"):
+        with pytest.raises(
+            ValueError, match=r"unknown policy 'legolink'.*full, reuse, prefix, lego0, lego:16"
+        ):
             rag_for("llama", policy="legolink")
         with pytest.raises(ValueError, match="unknown policy"):
             rag_for("llama").generate(PROMPT, policy="x")

@@ -18,7 +18,8 @@ from ragcachekit.link.plan import LinkPlan, Piece, TokenSegment, make_plan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope import Rope, describe_rope
+from ragcachekit.model.rope import Rope
+from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.types import LinkReport

@@ -53,7 +53,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
     assert meta["chunk_id"] == KEY.chunk_id
     assert meta["encoding"] == KEY.encoding
     assert meta["context"] == '["system", "neighbour"]'
-    assert (meta["schema"], meta["start"]) == ("1", "3")
+    assert (meta["schema"], meta["start"]) == ("2", "3")
 
 
 def test_layers_may_differ_in_shape_and_type(tmp_path: Path) -> None:
@@ -62,6 +62,21 @@ def test_layers_may_differ_in_shape_and_type(tmp_path: Path) -> None:
         (torch.randn(1, 3, 5), torch.randn(2, 3, 4).to(torch.float16)),
     )
     assert contents(read_entry(written(tmp_path, KEY, kv), KEY)) == contents(kv)
+
+
+def test_attention_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
+    sums = {"attended": torch.arange(4.0), "by layer": torch.randn(2, 3)}
+    kv = ChunkKV(kv_of(1).keys, kv_of(1).values, None, sums)
+    path = written(tmp_path, KEY, kv)
+    read = read_entry(path, KEY)
+    assert contents(read) == contents(kv)
+    assert sorted(read.sums) == sorted(sums)
+    assert all(torch.equal(read.sums[name], tensor) for name, tensor in sums.items())
+    raw = bytearray(path.read_bytes())
+    for at in range(len(raw) - sum(t.nbytes for t in sums.values()), len(raw)):
+        raw[at] ^= 1
+        assert is_damaged(path, bytes(raw))
+        raw[at] ^= 1
 
 
 def test_no_tokens(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Let a guided policy choose: run the question over the linked cache and watch what it attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ragcachekit.link.base import GuidedPolicy, Look, PlacedChunk
+from ragcachekit.link.linker import Buffers, link, run_rows
+from ragcachekit.link.plan import LinkPlan, decided
+from ragcachekit.model.rope import Rope
+from ragcachekit_kernels.dispatch import column_scores
+
+
+class _Seen(Exception):
+    """Every watched layer was seen: the rest of the forward is of no interest."""
+
+
+class _Watcher:
+    """An observer that keeps, per watched layer, what each key got from the question's rows."""
+
+    def __init__(
+        self, look: Look, layers: int, chunks: Sequence[PlacedChunk], question: Sequence[int]
+    ) -> None:
+        self._wanted = [layer % layers for layer in look.layers]
+        self._spans = [(c.start, c.stop) for c in chunks if not c.exempt] if look.per_chunk else None
+        self._question = tuple(question)
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def saw(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+    ) -> None:
+        if layer in self._wanted:
+            rows = query[:, -len(self._question) :]  # the question stands last
+            sums = column_scores(rows, key, self._question, self._spans, **options)
+            self._sums[layer] = sums.float().cpu()
+        if layer == max(self._wanted):
+            raise _Seen
+
+    def attention(self) -> list[torch.Tensor]:
+        return [self._sums[layer] for layer in self._wanted]
+
+
+@torch.no_grad()
+def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, Buffers | None]:
+    """Decide an open plan; a decided one passes through.
+
+    Rows that are computed anyway run over the linked cache at their real positions, up to the attention
+    of the last layer watched. The buffers that this assembled come back, for :func:`link`.
+
+    Raises
+    ------
+    ValueError
+        If the policy watches a layer that the model does not have.
+    """
+    policy = plan.policy
+    if not isinstance(policy, GuidedPolicy):
+        return plan, None
+    layers = plan.pieces[0].kv.layers
+    if not all(-layers <= layer < layers for layer in policy.look.layers):
+        raise ValueError(f"policy {policy.name} watches layers {policy.look.layers}; the model has {layers}")
+    watcher = _Watcher(policy.look, layers, plan.placed, plan.question)
+    inputs = link([plan], rope, model.device, pad, observer=watcher)
+    with suppress(_Seen):
+        run_rows(model, inputs, len(plan.rows))
+    buffers = [(layer.keys, layer.values) for layer in inputs.cache.layers]
+    return decided(plan, policy.choose(plan.placed, watcher.attention())), buffers

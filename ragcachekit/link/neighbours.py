@@ -1,0 +1,259 @@
+"""Where the encoder ``similar:n`` gets a chunk's neighbours from: an index, a document, or a log."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcachekit.types import chunk_id
+
+Ids = tuple[int, ...]
+
+REMEMBERED = 4096
+"""Neighbours whose token ids are kept, so that a prompt does not tokenise ten chunks per chunk."""
+
+_DECIMALS = 6
+"""Similarities are compared to this many: rounding of a matrix product must not reorder equal texts."""
+
+
+@runtime_checkable
+class Neighbours(Protocol):
+    """Which chunks are likely to be retrieved along with a chunk. Implementations promise:
+
+    - ``of`` is thread safe and fast enough for the way of a request (it is asked for every chunk of
+      every prompt);
+    - the same neighbours in the same order as long as nothing is to be encoded anew: they are part of
+      the KV key, so other neighbours are a miss, never a wrong answer.
+    """
+
+    def of(self, text: str) -> Sequence[str]:
+        """Texts of the chunks most similar to ``text``, most similar first; empty where it is unknown.
+
+        ``text`` itself may be among them and is left out by the caller, who takes as many as it needs.
+        """
+        ...
+
+
+class SimilarChunks:
+    """The most similar chunks by cosine of their embeddings (FusionRAG section 3.1), by brute force.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        The corpus. A text that occurs twice is one chunk; outer whitespace does not count.
+    embeddings : array_like or callable
+        ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing); or what
+        makes it from the list of texts, such as ``embed_documents`` of LangChain embeddings.
+    most : int
+        Give at most so many; what was found for a chunk is remembered.
+
+    Raises
+    ------
+    ValueError
+        If there is not one finite row per text.
+    """
+
+    def __init__(
+        self, texts: Iterable[str], embeddings: Any | Callable[[list[str]], Any], *, most: int = 50
+    ) -> None:
+        if most < 1:
+            raise ValueError(f"most must be at least 1, got {most}")
+        given = _texts(texts)
+        rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
+        if not given:
+            rows = rows.reshape(0, 1)
+        if rows.ndim != 2 or len(rows) != len(given):
+            raise ValueError(f"embeddings must be one row per text ({len(given)}), got shape {rows.shape}")
+        if not np.isfinite(rows).all():
+            raise ValueError("embeddings must be finite; a row has NaN or infinity")
+        first: dict[str, int] = {}
+        for row, text in enumerate(given):
+            first.setdefault(text.strip(), row)
+        kept = list(first.values())
+        self._texts = [given[row] for row in kept]
+        self._unit = _unit(rows[kept])
+        self._at = {text: index for index, text in enumerate(first)}
+        self._most = most
+        self._found: dict[int, tuple[str, ...]] = {}
+
+    def of(self, text: str) -> Sequence[str]:
+        """The most similar first; equal similarities in the order of the corpus."""
+        at = self._at.get(text.strip())
+        if at is None:
+            return ()
+        if at not in self._found:  # two threads may both compute it: the result is the same
+            self._found[at] = self._search(at)
+        return self._found[at]
+
+    def _search(self, at: int) -> tuple[str, ...]:
+        scores = np.round(self._unit @ self._unit[at], _DECIMALS)
+        if not self._unit[at].any():
+            return ()
+        scores[~self._unit.any(axis=1)] = -np.inf
+        scores[at] = -np.inf
+        order = np.argsort(-scores, kind="stable")[: self._most]
+        return tuple(self._texts[int(index)] for index in order if scores[index] > -np.inf)
+
+
+class PrecedingChunks:
+    """A chunk's neighbours are the chunks before it in its own document, nearest first.
+
+    The graph of FusionRAG section 3.1 (discussion) with one kind of edge. It serves chunks that say
+    "this person" and were cut off from the name.
+
+    Parameters
+    ----------
+    documents : iterable of sequence of str
+        Each document's chunks in order. Of a text that stands in several places the first one counts.
+    """
+
+    def __init__(self, documents: Iterable[Sequence[str]]) -> None:
+        self._documents: list[list[str]] = []
+        self._at: dict[str, tuple[int, int]] = {}
+        for number, document in enumerate(documents):
+            chunks = _texts(document)
+            self._documents.append(chunks)
+            for place, text in enumerate(chunks):
+                self._at.setdefault(text.strip(), (number, place))
+
+    def of(self, text: str) -> Sequence[str]:
+        """The chunks before it, nearest first."""
+        number, place = self._at.get(text.strip(), (0, 0))
+        return self._documents[number][:place][::-1] if place else ()
+
+
+class CoRetrieved:
+    """Chunks that were retrieved together with a chunk, most frequent first, equals by first occurrence.
+
+    Counts that move with every request would change the KV keys as often, and each change is a miss.
+    Until :meth:`settle` is called, :meth:`of` follows every observation; afterwards only another
+    ``settle`` changes what it says, so observe all the time and settle before you encode again.
+
+    Parameters
+    ----------
+    log : iterable of sequence of str
+        Retrievals that were logged before.
+    """
+
+    def __init__(self, log: Iterable[Sequence[str]] = ()) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Counter[str]] = {}
+        self._settled: Mapping[str, tuple[str, ...]] | None = None
+        for texts in log:
+            self.observe(texts)
+
+    def observe(self, texts: Sequence[str]) -> None:
+        """Note that these chunks were retrieved for one question."""
+        unique = list({text.strip(): text for text in _texts(texts)}.values())
+        with self._lock:
+            for text in unique:
+                counts = self._counts.setdefault(text.strip(), Counter())
+                counts.update(other for other in unique if other != text)
+
+    def settle(self) -> None:
+        """Answer from the present counts from now on, whatever is observed later."""
+        with self._lock:
+            self._settled = {text: _ranked(counts) for text, counts in self._counts.items()}
+
+    def of(self, text: str) -> Sequence[str]:
+        """Most often retrieved with it first."""
+        with self._lock:
+            if self._settled is not None:
+                return self._settled.get(text.strip(), ())
+            return _ranked(self._counts.get(text.strip(), Counter()))
+
+
+class TokenNeighbours:
+    """What the engine asks: neighbours as token ids, by namespace, without those that were forgotten.
+
+    Parameters
+    ----------
+    sources : mapping
+        Namespace to its :class:`Neighbours`; a namespace that is not in it has none, for one tenant's
+        chunks must not colour another's.
+    tokenise : callable
+        Chunk text to token ids.
+
+    Raises
+    ------
+    TypeError
+        For a source without a method ``of``.
+    """
+
+    def __init__(self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids]) -> None:
+        for source in sources.values():
+            if not isinstance(source, Neighbours):
+                raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
+        self._sources = dict(sources)
+        self._tokenise = lru_cache(REMEMBERED)(tokenise)
+        self._lock = threading.Lock()
+        self._gone: dict[str, set[str]] = {}
+        self._since: dict[str, set[str]] = {}  # where all was forgotten: what came back since
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
+        """Token ids of the chunks most similar to ``text``, most similar first.
+
+        Raises
+        ------
+        TypeError
+            If the source gives anything but a sequence of strings.
+        """
+        source = self._sources.get(namespace)
+        found = [self._tokenise(near) for near in _texts(source.of(text))] if source else []
+        with self._lock:
+            gone, since = self._gone.get(namespace), self._since.get(namespace)
+            if not gone and since is None:
+                return tuple(found)
+            named = [(ids, chunk_id(ids, namespace)) for ids in found]
+            return tuple(
+                i for i, name in named if name not in (gone or ()) and (since is None or name in since)
+            )
+
+    def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
+        """Leave these chunks out (None: all) until :meth:`welcome`, though the source still names them."""
+        with self._lock:
+            if ids is None:
+                self._since[namespace] = set()
+                self._gone.pop(namespace, None)
+            else:
+                self._gone.setdefault(namespace, set()).update(ids)
+                self._since.get(namespace, set()).difference_update(ids)
+
+    def welcome(self, namespace: str, texts: Iterable[str]) -> None:
+        """Chunks that were given again after they had been forgotten."""
+        with self._lock:
+            if not self._gone.get(namespace) and namespace not in self._since:
+                return
+        ids = {chunk_id(self._tokenise(text), namespace) for text in texts}
+        with self._lock:
+            self._gone.get(namespace, set()).difference_update(ids)
+            if namespace in self._since:
+                self._since[namespace] |= ids
+
+
+def _ranked(counts: Counter[str]) -> tuple[str, ...]:
+    return tuple(text for text, _ in counts.most_common())
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    """A list of them; one string would be taken for its letters."""
+    listed = [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
+        raise TypeError("chunks must be given as a list of strings")
+    return listed
+
+
+def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows of length 1; a row of zeros stays one."""
+    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    unit: NDArray[np.float32] = (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+    return unit

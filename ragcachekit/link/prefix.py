@@ -1,0 +1,21 @@
+"""Exact prefix only: what every serving system does, as a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcachekit.link.base import PlacedChunk, open_positions
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keeps what is exact where it stands and recomputes everything else: answers are those of ``full``."""
+
+    encoder: str | None = None
+    reads_cache = True
+    name = "prefix"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Every position that is not exact."""
+        return open_positions(chunks)

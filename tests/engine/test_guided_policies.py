@@ -1,0 +1,70 @@
+"""Policies that need the model to choose, through the facade: every way in gives one answer."""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import PROMPT, chunk, text, warmed
+
+from ragcachekit import Prompt
+
+POLICIES = ["query:0.2", "lego:2+query:0.1", "cacheblend:0.2", "cacheblend-gradual:0.3", "heavy:0.2"]
+ASKED = {"max_new_tokens": 8, "do_sample": False}
+COLD = Prompt([text(9, 1), chunk(33, 2), chunk(21, 7), chunk(25, 3), text(6, 4)])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "gpt-oss", "cohere"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_way_in_gives_the_same_answer(name, policy):
+    rag = warmed(name, PROMPT)
+    one_pass = rag.generate(PROMPT, policy=policy, **ASKED)
+    ahead = rag.generate(PROMPT, policy=policy, no_repeat_ngram_size=100, **ASKED)
+    linked = rag.link(PROMPT, policy=policy)
+    own = rag.model.generate(**linked.inputs, **ASKED)[0, linked.input_ids.shape[1] :]
+    batch = rag.generate_batch([PROMPT, PROMPT], policy=policy, **ASKED)
+    answers = [ahead.token_ids, tuple(own.tolist()), *(one.token_ids for one in batch)]
+    assert all(other == one_pass.token_ids for other in answers)
+    ratios = [ahead.report.link, linked.report, *(one.report.link for one in batch)]
+    assert {round(r.recompute_ratio, 9) for r in ratios} == {round(one_pass.report.link.recompute_ratio, 9)}
+    assert 0 < one_pass.report.link.recompute_ratio < 0.7
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_missing_chunk_is_computed_in_place(policy):
+    rag = warmed("llama", PROMPT)
+    report = rag.generate(COLD, policy=policy, **ASKED).report.link
+    assert [use.source for use in report.chunks] == ["host", "host", "computed", "host"]
+    assert report.computed_tokens == 21 + 6
+    assert report.recomputed_tokens + report.exact_tokens + report.approximate_tokens == 9 + 33 + 25
+
+
+@pytest.mark.parametrize("policy", ["query:1", "cacheblend:1", "heavy:1", "random:1", "prefix"])
+def test_recomputing_everything_is_the_models_own_answer(policy):
+    rag = warmed("qwen3", PROMPT)
+    full = rag.generate(PROMPT, policy="full", **ASKED)
+    assert rag.generate(PROMPT, policy=policy, **ASKED).token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_ends_with_its_chunk(policy):
+    rag = warmed("llama", Prompt([text(9, 1), chunk(33, 2)]))
+    answer = rag.generate(Prompt([text(9, 1), chunk(33, 2)]), policy=policy, **ASKED)
+    assert len(answer.token_ids) == 8
+    assert answer.report.link.recomputed_tokens >= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_is_one_chunk_is_exact(policy):
+    alone = Prompt([chunk(33, 2)])
+    rag = warmed("llama", alone)
+    report = rag.link(alone, policy=policy).report
+    assert (report.approximate_tokens, report.exact_tokens) == (0, 32)
+    full = rag.generate(alone, policy="full", **ASKED)
+    assert rag.generate(alone, policy=policy, **ASKED).token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_cached_is_an_ordinary_prefill(policy):
+    rag = warmed("llama")
+    first = rag.generate(PROMPT, policy=policy, **ASKED)
+    assert first.token_ids == rag.generate(PROMPT, policy="full", **ASKED).token_ids
+    assert first.report.link.recompute_ratio == 0.0

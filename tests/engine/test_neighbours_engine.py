@@ -1,0 +1,326 @@
+"""``RagCache(encoder="similar:n", neighbours=...)`` from text to text."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from engine_kit import chunk, rag_for, text
+from families import off
+from speaking import byte_level, speaker
+
+from ragcachekit import (
+    Chunk,
+    CoRetrieved,
+    PrecedingChunks,
+    Prompt,
+    RagCache,
+    SimilarChunks,
+    StoreConfig,
+    Text,
+)
+from ragcachekit.link.lego import Lego
+from ragcachekit.store.host import HostStore
+from ragcachekit.types import chunk_id
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+THREE = "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide."
+BEFORE = "Answer from the context.\n\nContext:\n"
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+PROMPT = f"{BEFORE}{THREE}\n{TWO}\nWhere does the river flow?"
+
+
+class Listed:
+    """Neighbours from a dictionary."""
+
+    def __init__(self, near):
+        self.near = near
+
+    def of(self, text):
+        return self.near.get(text, ())
+
+
+class Keys(HostStore):
+    """Remembers what was put."""
+
+    def __init__(self, size=1 << 26):
+        super().__init__(size)
+        self.put_keys = []
+
+    def put(self, key, kv):
+        self.put_keys.append(key)
+        return super().put(key, kv)
+
+    def under(self, name, encoding):
+        return [k for k in self.put_keys if k.chunk_id == name and k.encoding == encoding]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(neighbours, encoder="similar:1", **options):
+        options = {"policy": "reuse", "cold": "never", "store": Keys(), **options}
+        rag = RagCache(
+            speaker(), byte_level(), cache_dir=tmp_path, encoder=encoder, neighbours=neighbours, **options
+        )
+        made.append(rag)
+        return rag
+
+    yield make
+    for rag in made:
+        rag.close()
+
+
+def used(answer):
+    return [(c.tokens, c.source, c.exact) for c in answer.report.link.chunks]
+
+
+@torch.no_grad()
+def prefilled(ids):
+    return speaker()(input_ids=ids, use_cache=True).past_key_values
+
+
+DOCUMENT = PrecedingChunks([[ONE, TWO, THREE]])
+
+
+class TestEncodeAndAsk:
+    def test_a_prompt_finds_what_was_encoded(self, make):
+        rag = make(DOCUMENT)
+        ids = rag.encode([ONE, TWO, THREE], system=BEFORE)
+        answer = rag.generate(PROMPT, **ASKED)
+        assert answer.report.link.encoder == "similar:1"
+        assert [source for _, source, _ in used(answer)] == ["host"] * 3
+        assert [exact for *_, exact in used(answer)] == [True, False, False]
+        assert [c.chunk_id for c in answer.report.link.chunks[1:]] == [ids[2], ids[1]]
+        assert answer.report.link.computed_tokens < 20
+
+    def test_keys_name_the_text_and_the_neighbours(self, make):
+        rag = make(DOCUMENT, "similar:2")
+        one, two, three = rag.encode([ONE, TWO, THREE], system=BEFORE)
+        store = rag._store
+        (key,) = store.under(three, "similar:2")
+        assert key.context[1:] == (one, two), "the nearest one last"
+        assert [len(store.under(i, "system")) for i in (one, two, three)] == [1, 1, 0]
+        assert store.under(one, "similar:2") == [], "it has no neighbours"
+        assert len(store.under(key.context[0], "prefix")) == 1
+
+    def test_what_is_linked_is_what_the_neighbour_encoding_says(self, make):
+        """Behind exactly text and one neighbour a chunk is what an ordinary prefill computes."""
+        rag = make(DOCUMENT)
+        rag.encode([ONE, TWO], system=BEFORE)
+        linked = rag.link(Prompt([Text(BEFORE), Chunk(ONE), Chunk(TWO), Text("\nWhere?")]))
+        assert linked.report.approximate_tokens > 0
+        ids, cache = linked.input_ids, linked.cache
+        theirs = prefilled(ids[:, :-1])
+        for ours, layer in zip(cache.layers, theirs.layers, strict=True):
+            assert off(ours.keys, layer.keys) < 1e-5
+            assert off(ours.values, layer.values) < 1e-5
+
+    def test_neighbours_bring_the_kv_nearer_to_the_full_prefill(self, make):
+        prompt = Prompt([Text(BEFORE), Chunk(ONE), Text("\n"), Chunk(TWO), Text("\nWhere?")])
+        far = {}
+        for encoder, neighbours in (("system", None), ("similar:1", DOCUMENT)):
+            rag = make(neighbours, encoder)
+            rag.encode([ONE, TWO], system=BEFORE)
+            linked = rag.link(prompt)
+            theirs = prefilled(linked.input_ids[:, :-1])
+            values = zip(linked.cache.layers, theirs.layers, strict=True)
+            far[encoder] = sum(float((a.values - b.values).square().sum()) for a, b in values)
+        assert far["similar:1"] < far["system"] / 2
+
+    def test_is_idempotent(self, make):
+        rag = make(DOCUMENT)
+        assert rag.encode([ONE, TWO], system=BEFORE) == rag.encode([ONE, TWO], system=BEFORE)
+        assert len(rag._store.put_keys) == 3  # the text, one as system, two as similar:1
+
+    @pytest.mark.parametrize("cold", ["now", "background"])
+    def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
+        rag = make(DOCUMENT, cold=cold)
+        rag.register([THREE, TWO])  # not the neighbour ONE: nobody ever retrieved it
+        first = rag.generate(PROMPT, **ASKED)
+        assert rag.flush(30)
+        assert {s for _, s, _ in used(first)} == {"computed"}
+        assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"host"}
+        tokens = rag._prompts.tokens
+        one, two, three = (chunk_id(tokens.chunk(t), "default") for t in (ONE, TWO, THREE))
+        assert [k.context[1:] for k in rag._store.under(three, "similar:1")] == [(two,)]
+        assert [k.context[1:] for k in rag._store.under(two, "similar:1")] == [(one,)]
+
+    def test_on_disk_it_outlives_the_engine(self, make, tmp_path):
+        config = StoreConfig(disk_path=tmp_path / "kv")
+        with make(DOCUMENT, store=config) as rag:
+            rag.encode([TWO, THREE], system=BEFORE)
+        rag = make(DOCUMENT, store=config)
+        rag.register([TWO, THREE])
+        assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"disk"}
+
+    def test_works_with_a_policy_that_recomputes(self, make):
+        rag = make(DOCUMENT, policy="lego:4")
+        rag.encode([TWO, THREE], system=BEFORE)
+        assert rag.generate(PROMPT, **ASKED).report.link.recomputed_tokens == 8
+
+    def test_messages_are_segmented_alike(self, make):
+        rag = make(DOCUMENT)
+        messages = [{"role": "user", "content": f"{THREE}\n\n{TWO}\nWhere?"}]
+        before = rag._prompts.tokens.render(messages).partition(THREE)[0]
+        rag.encode([TWO, THREE], system=before)
+        assert {s for _, s, _ in used(rag.generate(messages, **ASKED))} == {"host"}
+
+    def test_no_text_before_the_first_chunk(self, make):
+        rag = make(DOCUMENT)
+        rag.encode([TWO, THREE], system="")
+        answer = rag.generate(Prompt([Chunk(THREE), Text("\n"), Chunk(TWO), Text("Where?")]), **ASKED)
+        assert {s for _, s, _ in used(answer)} == {"host"}
+
+
+class TestWithoutNeighbours:
+    def test_unknown_chunks_are_encoded_behind_the_text(self, make):
+        rag = make(Listed({}), cold="now")
+        rag.register([TWO])
+        prompt = f"{BEFORE}{TWO}\nWhere?"
+        rag.generate(prompt, **ASKED)
+        assert used(rag.generate(prompt, **ASKED))[1][2], "exact, as a system encoding is there"
+
+    def test_chunks_given_as_token_ids_too(self):
+        rag = rag_for("llama", policy="reuse", encoder="similar:2", neighbours=DOCUMENT)
+        prompt = Prompt([text(9, 1), chunk(33, 2), text(6, 4)])
+        rag.generate(prompt, **ASKED)
+        assert [exact for *_, exact in used(rag.generate(prompt, **ASKED))] == [True, True]
+
+    def test_another_tenants_index_is_not_asked(self, make):
+        rag = make({"a": DOCUMENT})
+        name = rag.encode([TWO], system=BEFORE, namespace="b")[0]
+        assert len(rag._store.under(name, "system")) == 1
+        name = rag.encode([TWO], system=BEFORE, namespace="a")[0]
+        assert len(rag._store.under(name, "similar:1")) == 1
+
+    def test_one_index_is_that_of_the_engines_namespace(self, make):
+        rag = make(DOCUMENT, namespace="a")
+        assert len(rag._store.under(rag.encode([TWO], system=BEFORE)[0], "similar:1")) == 1
+        other = rag.encode([TWO], system=BEFORE, namespace="b")[0]
+        assert len(rag._store.under(other, "system")) == 1
+
+    def test_an_index_that_fails_costs_the_encoding_not_the_answer(self, make, caplog):
+        class Broken:
+            def of(self, text):
+                raise OSError("the index is gone")
+
+        rag = make(Broken())
+        rag.register([THREE, TWO])
+        answer = rag.generate(PROMPT, **ASKED)
+        assert len(answer.token_ids) > 0
+        assert "the index is gone" in " ".join(answer.report.link.notes)
+        assert "neighbours" in caplog.text
+        with pytest.raises(OSError, match="the index is gone"):
+            rag.encode([TWO], system=BEFORE)
+
+
+class TestOtherNeighbours:
+    def test_are_a_miss(self, make):
+        source = Listed({TWO: [ONE]})
+        rag = make(source)
+        rag.encode([TWO], system=BEFORE)
+        prompt = f"{BEFORE}{TWO}\nWhere?"
+        assert used(rag.generate(prompt, **ASKED))[1][1] == "host"
+        source.near = {TWO: [THREE, ONE]}
+        assert used(rag.generate(prompt, **ASKED))[1][1] == "computed"
+        source.near = {TWO: [TWO, ONE, THREE]}
+        assert used(rag.generate(prompt, **ASKED))[1][1] == "host", "the chunk itself is not its neighbour"
+
+    def test_follow_settled_co_retrieval(self, make):
+        log = CoRetrieved([[TWO, ONE]])
+        log.settle()
+        rag = make(log)
+        rag.encode([TWO], system=BEFORE)
+        prompt = f"{BEFORE}{TWO}\nWhere?"
+        for _ in range(3):
+            log.observe([TWO, THREE])
+            assert used(rag.generate(prompt, **ASKED))[1][1] == "host"
+        log.settle()
+        assert used(rag.generate(prompt, **ASKED))[1][1] == "computed"
+
+    def test_come_from_embeddings(self, make):
+        rows = torch.eye(3)[[0, 0, 1]].numpy()
+        rag = make(SimilarChunks([ONE, TWO, THREE], rows))
+        one, two = rag.encode([ONE, TWO], system=BEFORE)
+        assert rag._store.under(two, "similar:1")[0].context[1] == one
+        assert rag._store.under(one, "similar:1")[0].context[1] == two
+
+
+class TestForget:
+    def test_a_forgotten_neighbour_takes_what_was_encoded_behind_it_along(self, make):
+        rag = make(DOCUMENT)
+        one, two, three = rag.encode([ONE, TWO, THREE], system=BEFORE)
+        assert rag.forget([one]) == 2  # itself, and two behind it
+        prompt = f"{BEFORE}{TWO}\nWhere?"
+        answer = rag.generate(prompt, **ASKED)
+        assert used(answer)[1][1] == "host", "two's own system encoding is left, and exact here"
+        assert used(answer)[1][2]
+        put = len(rag._store.put_keys)
+        rag.encode([TWO], system=BEFORE)
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._store.put_keys[put:])
+        assert [k.context[1] for k in rag._store.under(three, "similar:1")] == [two]
+
+    def test_until_it_comes_again(self, make):
+        rag = make(DOCUMENT)
+        one, two = rag.encode([ONE, TWO], system=BEFORE)
+        rag.forget(texts=[ONE])
+        rag.encode([ONE], system=BEFORE)
+        rag.encode([TWO], system=BEFORE)
+        assert [k.context[1] for k in rag._store.under(two, "similar:1")] == [one, one]
+
+    def test_all_of_a_namespace(self, make):
+        rag = make(DOCUMENT)
+        one, two = rag.encode([ONE, TWO], system=BEFORE)
+        rag.forget()
+        put = len(rag._store.put_keys)
+        rag.encode([TWO], system=BEFORE)
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._store.put_keys[put:])
+        rag.register([ONE])
+        rag.encode([TWO], system=BEFORE)
+        assert len(rag._store.under(two, "similar:1")) == 2
+
+    def test_while_it_waits_in_the_background(self, make):
+        """A chunk in the queue is given up when its neighbour is forgotten."""
+        going = threading.Event()
+        rag = make(DOCUMENT, cold="background")
+        encode = rag._warmer._encoder.encode
+        rag._warmer._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
+        rag.register([TWO])
+        rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
+        one = chunk_id(rag._prompts.tokens.chunk(ONE), "default")
+        rag.forget([one])
+        going.set()
+        assert rag.flush(30)
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._store.put_keys)
+
+
+class TestBadInput:
+    def test_the_encoder_needs_neighbours(self, make):
+        with pytest.raises(ValueError, match="similar:4 needs neighbours="):
+            make(None, "similar:4")
+
+    def test_neighbours_need_the_encoder(self, make):
+        with pytest.raises(ValueError, match="encoder='similar:10'"):
+            make(DOCUMENT, None)
+
+    def test_encode_needs_the_system_text(self, make):
+        with pytest.raises(ValueError, match="'similar:1' needs system="):
+            make(DOCUMENT).encode([ONE])
+
+    def test_a_policy_with_an_encoder_of_its_own(self, make):
+        rag = make(DOCUMENT)
+        with pytest.raises(ValueError, match="lego0 is defined over encoder sinks:4"):
+            rag.generate(PROMPT, policy="lego0", **ASKED)
+        assert rag.generate(PROMPT, policy=Lego(2), **ASKED).report.link.encoder == "similar:1"
+
+    def test_what_has_no_of_is_refused(self, make):
+        with pytest.raises(TypeError, match="of\\(text\\)"):
+            make([ONE, TWO])
+
+    def test_longrope_is_refused(self):
+        with pytest.raises(ValueError, match="longrope"):
+            rag_for("phi3-longrope", encoder="similar:1", neighbours=DOCUMENT)
