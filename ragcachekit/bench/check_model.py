@@ -15,7 +15,8 @@ from ragcachekit.engine import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.admission import admit
 from ragcachekit.model.loading import load_model
-from ragcachekit.model.rope import LayerRope, Rope, describe_rope
+from ragcachekit.model.rope import LayerRope, Rope
+from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.types import Chunk, Prompt, Text
 
 EXACT, REFUSED, WRONG = "exact", "refused", "wrong"

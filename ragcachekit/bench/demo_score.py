@@ -10,10 +10,10 @@ from statistics import fmean
 import numpy as np
 
 from ragcachekit.bench.demo_chain import Asked, Wording
+from ragcachekit.bench.resample import Bootstrap
 
 KINDS = ("a", "b", "c")
 ALL = "all"
-_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def bootstrap(groups: Sequence[Sequence[bool]], seed: int = 0) -> tuple[float, float]:
     """95 % percentile interval of the mean when whole groups are drawn again."""
-    sums, sizes = (np.array([f(g) for g in groups], dtype=float) for f in (sum, len))
-    picks = np.random.default_rng(seed).integers(0, len(groups), (_RESAMPLES, len(groups)))
-    means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    columns = np.array([(sum(group), len(group)) for group in groups], dtype=float)
+    found = Bootstrap(len(groups), seed).interval(columns, lambda sums: sums[:, 0] / sums[:, 1])
+    if found is None:
+        raise ValueError("a group is empty")
+    return found
 
 
 def _score(kind: str, asked: Sequence[Asked], seed: int) -> Score:

@@ -27,7 +27,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope import describe_rope
+from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.store.base import Found, KVStore, StoreStats
 from ragcachekit.store.factory import open_store

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
@@ -117,6 +118,18 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
             f"cannot load the model: {name} {where}; give the folder of a Hugging Face model, a hub id, "
             f"or {READER!r} for the small model that comes with the package"
         ) from error
+
+
+@contextmanager
+def one_thread(tiny: bool = True) -> Iterator[None]:
+    """One torch thread for the reader, whose tensors are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    if tiny:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -32,16 +32,33 @@ def demo(
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model, a hub id, or 'reader'.")],
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a Hugging Face model, a hub id, or 'reader'.")
+    ] = None,
+    all_families: Annotated[
+        bool,
+        typer.Option(
+            "--all-families", help="A tiny random model of every family of the installed transformers."
+        ),
+    ] = False,
     json: Json = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="With --all-families: write the table as a page here.")
+    ] = None,
     device: Device = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Check whether chunk KV can be reused on a model without changing what it computes.
 
-    Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
+    Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference;
+    with --all-families, with 1 if any family was admitted and came out wrong.
     """
+    if (model is None) != all_families or (markdown is not None and not all_families):
+        raise ValueError("give a model, or --all-families (which alone can have --markdown)")
     quiet_loading()
+    if model is None:
+        _check_families(json, markdown)
+        return
     from ragcachekit.bench import check_model as module
 
     checked = module.run(model, device=device, dtype=dtype)
@@ -54,6 +71,20 @@ def check_model(
         )
     put(pairs({**rows, "rotary embedding": "\n".join(checked.rope)}))
     raise typer.Exit(0 if checked.exact else 1)
+
+
+def _check_families(json: Path | None, markdown: Path | None) -> None:
+    from ragcachekit.bench import check_families as module
+
+    checks = module.run()
+    report = module.report(checks)
+    show(report.table("Families of causal language models, tiny random models"))
+    typer.echo(module.summary(checks))
+    if json is not None:
+        report.write_json(json)
+    if markdown is not None:
+        markdown.write_text(module.markdown(checks))
+    raise typer.Exit(1 if any(check.status == module.WRONG for check in checks) else 0)
 
 
 def ttft(

@@ -1,0 +1,285 @@
+"""Calibrate a quality budget: which policy is the cheapest that loses no more than that against full."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragcachekit.bench.calibrate_measure import Panel, candidates, measured_curve, needed
+from ragcachekit.bench.calibrate_probes import documents, probes
+from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.fidelity_engines import needs_neighbours
+from ragcachekit.bench.fidelity_questions import FidelityQuestion, read_questions, world_questions
+from ragcachekit.bench.report import BenchReport, versions
+from ragcachekit.bench.workspace import READER, check_dtype, explained, load_tokenizer, model_path, one_thread
+from ragcachekit.link.budget import Budget
+from ragcachekit.link.calibration import Calibration, write_record
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.model.fingerprint import fingerprint
+from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
+from ragcachekit.model.rope_probe import describe_rope
+
+ANSWERS, AGREEMENT = "answers", "agreement"
+SIMILAR, PRECEDING = "similar", "preceding"
+_PER_TYPE = 67
+_TOKENS, _TOKENS_READER = 64, 16
+
+
+@dataclass(frozen=True)
+class CalibrateSettings:
+    """What is calibrated, and on what.
+
+    Attributes
+    ----------
+    model : str
+        Folder, hub id, or ``reader``.
+    questions : path, optional
+        A JSONL file, ``{"question", "chunks", "answer"}`` per line.
+    corpus : path, optional
+        Folder of texts; without ``questions``, probes are made from it.
+    encoder : str
+        What chunks are encoded behind.
+    neighbours : {"similar", "preceding"}
+        For ``similar:n``: by all-MiniLM-L6-v2, or the chunks before in the file (needs ``corpus``).
+    budget : float
+        F1 that may be lost, absolute.
+    policies : tuple of str
+        Candidates; default: those of this version.
+    namespace : str
+        Tenant and corpus that the record is for.
+    probes : int
+        How many to make.
+    chunk_tokens : int
+        Greatest size of a chunk of the corpus.
+    seed : int
+        Of probes and bootstrap.
+    max_new_tokens : int, optional
+        Default 16 for the reader, else 64.
+    device, dtype : str, optional
+    cache_dir : path, optional
+        Where the record goes; as for :class:`~ragcachekit.engine.RagCache`.
+    """
+
+    model: str = READER
+    questions: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    encoder: str = "standalone"
+    neighbours: str = SIMILAR
+    budget: float = 0.01
+    policies: tuple[str, ...] = ()
+    namespace: str = "default"
+    probes: int = 200
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    seed: int = 0
+    max_new_tokens: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        Budget(self.budget)
+        check_dtype(self.dtype)
+        if not self.namespace:
+            raise ValueError("the namespace is empty; leave it out for 'default'")
+        if self.neighbours not in (SIMILAR, PRECEDING):
+            raise ValueError(f"neighbours are 'similar' or 'preceding', not {self.neighbours!r}")
+        if self.neighbours == PRECEDING and self.corpus is None:
+            raise ValueError("give --corpus: a chunk's predecessors are those of its file")
+        if self.questions is None and self.corpus is None and self.model != READER:
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
+
+    @property
+    def new_tokens(self) -> int:
+        """Longest answer."""
+        return self.max_new_tokens or (_TOKENS_READER if self.model == READER else _TOKENS)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Questions, how answers to them are judged, and the corpus if there is one."""
+
+    questions: tuple[FidelityQuestion, ...]
+    quality: str
+    corpus: Corpus | None = None
+
+
+def run(
+    settings: CalibrateSettings, *, neighbours: Neighbours | None = None, progress: bool = False
+) -> Calibration:
+    """Measure the curve and store the record, for engines loaded from files and made around a model.
+
+    Parameters
+    ----------
+    settings : CalibrateSettings
+    neighbours : Neighbours, optional
+        For the encoder ``similar:n``, instead of ``settings.neighbours``.
+    progress : bool
+        Show bars.
+
+    Returns
+    -------
+    Calibration
+        As it was stored under the fingerprint of a model loaded by ``RagCache.from_pretrained``.
+
+    Raises
+    ------
+    ValueError, CorpusError
+        For bad settings, questions or corpora; before any work.
+    RagCacheError
+        If the model or a prompt cannot be used.
+    """
+    sample = sample_of(settings)
+    with one_thread(settings.model == READER), explained(settings.model, ValueError):
+        dtype = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
+        model, tokenizer = load_model(model_path(settings.model), settings.device, **dtype)
+    with one_thread(settings.model == READER):
+        record = calibrated(settings, model, tokenizer, sample, neighbours=neighbours, progress=progress)
+        source = weights_folder(model_path(settings.model))
+        loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
+    # The same weights have two names: by their files, and as they lie in memory.
+    by_files = replace(record, fingerprint=loaded.digest)
+    for one in (record, by_files):
+        write_record(settings.folder, one)
+    return by_files
+
+
+def sample_of(settings: CalibrateSettings) -> Sample:
+    """What is asked: the user's questions, probes from the corpus, or the reader's sample world."""
+    corpus = None
+    if settings.corpus is not None:
+        tokenizer = load_tokenizer(settings.model)
+        corpus = read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
+    if settings.questions is not None:
+        return Sample(tuple(read_questions(settings.questions)), ANSWERS, corpus)
+    if corpus is not None:
+        return Sample(tuple(probes(corpus.chunks, settings.probes, settings.seed)), AGREEMENT, corpus)
+    return Sample(tuple(world_questions(settings.seed, _PER_TYPE)), ANSWERS)
+
+
+def calibrated(
+    settings: CalibrateSettings,
+    model: Any,
+    tokenizer: Any,
+    sample: Sample,
+    *,
+    neighbours: Neighbours | None = None,
+    progress: bool = False,
+) -> Calibration:
+    """The record of a model in memory; nothing is stored."""
+    encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
+    policies = candidates(settings.policies, encoder)
+    if needs_neighbours(encoder) and neighbours is None:
+        neighbours = _neighbours(settings, sample, progress)
+    panel = Panel(
+        model,
+        tokenizer,
+        sample.questions,
+        encoder=encoder,
+        agreement=sample.quality == AGREEMENT,
+        neighbours=neighbours,
+        max_new_tokens=settings.new_tokens,
+        cache_dir=settings.cache_dir,
+        progress=progress,
+    )
+    try:
+        curve = measured_curve(panel, policies, settings.seed)
+    finally:
+        panel.close()
+    record = Calibration(
+        fingerprint=panel.fingerprint,
+        namespace=settings.namespace,
+        encoder=encoder,
+        budget=settings.budget,
+        policy="full",
+        ratio=1.0,
+        curve=curve,
+        n=len(sample.questions),
+        quality=sample.quality,
+        seed=settings.seed,
+        versions=versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    chosen = record.cheapest(settings.budget)
+    return replace(record, policy=chosen.policy, ratio=chosen.ratio)
+
+
+def report(record: Calibration, model: str) -> BenchReport:
+    """Rows of the curve; ``chosen`` marks the policy that the budget stands for."""
+    rows = [
+        {
+            "policy": point.policy,
+            "encoder": record.encoder,
+            "ratio_spent": point.ratio,
+            "f1": point.f1,
+            "loss": point.loss,
+            "loss_upper": point.upper,
+            "within": point.upper <= record.budget,
+            "chosen": point.policy == record.policy,
+            "budget": record.budget,
+            "quality": record.quality,
+            "namespace": record.namespace,
+            "n": record.n,
+        }
+        for point in record.curve
+    ]
+    return BenchReport("calibrate", model, record.seed, tuple(rows))
+
+
+def summary(record: Calibration) -> str:
+    """One or two sentences: what was chosen and how sure it is."""
+    chosen = record.cheapest(record.budget)
+    least = needed(record.budget)
+    if chosen.policy == "full" and record.n < least:
+        return (
+            f"budget:{record.budget:g} -> full: {record.n} questions cannot show so small a loss; give at "
+            f"least {least}, or a larger budget"
+        )
+    return (
+        f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: F1 {chosen.f1:.3f}, loss "
+        f"{chosen.loss:+.4f} (90 % sure to be below {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
+        f"{record.n} questions"
+    )
+
+
+def plot(record: Calibration, path: str | os.PathLike[str]) -> None:
+    """Loss over the ratio spent, with the upper bounds and the budget as a line."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    points = sorted(record.curve, key=lambda point: point.ratio)
+    ratios, losses = [p.ratio for p in points], [p.loss for p in points]
+    reach = [max(0.0, p.upper - p.loss) for p in points]
+    axes.errorbar(ratios, losses, yerr=[[0.0] * len(points), reach], fmt="o", capsize=3, linewidth=0.8)
+    for point in points:
+        weight = "bold" if point.policy == record.policy else "normal"
+        at = (point.ratio, point.loss)
+        axes.annotate(point.policy, at, (4, 3), textcoords="offset points", fontsize=7, fontweight=weight)
+    axes.axhline(record.budget, color="#b03030", linestyle="--", label=f"budget {record.budget:g}")
+    axes.set(xlabel="recompute ratio spent", ylabel="F1 lost against full (bars: 90 % upper bound)")
+    axes.set_title(f"{record.encoder}, {record.n} questions, chosen: {record.policy}", fontsize=10)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _neighbours(settings: CalibrateSettings, sample: Sample, progress: bool) -> Neighbours:
+    if settings.neighbours == PRECEDING and sample.corpus is not None:
+        return PrecedingChunks(documents(sample.corpus.chunks))
+    from ragcachekit.bench.embedding import MiniLM  # an extra, and needed here only
+
+    texts: Sequence[str] = sample.corpus.texts if sample.corpus is not None else []
+    asked = (chunk for question in sample.questions for chunk in question.chunks)
+    known = list(dict.fromkeys([*texts, *asked]))
+    return SimilarChunks(known, MiniLM().embed(known, progress=progress))

@@ -1,0 +1,185 @@
+"""The curve of a calibration: what every candidate loses against full, question by question."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm.auto import tqdm
+
+from ragcachekit.bench.fidelity_engines import FULL, Engines, Way
+from ragcachekit.bench.fidelity_metrics import token_f1
+from ragcachekit.bench.fidelity_prompts import PromptMaker
+from ragcachekit.bench.fidelity_questions import FidelityQuestion
+from ragcachekit.bench.resample import Bootstrap
+from ragcachekit.link.calibration import CurvePoint
+from ragcachekit.link.neighbours import Neighbours
+from ragcachekit.link.policies import open_policy
+
+LEVEL = 0.9
+"""Of the one-sided bound that is compared with a budget."""
+
+WISHED = (
+    "reuse",
+    *("lego:1", "lego:4", "lego:16"),
+    *("query:0.05", "query:0.1", "query:0.15", "query:0.3", "query:0.5"),
+    *("deep:0.05", "deep:0.1", "deep:0.15", "deep:0.3", "deep:0.5"),
+    *("lego:4+query:0.1", "heavy:0.1"),
+    *("cacheblend:0.1", "cacheblend:0.15", "cacheblend:0.3", "cacheblend:0.5"),
+    *("craft:0.25", "craft:0.5", "craft:1.0", "craft:2.0"),
+)
+"""Candidates, those of them that this version knows; Cache-Craft's alpha is calibrated among them."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one policy gave, question by question.
+
+    Attributes
+    ----------
+    f1, ratio : numpy.ndarray
+        ``[questions]``: F1, and recomputed / cached rows.
+    """
+
+    f1: NDArray[np.float64]
+    ratio: NDArray[np.float64]
+
+
+def candidates(names: Iterable[str], encoder: str) -> list[str]:
+    """Policies to measure over ``encoder``, without ``full``; the default ones if none are named.
+
+    Raises
+    ------
+    ValueError
+        For an unknown policy, or one that insists on another encoder.
+    """
+    given = list(names)
+    out = []
+    for name in given or _known(WISHED):
+        policy = open_policy(name)
+        if policy.encoder not in (None, encoder):
+            if given:
+                raise ValueError(
+                    f"policy {name} is defined over encoder {policy.encoder}, and this calibration is for "
+                    f"{encoder}; give --encoder {policy.encoder} or leave {name} out"
+                )
+            continue
+        if policy.reads_cache:
+            out.append(policy.name)
+    return list(dict.fromkeys(out))
+
+
+class Panel:
+    """Questions asked of one model over one encoder; close it.
+
+    Parameters
+    ----------
+    model, tokenizer
+    questions : sequence of FidelityQuestion
+    encoder : str
+    agreement : bool
+        Score against the answer of ``full``, not against the right one.
+    neighbours : Neighbours, optional
+        For the encoder ``similar:n``.
+    max_new_tokens : int
+    cache_dir : path, optional
+    progress : bool
+        Show a bar.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        questions: Sequence[FidelityQuestion],
+        *,
+        encoder: str,
+        agreement: bool = False,
+        neighbours: Neighbours | None = None,
+        max_new_tokens: int = 64,
+        cache_dir: str | os.PathLike[str] | None = None,
+        progress: bool = False,
+    ) -> None:
+        maker = PromptMaker(tokenizer)
+        self._asked = [(question, maker.prompt(question)) for question in questions]
+        self._encoder, self._agreement, self._progress = encoder, agreement, progress
+        self._right: list[str] | None = None if agreement else [question.answer for question in questions]
+        self._engines = Engines(
+            model,
+            tokenizer,
+            [encoder],
+            stop=maker.stop,
+            max_new_tokens=max_new_tokens,
+            neighbours=neighbours,
+            cache_dir=cache_dir,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model."""
+        return self._engines.fingerprint
+
+    def scores(self, policy: str) -> Scores:
+        """Ask every question under one policy."""
+        way = FULL if policy == FULL.policy else Way(policy, self._encoder)
+        if self._right is None:
+            self._right = [self._answer(at, FULL)[0] for at in self._bar("full")]
+        found = [self._answer(at, way) for at in self._bar(policy)]
+        f1 = [token_f1(text, right) for (text, _), right in zip(found, self._right, strict=True)]
+        return Scores(np.array(f1), np.array([ratio for _, ratio in found]))
+
+    def close(self) -> None:
+        """Close the engines."""
+        self._engines.close()
+
+    def _answer(self, at: int, way: Way) -> tuple[str, float]:
+        question, prompt = self._asked[at]
+        self._engines.encode(question, prompt, way)
+        answer = self._engines.answer(prompt, way)
+        return answer.text.strip(), answer.report.link.recompute_ratio
+
+    def _bar(self, what: str) -> Iterable[int]:
+        return tqdm(range(len(self._asked)), desc=what, unit="question", disable=not self._progress)
+
+
+def measured_curve(panel: Panel, policies: Sequence[str], seed: int) -> tuple[CurvePoint, ...]:
+    """Every candidate and ``full``, by the ratio spent."""
+    full = panel.scores(FULL.policy)
+    points = [CurvePoint(FULL.policy, 1.0, float(full.f1.mean()), 0.0, 0.0)]
+    for name in policies:
+        found = panel.scores(name)
+        loss = full.f1 - found.f1
+        ratio, f1 = float(found.ratio.mean()), float(found.f1.mean())
+        points.append(CurvePoint(name, ratio, f1, float(loss.mean()), upper_bound(loss, seed)))
+    return tuple(sorted(points, key=lambda point: (point.ratio, point.upper)))
+
+
+def upper_bound(losses: NDArray[np.float64], seed: int) -> float:
+    """One-sided 90 % upper bound of the mean loss, paired by question (bootstrap).
+
+    One question more is counted as lost completely. Without it a sample that shows no loss would prove
+    that there is none, however small it is; with it, n questions without a loss are good for a bound of
+    about 2 / (n + 1), near the exact binomial bound of 2.3 / n.
+    """
+    sample = np.append(losses, 1.0)
+    return Bootstrap(len(sample), seed).upper_of_mean(sample, LEVEL)
+
+
+def needed(budget: float) -> int:
+    """Questions that must show no loss at all before a budget can be kept."""
+    return int(np.ceil(2 / budget - 1e-9)) - 1
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    out = []
+    for name in names:
+        try:
+            open_policy(name)
+        except ValueError:
+            continue
+        out.append(name)
+    return out

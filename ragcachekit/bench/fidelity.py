@@ -1,0 +1,230 @@
+"""Fidelity: what reuse does to answers, for every policy and encoder, beside a full prefill.
+
+Everything goes through the public interface of :class:`~ragcachekit.engine.RagCache`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+import ragcachekit
+from ragcachekit.bench.fidelity_engines import FULL, NO_ENCODER, Engines, Way, needs_neighbours
+from ragcachekit.bench.fidelity_measure import Measurement, measure
+from ragcachekit.bench.fidelity_prompts import PromptMaker
+from ragcachekit.bench.fidelity_questions import FidelityQuestion, digest
+from ragcachekit.bench.fidelity_rows import QUALITY, layer_rows, quality_rows
+from ragcachekit.bench.fidelity_settings import (
+    FidelitySettings,
+    chosen_questions,
+    chosen_ways,
+    document_neighbours,
+)
+from ragcachekit.bench.fidelity_work import Work, WorkHeader
+from ragcachekit.bench.report import BenchReport
+from ragcachekit.bench.workspace import READER, check_dtype, explained, model_path, one_thread
+from ragcachekit.errors import PromptTooLong, RagCacheError
+from ragcachekit.link.neighbours import Neighbours, SimilarChunks
+from ragcachekit.link.policies import open_policy
+from ragcachekit.model.fingerprint import fingerprint
+from ragcachekit.model.loading import default_cache_dir, load_model
+
+
+def run(
+    settings: FidelitySettings | None = None,
+    *,
+    work: str | os.PathLike[str] | None = None,
+    neighbours: Neighbours | None = None,
+    progress: bool = False,
+) -> BenchReport:
+    """Ask every question in every way.
+
+    Parameters
+    ----------
+    settings : FidelitySettings, optional
+    work : path, optional
+        Results are kept here as they come; a file of an earlier run is continued.
+    neighbours : Neighbours, optional
+        For the encoders ``similar:n``; default: what the settings say.
+    progress : bool
+        Show bars.
+
+    Returns
+    -------
+    BenchReport
+        Flat rows. ``part`` is ``quality`` (or the name of the sweep): means per policy, encoder and
+        question type with ``<metric>_low`` and ``<metric>_high``, of ``f1`` just ``low`` and ``high``
+        (95 %, bootstrap over questions); ``layer``: KV deviation per layer; ``check``: ``full``
+        against the model's own generate.
+
+    Raises
+    ------
+    ValueError
+        For unknown policies, encoders or sweeps, and bad questions; before any work.
+    RagCacheError
+        If ``full`` through the library is not what the model's own ``generate`` gives (no figure
+        then), a way falls back to a full prefill, or the work file belongs to another run.
+    """
+    chosen = settings or FidelitySettings()
+    check_dtype(chosen.dtype)
+    for name in chosen.policies:
+        open_policy(name)
+    questions = chosen_questions(chosen)
+    neighbours = neighbours or document_neighbours(chosen)
+    with one_thread(chosen.model == READER), explained(chosen.model, ValueError):
+        dtype = {} if chosen.dtype == "auto" else {"dtype": getattr(torch, chosen.dtype)}
+        model, tokenizer = load_model(model_path(chosen.model), chosen.device, **dtype)
+    ways = chosen_ways(chosen, model, tokenizer)
+    with one_thread(chosen.model == READER):
+        return _Run(chosen, questions, ways, model, tokenizer, neighbours, progress).report(work)
+
+
+class _Run:
+    """One run over a loaded model."""
+
+    def __init__(
+        self,
+        settings: FidelitySettings,
+        questions: Sequence[FidelityQuestion],
+        ways: Sequence[Way],
+        model: Any,
+        tokenizer: Any,
+        neighbours: Neighbours | None,
+        progress: bool,
+    ) -> None:
+        self._settings, self._questions, self._ways = settings, questions, ways
+        self._model, self._tokenizer, self._progress = model, tokenizer, progress
+        self._neighbours = neighbours
+        self._maker = PromptMaker(tokenizer)
+        self._prompts = [self._maker.prompt(question) for question in questions]
+        self._tokens = settings.new_tokens
+        self._check_lengths()
+
+    def report(self, path: str | os.PathLike[str] | None) -> BenchReport:
+        """Do what is left and sum up."""
+        settings = self._settings
+        with Work(self._header(), path) as work:
+            expected = self._own_answers(work)
+            with self._engines() as engines:
+                self._ask_all(engines, work, expected)
+            rows = self._rows(work)
+        model = "the trained reader of the package" if settings.model == READER else settings.model
+        return BenchReport("fidelity", model, settings.seed, tuple(rows))
+
+    def _check_lengths(self) -> None:
+        context = self._model.config.get_text_config().max_position_embeddings
+        for question, prompt in zip(self._questions, self._prompts, strict=True):
+            if len(prompt.token_ids) + self._tokens > context:
+                raise PromptTooLong(
+                    f"the question {question.question!r} has {len(prompt.token_ids)} prompt tokens; with "
+                    f"{self._tokens} for the answer that is more than the model's context ({context})"
+                )
+
+    def _header(self) -> WorkHeader:
+        folder = Path(self._settings.cache_dir) if self._settings.cache_dir else default_cache_dir()
+        found = fingerprint(self._model, self._tokenizer, cache=folder / "digests.json")
+        return WorkHeader(
+            found.digest,
+            self._settings.seed,
+            digest(self._questions),
+            self._tokens,
+            self._settings.neighbours,
+            ragcachekit.__version__,
+        )
+
+    @torch.no_grad()
+    def _own_answers(self, work: Work) -> dict[int, tuple[int, ...]]:
+        """What the model's own ``generate`` gives before the library touches it, where not checked yet."""
+        left = [i for i in range(len(self._questions)) if work.get(i, FULL) is None]
+        out = {}
+        for i in tqdm(left, desc="generate", unit="question", disable=not self._progress or not left):
+            ids = torch.tensor([self._prompts[i].token_ids], device=self._model.device)
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self._tokens,
+                do_sample=False,
+                pad_token_id=self._maker.pad,
+            )
+            out[i] = tuple(output[0, ids.shape[1] :].tolist())
+        return out
+
+    def _engines(self) -> Engines:
+        encoders = dict.fromkeys(way.encoder for way in self._ways if way.encoder != NO_ENCODER)
+        near = self._neighbours
+        if near is None and any(map(needs_neighbours, encoders)):
+            near = _similar(self._questions, self._progress)
+        return Engines(
+            self._model,
+            self._tokenizer,
+            encoders,
+            neighbours=near,
+            stop=self._maker.stop,
+            max_new_tokens=self._tokens,
+            cache_dir=self._settings.cache_dir,
+        )
+
+    def _ask_all(self, engines: Engines, work: Work, expected: Mapping[int, tuple[int, ...]]) -> None:
+        left = [
+            (i, [way for way in self._ways if work.get(i, way) is None]) for i in range(len(self._questions))
+        ]
+        total = sum(len(ways) for _, ways in left)
+        with tqdm(total=total, desc="fidelity", unit="answer", disable=not self._progress) as bar:
+            for i, ways in left:
+                if ways:
+                    self._ask(engines, work, i, ways, expected.get(i), bar)
+
+    def _ask(
+        self,
+        engines: Engines,
+        work: Work,
+        i: int,
+        ways: Sequence[Way],
+        expected: tuple[int, ...] | None,
+        bar: tqdm[Any],
+    ) -> None:
+        """One question in every way that is left; ``full`` is first among the ways."""
+        question, prompt = self._questions[i], self._prompts[i]
+        if expected is not None and engines.token_ids(prompt) != expected:
+            raise RagCacheError(
+                "full through the library differs from the model's own generate on the question "
+                f"{question.question!r}; do not trust any figure"
+            )
+        full, _ = engines.prefilled(prompt, FULL)
+        for way in ways:
+            known = work.get(i, FULL)
+            work.put(i, way, measure(engines, question, prompt, way, full, known.text if known else None))
+            bar.update()
+
+    def _rows(self, work: Work) -> list[dict[str, Any]]:
+        results = {
+            way: [self._result(work, i, way) for i in range(len(self._questions))] for way in self._ways
+        }
+        part, seed = self._settings.sweep or QUALITY, self._settings.seed
+        check = {
+            "part": "check",
+            "name": "full equals the model's own generate",
+            "n": len(self._questions),
+            "mismatches": 0,
+        }
+        layers = [] if self._settings.sweep else layer_rows(results, seed)
+        return [*quality_rows(part, self._questions, results, seed), *layers, check]
+
+    @staticmethod
+    def _result(work: Work, i: int, way: Way) -> Measurement:
+        found = work.get(i, way)
+        assert found is not None
+        return found
+
+
+def _similar(questions: Sequence[FidelityQuestion], progress: bool) -> Neighbours:
+    """The corpus: every chunk of the questions."""
+    from ragcachekit.bench.embedding import MiniLM  # an extra, and needed here only
+
+    texts = list(dict.fromkeys(chunk for question in questions for chunk in question.chunks))
+    return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))

@@ -1,0 +1,81 @@
+"""How an answer is scored against the right one and against that of a full prefill.
+
+Answers are compared as in SQuAD: lower case, without punctuation and articles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from rouge_score import rouge_scorer
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = re.compile(r"[^\w\s]")
+_WORD = re.compile(r"\w+")
+
+
+class _Words:
+    """Words of any script; the tokenizer of rouge-score knows ASCII only."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return _WORD.findall(text.lower())
+
+
+_ROUGE = rouge_scorer.RougeScorer(["rougeL"], tokenizer=_Words())
+
+
+def words(text: str) -> list[str]:
+    """The words that count."""
+    return _ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split()
+
+
+def exact_match(answer: str, right: str) -> float:
+    """1 if the same words stand in the same order, else 0."""
+    return float(words(answer) == words(right))
+
+
+def token_f1(answer: str, right: str) -> float:
+    """Harmonic mean of precision and recall of words, as a bag; two empty texts agree."""
+    one, other = words(answer), words(right)
+    if not one or not other:
+        return float(one == other)
+    common = sum((Counter(one) & Counter(other)).values())
+    return 2 * common / (len(one) + len(other))
+
+
+def rouge_l(answer: str, right: str) -> float:
+    """ROUGE-L F measure (package rouge-score, no stemming); two texts without words agree."""
+    if not _WORD.search(answer) and not _WORD.search(right):
+        return 1.0
+    return float(_ROUGE.score(right, answer)["rougeL"].fmeasure)
+
+
+def jaccard(answer: str, other: str) -> float:
+    """Shared words / all words, as sets (Cache-Craft, section 5); two empty texts agree."""
+    one, two = set(words(answer)), set(words(other))
+    return len(one & two) / len(one | two) if one or two else 1.0
+
+
+def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(full || other) in nats of two next-token distributions, given as log probabilities ``[vocab]``."""
+    return max(0.0, float((full.exp() * (full - other)).nan_to_num(0.0).sum()))
+
+
+def relative_deviations(
+    full: Iterable[torch.Tensor], other: Iterable[torch.Tensor], spans: Sequence[range]
+) -> tuple[float, ...]:
+    """Per layer ``||other - full|| / ||full||`` over the rows of ``spans``.
+
+    ``full`` and ``other`` hold ``[heads, tokens, head_dim]`` per layer.
+    """
+    rows = torch.tensor([p for span in spans for p in span], dtype=torch.long)
+    out = []
+    for one, two in zip(full, other, strict=True):
+        at = rows[rows < one.shape[1]].to(one.device)
+        right, found = one[:, at].double(), two[:, at].double()
+        norm = float(right.norm())
+        out.append(float((found - right).norm()) / norm if norm else 0.0)
+    return tuple(out)
