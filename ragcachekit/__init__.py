@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import StoreConfig
+from ragcachekit.config import ShadowConfig, StoreConfig
 from ragcachekit.errors import ModelNotSupported, RagCacheError
-from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, Text
+from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, ShadowReport, Text
 
 if TYPE_CHECKING:
     from ragcachekit.aio import agenerate, astream
@@ -34,6 +34,8 @@ __all__ = [
     "ProximityCache",
     "RagCache",
     "RagCacheError",
+    "ShadowConfig",
+    "ShadowReport",
     "SimilarChunks",
     "StoreConfig",
     "Text",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -14,15 +13,18 @@ from typing import Any, Literal, Self, TypeVar
 
 from tqdm.auto import tqdm
 
-from ragcachekit.config import StoreConfig
+from ragcachekit.config import ShadowConfig, StoreConfig
 from ragcachekit.errors import ModelChanged, ModelNotSupported
+from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.options import Way, way_in
-from ragcachekit.generate.run import Generated, link_ahead, run_generate
+from ragcachekit.generate.run import link_ahead, run_generate
 from ragcachekit.generate.stream import AnswerStream
-from ragcachekit.generate.streaming import Detokenizer, cut_at_stop, stop_strings
+from ragcachekit.generate.streaming import Detokenizer, stop_strings
 from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
+from ragcachekit.link.budgets import Budgets, Chosen
 from ragcachekit.link.contextual import NeighbourEncoder
+from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.observed import ObservedCache
@@ -35,13 +37,12 @@ from ragcachekit.model.loading import default_cache_dir, load_model, weights_fol
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer, PromptLike
 from ragcachekit.prompt.registry import forms
+from ragcachekit.shadow import Shadow, shadow_config
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
-from ragcachekit.types import Answer, GenerateReport, chunk_id
+from ragcachekit.types import Answer, ShadowReport, chunk_id
 
-DEFAULT_NEW_TOKENS = 256
 _Item = TypeVar("_Item")
-_LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
 class RagCache:
@@ -55,10 +56,11 @@ class RagCache:
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
-        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``lego0``.
+        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``lego0``; or how much F1
+        may be lost at most, ``budget:0.01``, by the last ``ragcachekit calibrate``.
     encoder : str, optional
-        What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``;
-        default is what the policy asks for, else ``standalone``.
+        What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
+        ``in-prompt``; default is what the policy asks for, else ``standalone``.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar to a chunk, for the encoder ``similar:n``: :class:`SimilarChunks`,
         :class:`PrecedingChunks`, :class:`CoRetrieved` or your own. A mapping gives one per namespace;
@@ -70,8 +72,11 @@ class RagCache:
     cold : {"background", "now", "never"}
         When chunks that a prompt missed are encoded: behind the answer in a thread, behind the
         answer before it is returned, or only by :meth:`encode`.
+    shadow : float or ShadowConfig, optional
+        Share of the requests that is answered again in full, to see what reuse does to answers; what
+        comes of it is in :meth:`shadow_report` and, where it goes wrong, in the log.
     cache_dir : path, optional
-        For file digests and passed checks; default the user's cache folder.
+        For file digests, passed checks and calibrations; default the user's cache folder.
 
     Raises
     ------
@@ -93,6 +98,7 @@ class RagCache:
         store: StoreConfig | KVStore | None = None,
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
+        shadow: float | ShadowConfig | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         _weights: Path | None = None,
     ) -> None:
@@ -128,7 +134,24 @@ class RagCache:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         chunks = ChunkEncoder(model, self._rope, ObservedCache)
         behind = NeighbourEncoder(model, self._rope, chunks, self._store)
-        self._warmer = Warmer(chunks, self._store, self._prompts.unchanged, behind)
+        self._warmer = Warmer(
+            chunks,
+            self._store,
+            self._prompts.unchanged,
+            behind,
+            InPromptEncoder(model, self._rope),
+            self._prompts.note_stored,
+        )
+        self._budgets = Budgets(folder, self.fingerprint, self._prompts.encodings(open_policy("full")).name)
+        self._budgets.resolve(self._policy, self.namespace)  # what there is to warn of, warn of now
+        self.shadow = Shadow(
+            shadow_config(shadow),
+            model,
+            self._rope,
+            pad=self._prompts.pad,
+            decode=self._prompts.decode,
+            unchanged=self._prompts.unchanged,
+        )
 
     @classmethod
     def from_pretrained(
@@ -142,6 +165,7 @@ class RagCache:
         store: StoreConfig | KVStore | None = None,
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
+        shadow: float | ShadowConfig | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         **model_options: Any,
     ) -> Self:
@@ -160,14 +184,15 @@ class RagCache:
             store=store,
             namespace=namespace,
             cold=cold,
+            shadow=shadow,
             cache_dir=cache_dir,
             _weights=weights_folder(model_id),
         )
 
     @property
     def policy(self) -> str:
-        """Name of the default policy."""
-        return self._policy.name
+        """Name of the default policy; ``budget:0.01 -> lego:4`` for one that was calibrated."""
+        return self._budgets.resolve(self._policy, self.namespace).label
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -254,6 +279,7 @@ class RagCache:
             registry.clear(space)
             self._prompts.neighbours.forget(space)
             self._warmer.forget(space)
+            self._prompts.variants.forget(space)
             return self._store.forget(space)
         ids, texts = _several(ids or (), "ids"), _several(texts or (), "texts")
         registry.discard(space, texts)
@@ -261,15 +287,22 @@ class RagCache:
         gone = frozenset([*ids, *(chunk_id(t, space) for t in tokens)])
         self._prompts.neighbours.forget(space, gone)
         self._warmer.forget(space, gone)
+        self._prompts.variants.forget(space, gone)
         return self._store.forget(space, gone)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier."""
         return self._store.stats()
 
+    def shadow_report(self, namespace: str | None = None) -> ShadowReport:
+        """What shadow mode has seen, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
+        return self.shadow.report(namespace)
+
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for background encoding; False if ``timeout`` seconds did not suffice."""
-        return self._warmer.flush(timeout)
+        """Wait for background encoding and shadow prefills; False if ``timeout`` seconds did not suffice."""
+        end = None if timeout is None else time.monotonic() + timeout
+        encoded = self._warmer.flush(timeout)
+        return self.shadow.flush(None if end is None else max(0.0, end - time.monotonic())) and encoded
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -301,20 +334,7 @@ class RagCache:
         """
         begun, stop = time.perf_counter(), stop_strings(stop)
         plan = self._plan(prompt, namespace, policy)
-        options = self._options(options, stop, len(plan.token_ids))
-        generated = run_generate(
-            self.model,
-            self._rope,
-            [plan],
-            options,
-            pad=self._prompts.pad,
-            cancel=cancel,
-            stop=stop,
-            decode=self._prompts.decode,
-        )
-        answer = self._answer(generated, 0, begun, stop, options)
-        self._warm(plan.missing)
-        return answer
+        return self._answers([plan], options, stop, begun, cancel)[0]
 
     def generate_batch(
         self,
@@ -330,7 +350,7 @@ class RagCache:
             return []
         prompts, stop = _several(prompts, "prompts"), stop_strings(stop)
         ahead = way_in(options, self.model.generation_config) is Way.AHEAD
-        layerwise = isinstance(self._policy if policy is None else open_policy(policy), LayerwisePolicy)
+        layerwise = isinstance(self._chosen(policy, self._space(namespace)).policy, LayerwisePolicy)
         # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit;
         # and its rows must be the same ones in every layer.
         if ahead or layerwise or self._rope.depends_on_length:
@@ -339,19 +359,7 @@ class RagCache:
             ]
         begun = time.perf_counter()
         plans = [self._plan(prompt, namespace, policy) for prompt in prompts]
-        options = self._options(options, stop, max(len(plan.token_ids) for plan in plans))
-        generated = run_generate(
-            self.model,
-            self._rope,
-            plans,
-            options,
-            pad=self._prompts.pad,
-            stop=stop,
-            decode=self._prompts.decode,
-        )
-        answers = [self._answer(generated, i, begun, stop, options) for i in range(len(plans))]
-        self._warm([item for plan in plans for item in plan.missing])
-        return answers
+        return self._answers(plans, options, stop, begun)
 
     def stream(
         self,
@@ -398,6 +406,7 @@ class RagCache:
 
     def close(self) -> None:
         """End background work and close the store that this object opened."""
+        self.shadow.close()
         self._warmer.close()
         if self._owns_store:
             self._store.close()
@@ -412,48 +421,35 @@ class RagCache:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _options(self, options: dict[str, Any], stop: Sequence[str], tokens: int) -> dict[str, Any]:
-        """Fill in what generate needs; everything given stays as it is."""
-        options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
-        if "generation_config" in options:
-            # Into a copy: transformers does not want other arguments beside a configuration.
-            options["generation_config"] = config = copy.deepcopy(options["generation_config"])
-            if config.pad_token_id is None:
-                config.pad_token_id = self._prompts.pad
-        else:
-            options = {"pad_token_id": self._prompts.pad, **options}
-        if not _LIMITS & options.keys():
-            options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, self._prompts.context - tokens)
-        if "max_length" in options and "max_new_tokens" not in options:
-            # Counted from the prompt: a linked batch is padded wider than an ordinary one.
-            options["max_new_tokens"] = options.pop("max_length") - tokens
-        if options.get("max_new_tokens", 1) < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
+    def _answers(
+        self,
+        plans: Sequence[LinkPlan],
+        options: Mapping[str, Any],
+        stop: Sequence[str],
+        begun: float,
+        cancel: threading.Event | None = None,
+    ) -> list[Answer]:
+        """Generate after one batch of plans; what is to happen behind the answers, begins here."""
         if stop:
             _ = self._prompts.tokens  # stop strings are text
-        return options
-
-    def _answer(
-        self,
-        generated: Generated,
-        item: int,
-        begun: float,
-        stop: Sequence[str],
-        options: Mapping[str, Any],
-    ) -> Answer:
-        ids = generated.token_ids[item]
-        text, stopped = cut_at_stop(self._prompts.decode(ids), stop)
-        while stopped and cut_at_stop(self._prompts.decode(ids[:-1]), stop)[1]:
-            ids = ids[:-1]  # this prompt stopped while others of its batch went on
-        ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
-        report = GenerateReport(
-            replace(generated.reports[item], link_ms=(generated.linked - begun) * 1e3),
-            len(ids),
-            ttft_ms=(generated.first_token - begun) * 1e3,
-            total_ms=(time.perf_counter() - begun) * 1e3,
-            finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
+        pad, decode, longest = self._prompts.pad, self._prompts.decode, max(len(p.token_ids) for p in plans)
+        options = filled_options(options, longest, pad=pad, context=self._prompts.context)
+        first = self.shadow.draw(len(plans), options)
+        generated = run_generate(
+            self.model,
+            self._rope,
+            plans,
+            options,
+            pad=pad,
+            cancel=cancel,
+            stop=stop,
+            decode=decode,
+            first=first,
         )
-        return Answer(text, ids, report)
+        answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
+        self.shadow.follow(plans, answers, first, options, stop)
+        self._warm([item for plan in plans for item in plan.missing])
+        return answers
 
     def _warm(self, missing: Sequence[Missing]) -> None:
         if self._cold == "background":
@@ -464,8 +460,15 @@ class RagCache:
     def _plan(
         self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
     ) -> LinkPlan:
-        chosen = self._policy if policy is None else open_policy(policy)
-        return self._prompts.plan(prompt, self._space(namespace), chosen)
+        space = self._space(namespace)
+        chosen = self._chosen(policy, space)
+        plan = self._prompts.plan(prompt, space, chosen.policy)
+        return replace(plan, report=chosen.named(plan.report))
+
+    def _chosen(self, policy: str | SelectionPolicy | None, space: str) -> Chosen:
+        chosen = self._budgets.resolve(self._policy if policy is None else open_policy(policy), space)
+        why = self.shadow.fallback(space) if chosen.policy.reads_cache else None
+        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
     def _space(self, namespace: str | None) -> str:
         return self.namespace if namespace is None else _checked_namespace(namespace)

@@ -9,10 +9,12 @@ from typing import Any, cast
 
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.encodings import Encodings, Ids
+from ragcachekit.link.encodings import IN_PROMPT, Encodings, Ids
 from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.link.plan import LinkPlan, Missing, TokenSegment, make_plan, plain_plan
+from ragcachekit.link.variants import VariantPool
 from ragcachekit.model.fingerprint import ModelWatch
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.prompt.base import Segmentation
@@ -20,7 +22,7 @@ from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import segment_text
 from ragcachekit.store.base import KVStore
-from ragcachekit.types import Chunk, Prompt, Segment, Text
+from ragcachekit.types import Chunk, KVKey, Prompt, Segment, Text
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Preparer:
         self._store = store
         self._fingerprint = fingerprint
         self._encoder = encoder
+        self.variants = VariantPool()
         self.neighbours = TokenNeighbours(neighbours or {}, lambda text: self.tokens.chunk(text))
         self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
         self._watch = ModelWatch(model)
@@ -107,6 +110,11 @@ class Preparer:
             )
         return encodings
 
+    def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
+        """An entry is in the store now."""
+        if key.encoding.partition("@")[0] == IN_PROMPT:
+            self.variants.add(key, kv)
+
     def plan(self, prompt: PromptLike, space: str, policy: SelectionPolicy) -> LinkPlan:
         """Decide one prompt.
 
@@ -134,7 +142,9 @@ class Preparer:
         if fallback is not None:
             plan = plain_plan(segments, policy.name, encodings.name, space, fallback)
         else:
-            plan = make_plan(segments, policy, encodings, self._store, self._fingerprint, space)
+            plan = make_plan(
+                segments, policy, encodings, self._store, self._fingerprint, space, self.variants
+            )
         return replace(plan, report=replace(plan.report, notes=(*segmentation.prompt.notes, *notes)))
 
     def missing(

@@ -237,6 +237,57 @@ class GenerateReport(_Report):
 
 
 @dataclass(frozen=True)
+class ShadowReport(_Report):
+    """What answering a share of the requests a second time, in full, has shown.
+
+    Attributes
+    ----------
+    requests : int
+        Prompts answered while shadow mode was on.
+    shadowed : int
+        Of these, how many were prefilled in full as well: drawn, and approximately reused.
+    compared : int
+        Of these, how many answers were compared (greedy ones that ran to their end).
+    agreement : float or None
+        Share of the compared answers with the same text as that of full (the same ids, without a
+        tokenizer); None before there are any.
+    f1 : float or None
+        Mean F1 of their token ids, as a bag, against those of full.
+    mean_kl, max_kl : float or None
+        KL(full || reused) of the first token, in nats.
+    recent_disagreement : float
+        Answers that differed among the last ``window`` compared, as a share of ``window``; the highest
+        of all namespaces.
+    waiting, dropped, failed : int
+        Shadow prefills not begun yet, left out because too many waited, and ended by an error.
+    falling_back : bool
+        Whether prompts are computed in full because of it.
+    """
+
+    requests: int = 0
+    shadowed: int = 0
+    compared: int = 0
+    agreement: float | None = None
+    f1: float | None = None
+    mean_kl: float | None = None
+    max_kl: float | None = None
+    recent_disagreement: float = 0.0
+    waiting: int = 0
+    dropped: int = 0
+    failed: int = 0
+    falling_back: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.shadowed} of {self.requests} requests shadowed"
+        if self.agreement is not None:
+            text += f", {self.agreement:.1%} of {self.compared} answers as in full (F1 {self.f1:.3f})"
+        if self.mean_kl is not None:
+            text += f", first-token KL {self.mean_kl:.3g} on average, {self.max_kl:.3g} at most"
+        lost = [f"{n} {what}" for n, what in ((self.dropped, "dropped"), (self.failed, "failed")) if n]
+        return "; ".join([text, *lost, *(["falling back to full"] if self.falling_back else [])])
+
+
+@dataclass(frozen=True)
 class Answer:
     """What ``RagCache.generate`` returns: generated text, its token ids (without the prompt), the report."""
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config")
-CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "engine")
+CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "shadow", "engine")
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
 TOPS = ("cli", "bench")

@@ -224,7 +224,8 @@ def report(record: Calibration, model: str) -> BenchReport:
             "ratio_spent": point.ratio,
             "f1": point.f1,
             "loss": point.loss,
-            "loss_upper": point.upper,
+            "doubt": point.doubt,
+            "upper": point.upper,
             "within": point.upper <= record.budget,
             "chosen": point.policy == record.policy,
             "budget": record.budget,
@@ -248,7 +249,7 @@ def summary(record: Calibration) -> str:
         )
     return (
         f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: F1 {chosen.f1:.3f}, loss "
-        f"{chosen.loss:+.4f} (90 % sure to be below {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
+        f"{chosen.loss:+.4f} (upper bound {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
         f"{record.n} questions"
     )
 

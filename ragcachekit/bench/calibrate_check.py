@@ -18,6 +18,7 @@ from ragcachekit.bench.fidelity_questions import FidelityQuestion, held_out_worl
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.resample import Bootstrap
 from ragcachekit.bench.workspace import READER, model_path, one_thread
+from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import Calibration, write_record
 from ragcachekit.link.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.model.loading import load_model
@@ -46,6 +47,12 @@ class CheckSettings:
     calibrate_on: int = 200
     measure_on: int = 500
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.budgets or not self.encoders:
+            raise ValueError("give at least one budget and one encoder")
+        for budget in self.budgets:
+            Budget(budget)
 
 
 def run(settings: CheckSettings | None = None, *, progress: bool = False) -> BenchReport:
@@ -162,6 +169,7 @@ class _Check:
                 "ratio_spent": point.ratio,
                 "f1": point.f1,
                 "loss": point.loss,
+                "doubt": point.doubt,
                 "upper": point.upper,
                 "n": record.n,
             }

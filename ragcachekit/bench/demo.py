@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ragcachekit.bench import demo_answers, demo_plot, demo_speed
+from ragcachekit.bench.demo_answers import CHAIN
 from ragcachekit.bench.demo_score import ALL, KINDS
 from ragcachekit.bench.embedding import MiniLM
 from ragcachekit.bench.report import BenchReport, show, table
@@ -126,7 +127,7 @@ def summary(answers: BenchReport, speed: BenchReport) -> str:
     (queries,) = _part(answers, "query-cache")
     match = {r["policy"]: r["exact_match"] for r in _part(answers, "policy") if r["question_type"] == ALL}
     warm = {r["policy"]: r["speedup"] for r in speed.rows if r["state"] == "warm" and r["tier"] == "host"}
-    matches = ", ".join(f"{match[name]:.1%} with {name}" for name in ("full", "lego:16", "reuse"))
+    matches = ", ".join(f"{match[name]:.1%} with {name}" for name in ("full", CHAIN, "reuse"))
     times = " and ".join(f"{times:.1f}x with {name}" for name, times in warm.items())
     return (
         f"Shown: {queries['hit_rate']:.0%} of the questions needed no search "

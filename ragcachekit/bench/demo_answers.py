@@ -24,17 +24,24 @@ from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit.bench import demo_calibrate, demo_latency, demo_score
 from ragcachekit.bench.demo_chain import Asked, Wording, ask, build_chain
 from ragcachekit.bench.demo_store import ArticleStore, RememberedEmbeddings
+from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.world import World, make_world
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
+from ragcachekit.link.neighbours import PrecedingChunks
 from ragcachekit.query.calibrate import Calibration
 from ragcachekit.store.factory import open_store
 
 READER = Path(__file__).with_name("reader")
-POLICIES = ("full", "lego:16", "lego:4", "reuse", "lego0")
-CHAIN_POLICY = "lego:16"
+POLICIES = ("full", "deep:0.1", "lego:16", "lego:4", "reuse", "lego0")
+"""Over chunks that were encoded alone, as every policy's papers have it."""
+
+CHAIN_POLICY, CHAIN_ENCODER = "lego:2", "similar:1"
+"""What the chain runs on: chunks encoded behind the chunk that precedes them in their article."""
+
+CHAIN = f"{CHAIN_POLICY} on {CHAIN_ENCODER}"
 CHUNKS = 8  # four articles; the reader was trained on two to five
 MAX_TOKENS = 16
 
@@ -109,11 +116,12 @@ def _run(
     calibration = demo_calibrate.calibrated(others, known)
     store = ArticleStore.from_articles(world.articles, known)
     embed_ms = _embed([*(q.text for q in questions), *(w.text for w in wordings)], known)
-    with _engine(world, cache_dir, progress) as rag:
+    with _engine(world, cache_dir, progress) as rag, _chain_engine(world, cache_dir, progress) as chained:
         plain = store.as_retriever(search_kwargs={"k": CHUNKS})
-        rows, full = _policies(rag, plain, [Wording(q, q.text) for q in questions], seed, progress)
+        ways = [*((policy, rag, policy) for policy in POLICIES), (CHAIN, chained, CHAIN_POLICY)]
+        rows, full = _policies(ways, plain, [Wording(q, q.text) for q in questions], seed, progress)
         rows.append(_check_full(rag, full))
-        rows += _cached(rag, store, wordings, calibration, seed, progress)
+        rows += _cached(chained, store, wordings, calibration, seed, progress)
         rows += demo_latency.latencies(store, wordings, calibration.tolerance, CHUNKS, embed_ms)
     return BenchReport("demo-answers", "the trained reader of the package", seed, tuple(rows))
 
@@ -121,11 +129,29 @@ def _run(
 def _engine(world: World, cache_dir: str | os.PathLike[str] | None, progress: bool) -> RagCache:
     """The reader, every chunk of the corpus encoded up front as each policy wants it."""
     store = open_store(StoreConfig())
-    chunks = [chunk for article in world.articles for chunk in article.chunks]
-    for policy in ("lego0", CHAIN_POLICY):  # their encoders differ
+    for policy in ("lego0", "lego:16"):  # their encoders differ
         rag = RagCache.from_pretrained(READER, policy=policy, store=store, cold="now", cache_dir=cache_dir)
-        rag.encode(chunks, progress=progress)
+        rag.encode(_chunks(world), progress=progress)
     return rag
+
+
+def _chain_engine(world: World, cache_dir: str | os.PathLike[str] | None, progress: bool) -> RagCache:
+    """The reader as an application would set it up that knows the order of its documents' chunks."""
+    rag = RagCache.from_pretrained(
+        READER,
+        policy=CHAIN_POLICY,
+        encoder=CHAIN_ENCODER,
+        neighbours=PrecedingChunks(article.chunks for article in world.articles),
+        cold="now",
+        cache_dir=cache_dir,
+    )
+    before = prompt_for(rag.tokenizer).before
+    rag.encode(_chunks(world), system=before, progress=progress)
+    return rag
+
+
+def _chunks(world: World) -> list[str]:
+    return [chunk for article in world.articles for chunk in article.chunks]
 
 
 def _embed(texts: Sequence[str], known: RememberedEmbeddings) -> float:
@@ -136,19 +162,21 @@ def _embed(texts: Sequence[str], known: RememberedEmbeddings) -> float:
 
 
 def _policies(
-    rag: RagCache, retriever: BaseRetriever, wordings: Sequence[Wording], seed: int, progress: bool
+    ways: Sequence[tuple[str, RagCache, str]],
+    retriever: BaseRetriever,
+    wordings: Sequence[Wording],
+    seed: int,
+    progress: bool,
 ) -> tuple[list[dict[str, Any]], list[Asked]]:
-    """One row per policy and question type, and the answers of ``full``."""
+    """One row per way (label, engine, policy) and question type, and the answers of ``full``."""
     answers = {}
-    # Registers the chunks with the engine; tolerance 0, so that every question is searched for.
-    searching = RagCacheRetriever.wrap(retriever, cache=rag)
-    for policy in POLICIES:
+    for label, rag, policy in ways:
+        # Registers the chunks with the engine; tolerance 0, so that every question is searched for.
+        searching = RagCacheRetriever.wrap(retriever, cache=rag)
         chain = build_chain(searching, ChatRagCache(cache=rag, policy=policy, max_tokens=MAX_TOKENS))
-        answers[policy] = ask(chain, wordings, policy, progress)
-    rows = [
-        row for policy in POLICIES for row in _policy_rows(policy, answers[policy], answers["full"], seed)
-    ]
-    return rows, answers["full"]
+        answers[label] = ask(chain, wordings, label, progress)
+    full = answers["full"]
+    return [row for label in answers for row in _policy_rows(label, answers[label], full, seed)], full
 
 
 def _policy_rows(
@@ -217,7 +245,7 @@ def _cached(
     asked = ask(chain, wordings, "both caches", progress)
     hits = demo_score.count_hits(asked)
     return [
-        *({"part": "chain", "policy": CHAIN_POLICY, **asdict(s)} for s in demo_score.scores(asked, seed)),
+        *({"part": "chain", "policy": CHAIN, **asdict(s)} for s in demo_score.scores(asked, seed)),
         {
             "part": "query-cache",
             "tolerance": calibration.tolerance,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "full": "#4d4d4d",
+    "lego:2 on similar:1": "#2a9d6f",
+    "deep:0.1": "#8e5ea2",
     "lego:16": "#1b6ca8",
     "lego:4": "#6fa8dc",
     "reuse": "#e08e45",

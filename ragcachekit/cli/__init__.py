@@ -9,7 +9,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import ragcachekit
-from ragcachekit.cli import cache, corpus, measure
+from ragcachekit.cli import cache, calibrate, corpus, fidelity, measure
 from ragcachekit.cli.console import errors, one_line
 from ragcachekit.errors import RagCacheError
 
@@ -50,12 +50,14 @@ app = typer.Typer(
     help="Retrieval-augmented generation on your own model without paying twice for retrieval and prefill.",
 )
 app.callback()(root)
-for command in (measure.demo, corpus.ask, corpus.precompute, measure.check_model):
+for command in (measure.demo, corpus.ask, corpus.precompute, calibrate.calibrate, measure.check_model):
     app.command()(command)
 
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
 _bench.command()(measure.ttft)
 _bench.command()(measure.query_cache)
+_bench.command()(fidelity.fidelity)
+_bench.command()(calibrate.budget)
 app.add_typer(_bench, name="bench")
 
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder, and how to empty it.")

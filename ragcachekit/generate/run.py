@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.stopping import StopStrings, Watch
 from ragcachekit.generate.streaming import OrderedPrompt
+from ragcachekit.link.base import WatchingPolicy
 from ragcachekit.link.choose import choose
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
@@ -47,12 +49,13 @@ def run_generate(
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
+    first: FirstScores | None = None,
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
     A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
     generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed.
+    needed. ``first`` hears the first token's distribution.
     """
     way = way_in(options, model.generation_config)
     if rope.depends_on_length:
@@ -63,6 +66,8 @@ def run_generate(
     options = without_refused_defaults(options, model.generation_config)
     watch = Watch(cancel)
     options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
+    if first is not None:
+        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
     if streamer := options.get("streamer"):
         options["streamer"] = OrderedPrompt(streamer, plans[0].token_ids)
     beams = _effective(model, options, "num_beams") or 1
@@ -135,13 +140,16 @@ def link_ahead(
     the plan as it was decided.
     """
     plan, buffers = choose(model, rope, plan, pad)
-    ahead = plan.without_last()
+    # What watches the question sees all of it, the last token too.
+    ahead = plan if isinstance(plan.policy, WatchingPolicy) else plan.without_last()
     if not (ahead.pieces and (ahead.kept or ahead.policy)):
         return _plain([plan], model.device, pad), plan
     inputs = link([ahead], rope, model.device, pad, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
+    if ahead is plan:
+        inputs.cache.crop(-1)
     if repeats > 1:
         inputs.cache.batch_repeat_interleave(repeats)
     ids = torch.tensor([plan.token_ids], device=model.device)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
+
+from ragcachekit.link.cache import Observer
+from ragcachekit.types import KVKey
+
+if TYPE_CHECKING:
+    from ragcachekit.link.encodings import Wanted
+    from ragcachekit.link.variants import VariantPool
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,12 @@ class PlacedChunk:
     attended : torch.Tensor or None
         ``[tokens]`` float32: attention that each token got while the chunk was encoded, from its own
         tokens, summed over layers, heads and rows. None where nothing was recorded.
+    before : tuple of str
+        Ids of all segments that stand before it in this prompt, texts too, in order.
+    behind : tuple of str
+        Ids of what its KV was computed behind.
+    sums : mapping of str to torch.Tensor
+        All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     """
 
     chunk_id: str
@@ -32,6 +45,9 @@ class PlacedChunk:
     tokens: int
     exempt: bool
     attended: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    before: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    behind: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def stop(self) -> int:
@@ -74,13 +90,13 @@ class Look:
 
     Attributes
     ----------
-    layers : tuple of int
-        Layers to watch; negative ones count from the last.
+    layers : tuple of int or None
+        Layers to watch; negative ones count from the last. None: every layer.
     per_chunk : bool
         One softmax per chunk that is not exempt (FusionRAG); else one over all keys.
     """
 
-    layers: tuple[int, ...] = (-1,)
+    layers: tuple[int, ...] | None = (-1,)
     per_chunk: bool = True
 
 
@@ -123,6 +139,34 @@ class LayerwisePolicy(SelectionPolicy, Protocol):
         Asked before every layer but the first, in order; ``layers`` is their number, ``total`` that of
         the rows at layer 0. ``deviation`` is called at most once.
         """
+        ...
+
+
+@runtime_checkable
+class WatchingPolicy(LayerwisePolicy, Protocol):
+    """A layer-wise policy that sees the forward attend before it says which rows go on."""
+
+    def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowWatch:
+        """What sees one request's forward and narrows it; ``question``: positions of its rows."""
+        ...
+
+
+class RowWatch(Observer, Protocol):
+    """One request's state of a :class:`WatchingPolicy`; used by one thread, for one forward."""
+
+    def narrow(
+        self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
+    ) -> list[int]:
+        """As :meth:`LayerwisePolicy.narrow`; the layers before ``layer`` have been seen."""
+        ...
+
+
+@runtime_checkable
+class VariantPolicy(SelectionPolicy, Protocol):
+    """A policy that takes other variants of chunks than those that fit best."""
+
+    def choose_variants(self, wanted: Sequence[Wanted], pool: VariantPool) -> Mapping[int, KVKey]:
+        """Entries to use, by index into ``wanted``; for the others it is the usual one."""
         ...
 
 

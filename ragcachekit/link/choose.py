@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.link.base import GuidedPolicy, Look, PlacedChunk
+from ragcachekit.link.base import GuidedPolicy
 from ragcachekit.link.linker import Buffers, link, run_rows
 from ragcachekit.link.plan import LinkPlan, decided
 from ragcachekit.model.rope import Rope
@@ -23,10 +23,13 @@ class _Watcher:
     """An observer that keeps, per watched layer, what each key got from the question's rows."""
 
     def __init__(
-        self, look: Look, layers: int, chunks: Sequence[PlacedChunk], question: Sequence[int]
+        self,
+        wanted: Sequence[int],
+        spans: Sequence[tuple[int, int]] | None,
+        question: Sequence[int],
     ) -> None:
-        self._wanted = [layer % layers for layer in look.layers]
-        self._spans = [(c.start, c.stop) for c in chunks if not c.exempt] if look.per_chunk else None
+        self._wanted = wanted
+        self._spans = spans
         self._question = tuple(question)
         self._sums: dict[int, torch.Tensor] = {}
 
@@ -59,12 +62,17 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     policy = plan.policy
     if not isinstance(policy, GuidedPolicy):
         return plan, None
-    layers = plan.pieces[0].kv.layers
-    if not all(-layers <= layer < layers for layer in policy.look.layers):
-        raise ValueError(f"policy {policy.name} watches layers {policy.look.layers}; the model has {layers}")
-    watcher = _Watcher(policy.look, layers, plan.placed, plan.question)
+    spans = [(c.start, c.stop) for c in plan.placed if not c.exempt] if policy.look.per_chunk else None
+    watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
     inputs = link([plan], rope, model.device, pad, observer=watcher)
     with suppress(_Seen):
         run_rows(model, inputs, len(plan.rows))
     buffers = [(layer.keys, layer.values) for layer in inputs.cache.layers]
     return decided(plan, policy.choose(plan.placed, watcher.attention())), buffers
+
+
+def _watched(policy: GuidedPolicy, layers: int) -> list[int]:
+    wanted = policy.look.layers if policy.look.layers is not None else tuple(range(layers))
+    if not wanted or not all(-layers <= layer < layers for layer in wanted):
+        raise ValueError(f"policy {policy.name} watches layers {wanted}; the model has {layers}")
+    return [layer % layers for layer in wanted]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ragcachekit.link.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
+from ragcachekit.link.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:
     """
     if any(not part.reads_cache for part in parts):
         raise ValueError("full recomputes everything; there is nothing to add to it")
+    if any(isinstance(part, Budget) for part in parts):
+        raise ValueError("a budget stands for a whole calibrated policy and stands alone")
     if any(isinstance(part, LayerwisePolicy) for part in parts):
         raise ValueError("a layer-wise policy (cacheblend) chooses inside its forward and stands alone")
     if len({part.encoder for part in parts if part.encoder}) > 1:

@@ -14,11 +14,19 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 if TYPE_CHECKING:
     from ragcachekit.link.plan import TokenSegment
 
-KNOWN = ("standalone", "sinks:4", "system", "similar:10")
+KNOWN = ("standalone", "sinks:4", "system", "similar:10", "in-prompt")
 DEFAULT_NEIGHBOURS = 10
 """What ``similar`` means without a number: what FusionRAG's top-n analysis recommends."""
 
-_ARGUMENT = {"standalone": "none", "sinks": "needed", "system": "none", "similar": "optional"}
+_ARGUMENT = {
+    "standalone": "none",
+    "sinks": "needed",
+    "system": "none",
+    "similar": "optional",
+    "in-prompt": "none",
+}
+
+IN_PROMPT = "in-prompt"
 
 Ids = tuple[int, ...]
 
@@ -38,14 +46,31 @@ class NeighbourEncoding(Encoding):
 
 
 @dataclass(frozen=True)
+class InPromptEncoding(Encoding):
+    """Behind all that stood before the chunk in a real prompt, which is ``behind``: ``in-prompt``.
+
+    Attributes
+    ----------
+    segments : tuple of int
+        Lengths of the segments that ``behind`` consists of.
+    """
+
+    segments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Wanted:
-    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact."""
+    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact.
+
+    ``before`` are the ids of all segments that stand before it, texts too, in order.
+    """
 
     start: int
     token_ids: Ids
     key: KVKey
     encoding: Encoding
     exact: bool
+    before: tuple[str, ...] = ()
 
 
 class Encodings:
@@ -59,7 +84,8 @@ class Encodings:
         prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and the n most
         similar other chunks, the most similar one nearest (FusionRAG eq. 10); fewer where the
         neighbours, from the least similar on, do not fit into the model's context with the system
-        text and the chunk. A chunk without neighbours is a ``system`` chunk.
+        text and the chunk. A chunk without neighbours is a ``system`` chunk. ``in-prompt``: behind
+        all that stands before it in the prompt that misses it (Cache-Craft).
     rope : Rope
         Says whether the prompt's length changes frequencies, which then become part of the key.
     bos : int or None
@@ -100,30 +126,37 @@ class Encodings:
     @property
     def behind_system(self) -> bool:
         """Whether chunks are encoded behind the prompt's system text."""
-        return self.name == "system" or self.similar > 0
+        return self.name in ("system", IN_PROMPT) or self.similar > 0
 
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         length = sum(len(segment.token_ids) for segment in segments)
         system = self._system(segments)
-        start = 0
+        start, before = 0, list[Ids]()
+        names = list[str]()
         for segment in segments:
             ids = segment.token_ids
             if ids and (segment.is_chunk or (start == 0 and system)):
-                encoding, context = self._encoding(ids if segment.is_chunk else None, start, system)
+                encoding, context = self._encoding(ids if segment.is_chunk else None, start, system, before)
                 behind = len(encoding.behind)
+                # The ids of what stands before are known already: hashing it again for every chunk adds up.
+                known = tuple(names) if encoding.name == IN_PROMPT else None
                 yield Wanted(
                     start,
                     ids,
-                    self.key(ids, encoding, context, fingerprint, namespace, length),
+                    self.key(ids, encoding, context, fingerprint, namespace, length, known),
                     self._stretch(encoding, behind + len(ids), length),
-                    exact=start == 0 or (encoding.name == "system" and behind == start),
+                    exact=start == 0 or (encoding.name in ("system", IN_PROMPT) and behind == start),
+                    before=tuple(names),
                 )
+            if ids:
+                before.append(ids)
+                names.append(chunk_id(ids, namespace))
             start += len(ids)
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that will not stand at position 0, and what is in its context."""
-        return self._encoding(ids, 1, system)
+        return self._encoding(ids, 1, system, (system,) if system else ())
 
     def key(
         self,
@@ -133,21 +166,31 @@ class Encodings:
         fingerprint: str,
         namespace: str,
         length: int,
+        behind: tuple[str, ...] | None = None,
     ) -> KVKey:
-        """The store key of ``ids`` under ``encoding`` in prompts of ``length`` tokens."""
+        """The store key of ``ids`` under ``encoding`` in prompts of ``length`` tokens.
+
+        ``behind`` are the ids of ``context``, where they are known.
+        """
         name = encoding.name
         if self._rope.depends_on_length:
             name = f"{name}@{self._rope.regime(length)}"
-        behind = tuple(chunk_id(c, namespace) for c in context)
+        if behind is None:
+            behind = tuple(chunk_id(c, namespace) for c in context)
         return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, behind)
 
-    def _encoding(self, chunk: Ids | None, start: int, system: Ids) -> tuple[Encoding, tuple[Ids, ...]]:
+    def _encoding(
+        self, chunk: Ids | None, start: int, system: Ids, before: Sequence[Ids]
+    ) -> tuple[Encoding, tuple[Ids, ...]]:
         """Of a chunk, or (None) of the text at the prompt's start."""
         if chunk is None:
             return Encoding(ENCODING_PREFIX), ()
         if start == 0:
             # Nothing stands before it: whatever the encoder, its exact encoding is standalone.
             return Encoding("standalone"), ()
+        if self.name == IN_PROMPT and before:
+            behind = tuple(token for ids in before for token in ids)
+            return InPromptEncoding(IN_PROMPT, behind, segments=tuple(map(len, before))), tuple(before)
         near = self._fitting(chunk, len(system)) if self.similar else ()
         if near:
             # An empty system text keeps its place: behind it a neighbour is not a system text.

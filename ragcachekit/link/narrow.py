@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.link.base import LayerwisePolicy
-from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Projected
+from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
+from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Observer, Projected
 from ragcachekit.link.plan import LinkPlan, decided
 
 _HOOKING = threading.Lock()
@@ -35,8 +35,11 @@ class Narrowing:
 
     def __init__(self, plan: LinkPlan, policy: LayerwisePolicy, cache: LinkedCache) -> None:
         self._plan = plan
-        self._policy = policy
+        self._policy: LayerwisePolicy | RowWatch = policy
         self._cache = cache
+        self._observer: Observer | None = None
+        if isinstance(policy, WatchingPolicy):
+            self._policy = self._observer = policy.watch(plan.placed, plan.question)
         cached = {p for chunk in plan.placed for p in range(chunk.start, chunk.stop)}
         self._always = frozenset(plan.rows) - cached | {len(plan.token_ids) - 1}
         self._chosen = [p for p in plan.rows if p not in self._always]
@@ -46,6 +49,8 @@ class Narrowing:
         last = len(plan.token_ids) - 1
         self._last_cached = int(last in cached and last in plan.rows)
         self._spent = [self._total + self._last_cached]
+        for layer in cache.layers:
+            layer.narrow(self._link_rows())
 
     def decided(self) -> LinkPlan:
         """The plan as it turned out; its ratio counts what each layer really ran."""
@@ -54,6 +59,11 @@ class Narrowing:
     def before(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """What a forward pre-hook of decoder layer ``layer`` returns: new arguments, or None."""
         layers = len(self._cache.layers)
+        if args and args[0].dim() != 3:
+            raise ModelNotSupported(
+                f"{type(module).__name__} does not take hidden states as [batch, rows, width]; a layer-wise "
+                "policy cannot cut rows there: use another policy"
+            )
         if layer == layers - 1:
             self._cache.narrowing = None  # decoding steps come with the same cache
         if self._rows != self._plan.rows:
@@ -65,7 +75,7 @@ class Narrowing:
             self._policy.narrow(layer, layers, self._chosen, self._total, deviation) if self._chosen else ()
         )
         if not going <= set(self._chosen):
-            raise ValueError(f"policy {self._policy.name} chose rows that were not in work")
+            raise ValueError(f"policy {self._plan.report.policy} chose rows that were not in work")
         keep = torch.tensor([i for i, p in enumerate(self._rows) if p in going or p in self._always])
         before, self._rows = len(self._rows), tuple(self._rows[i] for i in keep.tolist())
         self._chosen = [p for p in self._chosen if p in going]
@@ -86,7 +96,7 @@ class Narrowing:
         return (after - before).square().sum((0, 2)).cpu()
 
     def _link_rows(self) -> LinkRows:
-        return LinkRows((self._rows,), (0,))
+        return LinkRows((self._rows,), (0,), self._observer)
 
 
 def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:
@@ -99,12 +109,12 @@ def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:
     """
     if not isinstance(plan.policy, LayerwisePolicy) or not plan.rows:
         return None
-    _hook(model)
+    _hook(model, len(cache.layers))
     cache.narrowing = Narrowing(plan, plan.policy, cache)
     return cache.narrowing
 
 
-def _hook(model: Any) -> None:
+def _hook(model: Any, kept: int) -> None:
     """Put our pre-hook on every decoder layer, once and for good: it acts only for caches that narrow.
 
     Adding and removing hooks around each call would change the model under other threads' forwards.
@@ -114,6 +124,11 @@ def _hook(model: Any) -> None:
         raise ModelNotSupported(
             f"the decoder layers of {type(model).__name__} are not in base_model.layers; "
             "a layer-wise policy cannot cut rows there: use another policy"
+        )
+    if len(layers) != kept:
+        raise ModelNotSupported(
+            f"{type(model).__name__} has {len(layers)} decoder layers and {kept} with KV of their own; "
+            "a layer-wise policy cannot follow that: use another policy"
         )
     with _HOOKING:
         for number, layer in enumerate(layers):

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.link.marks import mark_of, marked
-from ragcachekit_kernels.dispatch import column_scores
+from ragcachekit_kernels.dispatch import column_scores, sparse_attention
 
 
 class AttentionSums:
@@ -33,6 +33,56 @@ class AttentionSums:
                 query[item, :, start:stop], key[item, :, :stop], range(start, stop), **options
             )
             self.attended[item] += sums[start:].float().cpu()
+
+
+class ContextSums(AttentionSums):
+    """What chunks of one prompt attend to, segment by segment (Cache-Craft section 3.1, inter and intra).
+
+    Parameters
+    ----------
+    chunks : sequence of sequence of int
+        Per chunk, the lengths of the segments before it, from the prompt's start on, then its own.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
+        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
+        self._lengths = [torch.tensor(lengths) for lengths in chunks]
+        self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._outward = [torch.zeros_like(attended) for attended in self.attended]
+
+    def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
+        """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = query[0].to(wide), key[0].to(wide)
+        for number, (start, stop) in enumerate(self._stretches):
+            rows, keys, where = query[:, start:stop], key[:, :stop], range(start, stop)
+            lengths = self._lengths[number]
+            # Attention over a value that says which segment a key belongs to is attention per segment,
+            # in the same blocks and under the same masks as any other attention.
+            member = torch.repeat_interleave(torch.eye(len(lengths)), lengths, 0).to(key)
+            value = member.expand(key.shape[0], -1, -1)
+            mass = sparse_attention(rows, keys, value, where, **options).sum(0).float().cpu()
+            self._inter[number].append(mass[:, :-1].sum(0))
+            self._intra[number].append(mass[:, -1].sum())
+            self._outward[number] += mass[:, :-1].sum(1)
+            self.attended[number] += column_scores(rows, keys, where, **options)[start:].float().cpu()
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [
+            {
+                "attended": attended,
+                "inter": torch.stack(inter),
+                "intra": torch.stack(intra),
+                "behind": lengths[:-1].float(),
+                "outward": outward / len(inter),
+            }
+            for attended, inter, intra, lengths, outward in zip(
+                self.attended, self._inter, self._intra, self._lengths, self._outward, strict=True
+            )
+        ]
 
 
 def attention_sums(keys: torch.Tensor) -> AttentionSums | None:
@@ -70,3 +120,22 @@ class ObservedCache(Cache):  # type: ignore[misc]
     def sums(self) -> list[dict[str, torch.Tensor]]:
         """Per batch item; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [{"attended": attended} for attended in self._sums.attended]
+
+
+class ContextCache(Cache):  # type: ignore[misc]
+    """An ordinary dynamic cache for one forward of a prompt on a model whose attention is ours.
+
+    Parameters
+    ----------
+    chunks : sequence of sequence of int
+        As for :class:`ContextSums`.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
+        self._sums = ContextSums(chunks)
+        super().__init__(layer_class_to_replicate=partial(_ObservedLayer, self._sums))
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return self._sums.sums

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ragcachekit.link.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.variants import VariantPool, look_up
 from ragcachekit.model.encoder import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
@@ -60,7 +61,7 @@ class LinkPlan:
     policy : SelectionPolicy or None
         Who chooses among the cached rows with the model's help; None once everything is decided.
     question : tuple of int
-        Positions of the question: what is computed behind the last chunk.
+        Positions of the question: what is computed behind the last chunk. Only for such a policy.
     """
 
     token_ids: tuple[int, ...]
@@ -125,8 +126,12 @@ def make_plan(
     store: KVStore,
     fingerprint: str,
     namespace: str,
+    variants: VariantPool | None = None,
 ) -> LinkPlan:
-    """Look every cacheable segment up and let the policy choose among the cached rows."""
+    """Look every cacheable segment up and let the policy choose among the cached rows.
+
+    ``variants`` are what chunks of the encoder ``in-prompt`` may use in other contexts than their own.
+    """
     if not policy.reads_cache:
         return plain_plan(segments, policy.name, encodings.name, namespace)
     begun = time.perf_counter()
@@ -135,18 +140,29 @@ def make_plan(
     pieces: list[Piece] = []
     missing: dict[KVKey, Missing] = {}
     uses: list[ChunkUse] = []
-    for want in encodings.wanted(segments, fingerprint, namespace):
-        found = store.get(want.key)
-        attended = found.kv.sums.get("attended") if found is not None else None
-        chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), want.exact, attended)
-        # Tokens are part of the chunk id; a count that differs means a damaged entry.
-        if found is None or found.kv.tokens != chunk.tokens:
+    wanted = list(encodings.wanted(segments, fingerprint, namespace))
+    for want, entry in zip(wanted, look_up(wanted, policy, store, variants), strict=True):
+        tokens = len(want.token_ids)
+        if entry is None or entry.renew:
             missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
-            uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, "computed"))
+        if entry is None:
+            uses.append(ChunkUse(want.key.chunk_id, tokens, "computed"))
             continue
-        placed.append(chunk)
-        pieces.append(Piece(want.start, found.kv))
-        uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, found.tier, exact=chunk.exempt))
+        kv, exact = entry.found.kv, want.exact and entry.key == want.key
+        placed.append(
+            PlacedChunk(
+                want.key.chunk_id,
+                want.start,
+                tokens,
+                exact,
+                attended=kv.sums.get("attended"),
+                before=want.before,
+                behind=entry.key.context,
+                sums=kv.sums,
+            )
+        )
+        pieces.append(Piece(want.start, kv))
+        uses.append(ChunkUse(want.key.chunk_id, tokens, entry.found.tier, exact=exact))
     load_ms = (time.perf_counter() - begun) * 1e3
     report = LinkReport(
         policy.name,
@@ -157,12 +173,13 @@ def make_plan(
         load_ms=load_ms,
     )
     plan = LinkPlan(ids, tuple(pieces), (), tuple(missing.values()), report, tuple(placed))
+    question = tuple(range(_end_of_chunks(segments), len(ids))) or (len(ids) - 1,)
     if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in placed):
-        behind = tuple(range(_end_of_chunks(segments), len(ids)))
-        return replace(decided(plan, ()), policy=policy, question=behind or (len(ids) - 1,))
+        return replace(decided(plan, ()), policy=policy, question=question)
     chosen = policy.select(placed)
-    layerwise = isinstance(policy, LayerwisePolicy) and chosen
-    return replace(decided(plan, chosen), policy=policy if layerwise else None)
+    if not (isinstance(policy, LayerwisePolicy) and chosen):
+        return decided(plan, chosen)
+    return replace(decided(plan, chosen), policy=policy, question=question)
 
 
 def decided(

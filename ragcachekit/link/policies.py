@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.budget import Budget
 from ragcachekit.link.cacheblend import CacheBlend
 from ragcachekit.link.compose import union
+from ragcachekit.link.craft import Craft, CraftFocused
+from ragcachekit.link.deep import Deep
 from ragcachekit.link.full import Full
 from ragcachekit.link.heavy import Heavy
 from ragcachekit.link.lego import Lego
@@ -15,6 +18,7 @@ from ragcachekit.link.prefix import Prefix
 from ragcachekit.link.query import Query
 from ragcachekit.link.random_tokens import Random
 from ragcachekit.link.reuse import Reuse
+from ragcachekit.link.setmatch import SetMatch
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,14 @@ _POLICIES: dict[str, _Named] = {
     "lego": _Named(lambda k: Lego(int(k)), "lego:16"),
     "cacheblend": _Named(lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
     "cacheblend-gradual": _Named(lambda r: CacheBlend(float(r), gradual=True), "cacheblend-gradual:0.15"),
+    "craft": _Named(lambda a: Craft(float(a)), "craft:1"),
+    "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
+    "set": _Named(lambda _: SetMatch()),
     "query": _Named(lambda r: Query(float(r)), "query:0.15"),
+    "deep": _Named(lambda r: Deep(float(r)), "deep:0.1"),
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
     "random": _Named(lambda r: Random(float(r)), "random:0.15"),
+    "budget": _Named(lambda x: Budget(float(x)), "budget:0.01"),
 }
 
 

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
-from ragcachekit.link.encodings import NeighbourEncoding
+from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
+from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.plan import Missing
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
@@ -37,6 +38,10 @@ class Warmer:
         Asked before each batch: False (the model changed under our feet) drops the work.
     behind_chunks : NeighbourEncoder, optional
         For chunks under ``similar:n``.
+    in_prompts : InPromptEncoder, optional
+        For chunks under ``in-prompt``.
+    stored : callable
+        Hears of every entry that was stored, before anybody can forget it.
     """
 
     def __init__(
@@ -45,9 +50,13 @@ class Warmer:
         store: KVStore,
         still_valid: Callable[[], bool],
         behind_chunks: NeighbourEncoder | None = None,
+        in_prompts: InPromptEncoder | None = None,
+        stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
     ) -> None:
         self._encoder = encoder
         self._behind_chunks = behind_chunks
+        self._in_prompts = in_prompts
+        self._stored = stored
         self._store = store
         self._still_valid = still_valid
         self._queue: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
@@ -75,7 +84,9 @@ class Warmer:
             if not self._still_valid():
                 return kept
             with self._keeping:
-                kept += wanted(item) and self._store.put(item.key, kv)
+                if wanted(item) and self._store.put(item.key, kv):
+                    self._stored(item.key, kv)
+                    kept += 1
             done(kv.tokens)
         return kept
 
@@ -89,7 +100,9 @@ class Warmer:
         In blocks, so that a store too small for all of it still holds what a block is encoded behind.
         """
         behind_chunks = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
-        alone = {item.key: item for item in items if not isinstance(item.encoding, NeighbourEncoding)}
+        in_prompts = [item for item in items if isinstance(item.encoding, InPromptEncoding)]
+        contextual = NeighbourEncoding, InPromptEncoding
+        alone = {item.key: item for item in items if not isinstance(item.encoding, contextual)}
         if behind_chunks and self._behind_chunks is None:
             raise ValueError("this Warmer was made without behind_chunks=, which similar:n needs")
         for start in range(0, len(behind_chunks), BATCH):
@@ -99,6 +112,10 @@ class Warmer:
             if self._behind_chunks is not None:
                 yield from self._behind_chunks.encode(block)
         yield from self._encoded_alone(alone.values())
+        if in_prompts and self._in_prompts is None:
+            raise ValueError("this Warmer was made without in_prompts=, which the encoder in-prompt needs")
+        if self._in_prompts is not None:
+            yield from self._in_prompts.encode(in_prompts)
 
     def _encoded_alone(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         groups: dict[Encoding, list[Missing]] = defaultdict(list)

@@ -23,7 +23,10 @@ class ChunkKV:
     sums : mapping of str to torch.Tensor
         Attention summed while the chunk was encoded, float32, for policies; empty where nothing was
         watched. ``attended`` ``[tokens]``: what each token got from the chunk's own rows, over layers,
-        heads and rows.
+        heads and rows. Of ``in-prompt`` KV, over heads and rows of the chunk: ``inter`` ``[layers,
+        segments]``, what each segment before it got; ``intra`` ``[layers]``, what it kept to itself;
+        ``outward`` ``[tokens]``, what each token gave to segments before, mean over layers; and
+        ``behind`` ``[segments]``, how many tokens these have.
     """
 
     keys: tuple[torch.Tensor, ...]

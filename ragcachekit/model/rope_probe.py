@@ -41,8 +41,8 @@ def describe_rope(model: Any) -> Rope:
             raise _no_plain_cache(model, error) from error
     if not calls:
         raise ModelNotSupported(
-            f"{type(model).__name__} calls no rotary position embedding (learned or relative positions, or "
-            "a rotation inside its attention); only with a rotary module can a chunk's keys be placed anew"
+            f"{type(model).__name__} uses no rotary module (learned or relative positions, or a rotation "
+            "inside its attention); only with one can a chunk's keys be placed at a new position"
         )
     tables = [RotaryTable(module, arguments) for module, arguments in calls]
     layers = [
@@ -61,7 +61,7 @@ def _fit_layer(index: int, at_zero: _KV, at: Mapping[int, _KV], tables: Sequence
         return LayerRope(None)
     best, error = LayerRope(None), float("inf")
     side = 0 if moved[0] else 1
-    for rope in _candidates(tables, targets[side].shape[-1]) if not all(moved) else ():
+    for rope in _candidates(tables, targets[side].shape[-1]):
         off = _off(_turned(rope, sources[side], list(at), tables), targets[side])
         if off < error:
             best, error = replace(rope, values=side == 1), off
@@ -100,7 +100,7 @@ def _no_plain_cache(model: Any, error: Exception | None = None) -> ModelNotSuppo
     text = model.config.get_text_config()
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    why = f": {error}" if error else " (state-space or linear-attention layers?)"
+    why = f": {error}" if error else ": it puts no keys and values there"
     if others:
         why = f": it has layers of type {', '.join(others)}"
     return ModelNotSupported(f"{type(model).__name__} does not run on a plain key/value cache{why}")

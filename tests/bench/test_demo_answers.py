@@ -32,7 +32,7 @@ from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
 
 SIZES = replace(demo_answers.QUICK, questions=9, calibration=12)
-PARTS = {"policy": 20, "chain": 4, "query-cache": 1, "retrieval": 2, "check": 1}
+PARTS = {"policy": 28, "chain": 4, "query-cache": 1, "retrieval": 2, "check": 1}
 
 
 class WordCounts(Embeddings):
@@ -102,6 +102,10 @@ def test_policies_spend_and_reuse_what_their_names_say(report: BenchReport) -> N
     for policy in ("reuse", "lego0"):  # every chunk was encoded up front, as this policy's encoder wants it
         assert rows[policy]["tokens_reused"] > 0.85
         assert rows[policy]["ratio_spent"] == 0.0
+    chain = rows[demo_answers.CHAIN]
+    assert chain["encoder"] == demo_answers.CHAIN_ENCODER
+    assert chain["ratio_spent"] < rows["deep:0.1"]["ratio_spent"] <= 0.11
+    assert chain["tokens_reused"] > 0.8
     assert rows["lego0"]["encoder"] == "sinks:4"
     assert 0 < rows["lego:4"]["ratio_spent"] < rows["lego:16"]["ratio_spent"] < 1
     assert rows["lego:16"]["tokens_reused"] < rows["lego:4"]["tokens_reused"] < rows["reuse"]["tokens_reused"]
@@ -173,7 +177,7 @@ def test_the_table_and_the_summary_come_from_the_rows(report: BenchReport) -> No
     with console.capture() as captured:
         console.print(demo.answers_table(report))
     text = captured.get()
-    assert all(policy in text for policy in (*demo_answers.POLICIES, "lego:16 + query cache"))
+    assert all(policy in text for policy in (*demo_answers.POLICIES, f"{demo_answers.CHAIN} + query cache"))
     line = demo.summary(report, speed())
     (queries,) = part(report, "query-cache")
     assert f"{queries['hit_rate']:.0%} of the questions" in line

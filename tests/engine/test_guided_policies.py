@@ -7,7 +7,14 @@ from engine_kit import PROMPT, chunk, text, warmed
 
 from ragcachekit import Prompt
 
-POLICIES = ["query:0.2", "lego:2+query:0.1", "cacheblend:0.2", "cacheblend-gradual:0.3", "heavy:0.2"]
+POLICIES = [
+    "query:0.2",
+    "deep:0.2",
+    "lego:2+query:0.1",
+    "cacheblend:0.2",
+    "cacheblend-gradual:0.3",
+    "heavy:0.2",
+]
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 COLD = Prompt([text(9, 1), chunk(33, 2), chunk(21, 7), chunk(25, 3), text(6, 4)])
 

@@ -144,6 +144,29 @@ class TestQuery:
         assert picked(chosen) == highest(scores, count)
         assert chosen.report.recompute_ratio == pytest.approx(count / (len(SYSTEM) + sum(map(len, CHUNKS))))
 
+    @pytest.mark.parametrize("name", NAMES)
+    def test_deep_adds_all_layers_and_takes_first_tokens_first(self, name):
+        plan = plan_for(name, "deep:0.2")
+        ids = plan.token_ids
+        question = range(len(ids) - len(SEPARATOR + QUESTION), len(ids))
+        total = {p: 0.0 for start, stop in spans(plan) for p in range(start, stop)}
+        for weights in weights_of(name, ids, linked_columns(name, plan), question):
+            layer = dict.fromkeys(total, 0.0)
+            for start, stop in spans(plan):
+                for row in question:
+                    inside = weights[row][:, start:stop]
+                    share = inside / np.maximum(inside.sum(1, keepdims=True), 1e-300)
+                    for i, p in enumerate(range(start, stop)):
+                        layer[p] += share[:, i].sum()
+            whole = sum(layer.values()) or 1.0
+            for p in total:
+                total[p] += math.sqrt(layer[p] / whole)
+        count = math.ceil(0.2 * len(total) - 1e-9)
+        first = [start for start, _ in spans(plan)]
+        rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
+        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        assert picked(chosen) == sorted(first + rest)
+
     def test_nothing_to_choose_from_is_decided_at_once(self):
         segments_ = segments(("text", SYSTEM), ("text", QUESTION))
         plan = make_plan(

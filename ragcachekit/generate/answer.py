@@ -1,0 +1,77 @@
+"""Around generate: fill in its options, and make an answer of what it gave."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragcachekit.generate.run import Generated
+from ragcachekit.generate.streaming import cut_at_stop
+from ragcachekit.types import Answer, GenerateReport
+
+DEFAULT_NEW_TOKENS = 256
+_LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
+
+
+def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
+    """Fill in what generate needs; everything given stays as it is.
+
+    Parameters
+    ----------
+    options : mapping
+        As the user gave them.
+    tokens : int
+        Of the (longest) prompt.
+    pad : int
+        An id for padding.
+    context : int
+        Tokens that the model can hold.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to generate.
+    """
+    options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
+    if "generation_config" in options:
+        # Into a copy: transformers does not want other arguments beside a configuration.
+        options["generation_config"] = config = copy.deepcopy(options["generation_config"])
+        if config.pad_token_id is None:
+            config.pad_token_id = pad
+    else:
+        options = {"pad_token_id": pad, **options}
+    if not _LIMITS & options.keys():
+        options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - tokens)
+    if "max_length" in options and "max_new_tokens" not in options:
+        # Counted from the prompt: a linked batch is padded wider than an ordinary one.
+        options["max_new_tokens"] = options.pop("max_length") - tokens
+    if options.get("max_new_tokens", 1) < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
+    return options
+
+
+def answer_of(
+    generated: Generated,
+    item: int,
+    begun: float,
+    stop: Sequence[str],
+    options: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
+) -> Answer:
+    """The answer to one prompt of a batch; ``begun`` on the clock of :func:`time.perf_counter`."""
+    ids = generated.token_ids[item]
+    text, stopped = cut_at_stop(decode(ids), stop)
+    while stopped and cut_at_stop(decode(ids[:-1]), stop)[1]:
+        ids = ids[:-1]  # this prompt stopped while others of its batch went on
+    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
+    report = GenerateReport(
+        replace(generated.reports[item], link_ms=(generated.linked - begun) * 1e3),
+        len(ids),
+        ttft_ms=(generated.first_token - begun) * 1e3,
+        total_ms=(time.perf_counter() - begun) * 1e3,
+        finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
+    )
+    return Answer(text, ids, report)

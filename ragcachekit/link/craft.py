@@ -1,0 +1,135 @@
+"""Cache-Craft (section 3.2): as many tokens as a chunk's old context is worth, those that leaned on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragcachekit.link.base import Deviation, PlacedChunk, share, top
+from ragcachekit.link.craft_scores import Impact, fix_overhead, focused
+from ragcachekit_kernels.dispatch import column_scores
+
+WINDOW = 3
+
+
+@dataclass(frozen=True)
+class Craft:
+    """Recomputes ``ceil(CFO * tokens)`` tokens of every chunk, CFO = alpha CCI (1 - β').
+
+    Those with the highest attention to other segments while the chunk was encoded. That is recorded by
+    the encoder ``in-prompt``; a chunk of another encoder counts as computed behind nothing, and its
+    first tokens are taken.
+
+    Attributes
+    ----------
+    alpha : float
+        Scales the recomputation; the least that meets a quality target is found on a validation set.
+    """
+
+    alpha: float
+    encoder: str | None = None
+    reads_cache = True
+    _kind = "craft"
+
+    def __post_init__(self) -> None:
+        if not (0 < self.alpha < math.inf):
+            raise ValueError(f"{self._kind}:α needs a finite α > 0, got {self.alpha:g}")
+
+    @property
+    def name(self) -> str:
+        """``craft:α``."""
+        return f"{self._kind}:{self.alpha:g}"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """The share that each chunk needs where it stands."""
+        return [p for chunk in chunks if not chunk.exempt for p in self._of(chunk)]
+
+    def _of(self, chunk: PlacedChunk) -> list[int]:
+        impact = Impact.of(chunk.behind, chunk.sums, chunk.tokens)
+        count = share(fix_overhead(self.alpha, impact.cost(chunk.before)), chunk.tokens)
+        outward = chunk.sums.get("outward", -torch.arange(chunk.tokens))
+        return top(range(chunk.start, chunk.stop), outward, count)
+
+
+@dataclass(frozen=True)
+class CraftFocused(Craft):
+    """:class:`Craft`, until the question is seen to look at some chunks only: the others then stop.
+
+    What the question's rows attend to is summed up layer by layer. When more than ``window`` layers have
+    run and the last ``window`` of them name the same chunks (:func:`~.craft_scores.focused`), tokens of
+    other chunks are not recomputed in the layers to come.
+    """
+
+    window: int = WINDOW
+    _kind = "craft-focused"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ValueError(f"the window must be at least one layer, got {self.window}")
+
+    def narrow(
+        self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
+    ) -> list[int]:
+        """All of them: without :meth:`watch` nothing is known of the question."""
+        return list(rows)
+
+    def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> FocusWatch:
+        """One request's eyes."""
+        return FocusWatch(chunks, question, self.window)
+
+
+class FocusWatch:
+    """Sees one request's forward and stops the rows of chunks that the question does not look at.
+
+    Parameters
+    ----------
+    chunks : sequence of PlacedChunk
+        What stands at the prompt's start has no part: it is the attention sink.
+    question : sequence of int
+        Positions of the question's rows, the last ones of the forward.
+    window : int
+    """
+
+    def __init__(self, chunks: Sequence[PlacedChunk], question: Sequence[int], window: int) -> None:
+        self._chunks = [chunk for chunk in chunks if chunk.start > 0]
+        self._question = frozenset(question)
+        self._window = window
+        self._scores = [0.0] * len(self._chunks)
+        self.found: list[frozenset[int]] = []
+        """Per layer seen, the chunks in focus, as indices among those that do not stand at the start."""
+        self.stopped_at: int | None = None
+        """The first layer without the other chunks' rows."""
+
+    def saw(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+    ) -> None:
+        """Add one layer's attention from the question to every chunk, summed over heads and rows."""
+        asked = [p for p in positions if p in self._question]
+        if self.stopped_at is not None or not asked:
+            return
+        sums = column_scores(query[:, -len(asked) :], key, asked, **options).double().cpu()
+        for number, chunk in enumerate(self._chunks):
+            self._scores[number] += float(sums[chunk.start : chunk.stop].sum())
+        self.found.append(focused(self._scores))
+
+    def narrow(
+        self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
+    ) -> list[int]:
+        """Rows of chunks in focus, once that is settled."""
+        last = self.found[-self._window :]
+        if self.stopped_at is None and len(self.found) > self._window and len(set(last)) == 1:
+            self.stopped_at = layer
+        if self.stopped_at is None:
+            return list(rows)
+        away = {
+            p
+            for number, chunk in enumerate(self._chunks)
+            if number not in last[-1]
+            for p in range(chunk.start, chunk.stop)
+        }
+        return [p for p in rows if p not in away]

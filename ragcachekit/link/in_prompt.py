@@ -1,0 +1,98 @@
+"""The encoder ``in-prompt``: chunks behind what really stood before them (Cache-Craft section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ragcachekit.link.encodings import InPromptEncoding
+from ragcachekit.link.observed import ContextCache
+from ragcachekit.link.plan import Missing
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope import Rope
+
+
+def runs(items: Iterable[Missing]) -> list[list[Missing]]:
+    """Items that one forward serves: each one's prompt is how the first one's begins."""
+    out: list[list[Missing]] = []
+    for item in sorted(items, key=_width, reverse=True):
+        for run in out:
+            if _serves(run[0], item):
+                run.append(item)
+                break
+        else:
+            out.append([item])
+    return out
+
+
+class InPromptEncoder:
+    """Runs a prompt up to its last missing chunk and takes the KV of all its missing chunks.
+
+    An ordinary forward; beside it, what each of these chunks attends to is summed segment by segment.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Admitted: its attention goes through :func:`ragcachekit.link.attention.install`.
+    rope : Rope
+    """
+
+    def __init__(self, model: Any, rope: Rope) -> None:
+        self._model = model
+        self._rope = rope
+
+    def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host."""
+        for run in runs(items):
+            yield from zip(run, self._forward(run), strict=True)
+
+    @torch.no_grad()
+    def _forward(self, run: Sequence[Missing]) -> list[ChunkKV]:
+        ids = (*run[0].encoding.behind, *run[0].token_ids)
+        length = max(run[0].encoding.length, len(ids))
+        # One more token at the prompt's last position makes the model use that prompt's frequencies.
+        stretch = [length - 1] if length > len(ids) else []
+        cache = ContextCache([_segments(item) for item in run])
+        device = self._model.device
+        self._model.base_model(
+            input_ids=torch.tensor([[*ids, *(0 for _ in stretch)]], device=device),
+            position_ids=torch.tensor([[*range(len(ids)), *stretch]], device=device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return [self._take(cache, item, length, sums) for item, sums in zip(run, cache.sums, strict=True)]
+
+    def _take(
+        self, cache: ContextCache, item: Missing, length: int, sums: dict[str, torch.Tensor]
+    ) -> ChunkKV:
+        rows = slice(len(item.encoding.behind), _width(item))
+        angles = self._rope.angles(torch.arange(rows.start, rows.stop), length)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index, layer in enumerate(cache.layers):
+            kv = self._rope.strip(index, layer.keys[0, :, rows], layer.values[0, :, rows], angles)
+            # A copy: a view would keep the whole prompt's cache alive.
+            for of, tensor in zip((keys, values), kv, strict=True):
+                of.append(tensor.to("cpu", copy=True))
+        return ChunkKV(tuple(keys), tuple(values), None, sums)
+
+
+def _segments(item: Missing) -> tuple[int, ...]:
+    """Lengths of what stands before the chunk, and of the chunk itself."""
+    assert isinstance(item.encoding, InPromptEncoding)
+    return (*item.encoding.segments, len(item.token_ids))
+
+
+def _width(item: Missing) -> int:
+    return len(item.encoding.behind) + len(item.token_ids)
+
+
+def _serves(first: Missing, item: Missing) -> bool:
+    """Whether a forward of ``first`` passes through all of ``item``, under the same frequencies."""
+    one, other = first.key, item.key
+    if (one.fingerprint, one.namespace, one.encoding) != (other.fingerprint, other.namespace, other.encoding):
+        return False
+    whole = (*first.encoding.behind, *first.token_ids)
+    return whole[: _width(item)] == (*item.encoding.behind, *item.token_ids)

@@ -1,0 +1,337 @@
+"""Calibrating a quality budget: the curve, its bound, probes from a corpus, and the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ragcachekit import PrecedingChunks, Prompt, RagCache
+from ragcachekit.bench import calibrate, calibrate_check
+from ragcachekit.bench.calibrate import CalibrateSettings, Sample, calibrated, sample_of, summary
+from ragcachekit.bench.calibrate_measure import candidates, needed, upper_bound
+from ragcachekit.bench.calibrate_probes import documents, probes
+from ragcachekit.bench.corpus import CorpusChunk
+from ragcachekit.bench.fidelity_prompts import PromptMaker
+from ragcachekit.bench.fidelity_questions import held_out_world, world_questions
+from ragcachekit.bench.workspace import model_path
+from ragcachekit.cli import app
+from ragcachekit.errors import CorpusError
+from ragcachekit.link.calibration import Calibration, read_record
+from ragcachekit.model.loading import load_model
+
+PER_TYPE = 2
+ASKED = {"max_new_tokens": 16, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder: the reader is admitted once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def questions_file(folder: Path) -> Path:
+    path = folder / "questions.jsonl"
+    rows = [
+        {"question": q.question, "chunks": list(q.chunks), "answer": q.answer}
+        for q in world_questions(0, PER_TYPE)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Path:
+    """Articles as files of two paragraphs."""
+    where = folder / "corpus"
+    where.mkdir()
+    for number, article in enumerate(held_out_world(3).articles[:12]):
+        (where / f"{number:02}.txt").write_text("\n\n".join(article.chunks))
+    return where
+
+
+def command(*arguments: object, folder: Path) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--cache", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# -- the bound ----------------------------------------------------------------------------------------
+
+
+def test_a_sample_without_loss_proves_no_more_than_its_size_allows() -> None:
+    assert upper_bound(np.zeros(199), 0) <= 0.01 < upper_bound(np.zeros(150), 0)
+    assert (needed(0.01), needed(0.02), needed(0.1)) == (199, 99, 19)
+    assert all(upper_bound(np.zeros(needed(b)), seed) <= b for b in (0.01, 0.05) for seed in range(5))
+
+
+def test_the_bound_covers_the_true_loss_nine_times_in_ten() -> None:
+    rng = np.random.default_rng(0)
+    lost = rng.random((200, 300)) < 0.03
+    covered = np.mean([upper_bound(row.astype(float), 0) >= 0.03 for row in lost])
+    assert covered > 0.88
+
+
+def test_losses_raise_the_bound_and_gains_lower_it() -> None:
+    losses = np.zeros(300)
+    losses[:6] = 1.0
+    gains = losses.copy()
+    gains[-6:] = -1.0
+    assert upper_bound(np.zeros(300), 0) < upper_bound(gains, 0) < upper_bound(losses, 0)
+    assert upper_bound(losses, 0) > losses.mean()
+
+
+# -- candidates ---------------------------------------------------------------------------------------
+
+
+def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
+    names = candidates((), "standalone")
+    assert {"reuse", "lego:16", "query:0.1"} <= set(names)
+    assert "full" not in names
+    assert candidates(("lego0", "full", "lego0"), "sinks:4") == ["lego0"]
+    with pytest.raises(ValueError, match="give --encoder sinks:4"):
+        candidates(("lego0",), "standalone")
+    with pytest.raises(ValueError, match="unknown policy"):
+        candidates(("magic",), "standalone")
+
+
+# -- the curve ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record(folder: Path, questions_file: Path) -> Calibration:
+    threads = torch.get_num_threads()
+    found = calibrate.run(
+        CalibrateSettings(
+            questions=questions_file,
+            policies=("lego:8", "reuse"),
+            budget=0.9,
+            namespace="acme",
+            cache_dir=folder,
+        )
+    )
+    assert torch.get_num_threads() == threads
+    return found
+
+
+@torch.no_grad()
+def first_probabilities(rag: RagCache, prompt: Prompt, policy: str) -> torch.Tensor:
+    """``[vocab]``, by generate over the linked prompt."""
+    found = rag.model.generate(
+        **rag.link(prompt, policy=policy).inputs,
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return found.logits[0][0].double().softmax(-1)
+
+
+def test_the_curve_is_what_the_engine_gives(record: Calibration, folder: Path) -> None:
+    """Asked again, one by one, through the public interface, scored by hand."""
+    model, tokenizer = load_model(model_path("reader"), "cpu")
+    maker, asked = PromptMaker(tokenizer), world_questions(0, PER_TYPE)
+    right = {"full": 0.0, "reuse": 0.0, "lego:8": 0.0}
+    doubts = dict.fromkeys(right, 0.0)
+    ratios = {name: [] for name in right}
+    with RagCache(model, tokenizer, cold="now", cache_dir=folder) as rag:
+        for question in asked:
+            prompt = maker.prompt(question).prompt
+            rag.encode(question.chunks)
+            rag.generate(prompt, policy="reuse", **ASKED)
+            for name in right:
+                answer = rag.generate(prompt, policy=name, **ASKED)
+                right[name] += answer.text.strip().lower() == question.answer.lower()
+                ratios[name].append(answer.report.link.recompute_ratio)
+            first = {name: first_probabilities(rag, prompt, name) for name in right}
+            begin = first["full"].argmax()
+            for name in right:
+                doubts[name] += float(first["full"][begin] - first[name][begin]) / len(asked)
+    points = {point.policy: point for point in record.curve}
+    for name, point in points.items():
+        assert point.ratio == pytest.approx(np.mean(ratios[name]))
+        assert point.loss == pytest.approx(points["full"].f1 - point.f1)
+        assert point.doubt == pytest.approx(doubts[name], abs=1e-6)
+        assert point.upper >= max(point.loss, point.doubt)
+        # One-word answers mostly: F1 is at least the share that is right.
+        assert right[name] / len(asked) - 1e-9 <= point.f1 <= 1.0
+    assert points["full"].f1 == 1.0
+    assert points["full"].loss == points["full"].upper == 0.0
+    assert [point.policy for point in record.curve] == ["reuse", "lego:8", "full"]
+    assert record.n == 3 * PER_TYPE
+
+
+def test_the_record_is_found_by_engines_of_either_making(record: Calibration, folder: Path) -> None:
+    assert record.policy == "reuse"
+    model, tokenizer = load_model(model_path("reader"), "cpu")
+    made = RagCache(model, tokenizer, policy="budget:0.9", namespace="acme", cache_dir=folder)
+    loaded = RagCache.from_pretrained(
+        model_path("reader"), device="cpu", policy="budget:0.9", namespace="acme", cache_dir=folder
+    )
+    with made, loaded:
+        assert made.fingerprint != loaded.fingerprint
+        assert made.policy == loaded.policy == "budget:0.9 -> reuse"
+        other = made.link(PromptMaker(tokenizer).prompt(world_questions(0, 1)[0]).prompt, namespace="x")
+        assert other.report.policy == "budget:0.9 -> full"
+    assert read_record(folder, loaded.fingerprint, "acme") == record
+
+
+def test_too_few_questions_are_not_taken_for_proof(record: Calibration) -> None:
+    assert record.cheapest(0.01).policy == "full"
+    strict = Calibration(**{**vars(record), "budget": 0.01, "policy": "full"})
+    assert "give at least 199" in summary(strict)
+    assert "budget:0.9 -> reuse" in summary(record)
+
+
+def test_neighbours_are_part_of_the_encoder(folder: Path) -> None:
+    model, tokenizer = load_model(model_path("reader"), "cpu")
+    near = PrecedingChunks(article.chunks for article in held_out_world(0).articles)
+    settings = CalibrateSettings(
+        encoder="similar:1", policies=("reuse",), max_new_tokens=16, cache_dir=folder
+    )
+    sample = Sample(tuple(world_questions(0, PER_TYPE)), "answers")
+    found = calibrated(settings, model, tokenizer, sample, neighbours=near)
+    assert found.encoder == "similar:1"
+    assert found.curve[0].f1 == 1.0  # what standalone chunks lose, see docs/encoders.md
+
+
+# -- probes -------------------------------------------------------------------------------------------
+
+HOUSES = {"One": 1700, "Two": 1750, "Three": 1800, "Four": 1850, "Five": 1900}
+TEXT = "{} was built in the year {} by the river. House {} has rooms for all its many guests."
+CHUNKS = [CorpusChunk(TEXT.format(h, HOUSES[h], h), "a", n) for n, h in enumerate(HOUSES)]
+
+
+def test_probes_ask_about_a_sentence_of_their_chunks() -> None:
+    found = probes(CHUNKS, 5, seed=1)
+    assert found == probes(CHUNKS, 5, seed=1)
+    assert [probe.question_type for probe in found] == ["continuation", "cloze"] * 2 + ["continuation"]
+    for probe in found:
+        quoted = probe.question.split('"')[1]
+        whole = (
+            quoted.replace("____", probe.answer)
+            if probe.question_type == "cloze"
+            else f"{quoted} {probe.answer}"
+        )
+        assert sum(whole in chunk for chunk in probe.chunks) == 1
+        assert len(probe.chunks) == len(set(probe.chunks)) == 4
+        assert set(probe.chunks) <= {chunk.text for chunk in CHUNKS}
+
+
+def test_the_chunk_before_stands_before() -> None:
+    texts = [chunk.text for chunk in CHUNKS]
+    for probe in probes(CHUNKS, 5, seed=4):
+        quoted = probe.question.split('"')[1].split(" ____")[0]
+        at = next(i for i, chunk in enumerate(texts) if quoted in chunk)
+        if at:
+            place = probe.chunks.index(texts[at])
+            assert probe.chunks[place - 1] == texts[at - 1]
+
+
+def test_documents_are_files() -> None:
+    chunks = [CorpusChunk("x", "a", 0), CorpusChunk("y", "b", 0), CorpusChunk("z", "a", 1)]
+    assert documents(chunks) == [["x", "z"], ["y"]]
+
+
+def test_a_corpus_without_sentences_cannot_be_asked_about() -> None:
+    with pytest.raises(CorpusError, match="your own --questions"):
+        probes([CorpusChunk("too short", "a", 0)], 5, 0)
+
+
+# -- the commands -------------------------------------------------------------------------------------
+
+
+def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    output = command(
+        *("calibrate", "--model", "reader", "--corpus", corpus, "--chunk-tokens", 60, "--probes", 4),
+        *("--policies", "reuse,lego:2000", "--namespace", "probed", "--budget", "0.6"),
+        *("--json", tmp_path / "c.json", "--plot", tmp_path / "c.png"),
+        folder=folder,
+    )
+    assert "4 questions (agreement)" in output
+    found = json.loads((tmp_path / "c.json").read_text())
+    rows = {row["policy"]: row for row in found["rows"]}
+    assert found["bench"] == "calibrate"
+    assert rows["full"]["f1"] == 1.0  # agrees with itself, whatever it answers
+    assert rows["lego:2000"]["f1"] == 1.0  # computes everything too
+    assert 0.9 < rows["lego:2000"]["ratio_spent"] < 1.0  # all but the exact prefix
+    assert sum(row["chosen"] for row in found["rows"]) == 1
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_similar_chunks_may_be_those_before(folder: Path, corpus: Path) -> None:
+    output = command(
+        *("calibrate", "--model", "reader", "--corpus", corpus, "--chunk-tokens", 60, "--probes", 2),
+        *("--policies", "reuse", "--encoder", "similar:1", "--neighbours", "preceding", "--budget", "0.9"),
+        folder=folder,
+    )
+    assert "on similar:1" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "some/model"), "give --questions"),
+        (("--model", "reader", "--budget", "1.5"), "loss of F1"),
+        (("--model", "reader", "--policies", "magic"), "unknown policy"),
+        (("--model", "reader", "--encoder", "backwards"), "unknown encoder"),
+        (("--model", "reader", "--neighbours", "preceding"), "give --corpus"),
+        (("--model", "reader", "--neighbours", "random"), "'similar' or 'preceding'"),
+        (("--model", "reader", "--namespace", ""), "namespace is empty"),
+        (("--model", "reader", "--corpus", "/nowhere"), "does not exist"),
+        ((), "which model"),
+    ],
+)
+def test_bad_arguments(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["calibrate", *arguments, "--cache", str(folder)])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_sample_world_is_asked_where_nothing_is_given() -> None:
+    sample = sample_of(CalibrateSettings())
+    assert (len(sample.questions), sample.quality) == (201, "answers")
+
+
+def test_bench_budget_measures_on_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    panel = calibrate_check.Panel
+
+    def spied(model, tokenizer, questions, **options):
+        seen.append([q.question + "".join(q.chunks) for q in questions])
+        return panel(model, tokenizer, questions, **options)
+
+    monkeypatch.setattr(calibrate_check, "Panel", spied)
+    monkeypatch.setattr(calibrate, "Panel", spied)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    result = CliRunner().invoke(
+        app,
+        [
+            *("bench", "budget", "--budgets", "0.3,0.9", "--encoders", "standalone", "--policies", "reuse"),
+            *("--calibrate-on", "9", "--measure-on", "6", "--json", str(tmp_path / "b.json")),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    first, others = seen
+    assert (len(first), len(others)) == (9, 6)
+    assert not set(first) & set(others)
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    found = [row for row in rows if row["part"] == "budget"]
+    assert [row["budget"] for row in found] == [0.3, 0.9]
+    for row in found:
+        assert row["loss"] == pytest.approx(row["f1_full"] - row["f1"])
+        assert row["low"] <= row["loss"] <= row["high"]
+        assert row["held"] == (row["loss"] <= row["budget"])
+    assert {row["chosen"] for row in found} <= {"reuse", "full"}
+    assert not (tmp_path / "home" / "ragcachekit" / "calibrations").exists()
+
+
+def test_a_budget_that_is_none_is_refused_before_any_work() -> None:
+    result = CliRunner().invoke(app, ["bench", "budget", "--budgets", "0.01,2"])
+    assert result.exit_code == 2
+    assert "loss of F1" in result.output

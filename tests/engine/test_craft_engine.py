@@ -1,0 +1,150 @@
+"""``in-prompt`` and Cache-Craft through the facade."""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import RecordingStore, chunk, ids, rag_for, text
+from families import greedy, plain
+
+from ragcachekit import Prompt, RagCache
+from ragcachekit.config import StoreConfig
+from ragcachekit.types import chunk_id
+
+ASKED = {"max_new_tokens": 8, "do_sample": False}
+SEP = text(1, 20)
+FIRST = Prompt([text(9, 1), chunk(33, 2), SEP, chunk(25, 3), SEP, chunk(20, 5), text(6, 4)])
+SECOND = Prompt([text(9, 1), chunk(20, 5), SEP, chunk(33, 2), SEP, chunk(25, 3), text(6, 8)])
+POLICIES = ["craft:0.5", "craft:2", "craft-focused:1", "set"]
+
+
+def warmed(name="llama", **options):
+    rag = rag_for(name, encoder="in-prompt", policy="craft:1", **options)
+    rag.generate(FIRST, max_new_tokens=1)
+    return rag
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "phi3-longrope"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_repeated_prompt_is_the_models_own_answer(name, policy):
+    rag = warmed(name)
+    answer = rag.generate(FIRST, policy=policy, **ASKED)
+    assert answer.token_ids == greedy(plain(name), ids(FIRST), 8)
+    report = answer.report.link
+    assert (report.recompute_ratio, report.approximate_tokens, report.exact_tokens) == (0, 0, 87)
+    assert all(use.exact for use in report.chunks)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_way_in_gives_the_same_answer(name, policy):
+    rag = warmed(name)
+    frozen = rag_for(name, encoder="in-prompt", policy="craft:1", store=rag._store, cold="never")
+    frozen.generate(FIRST, max_new_tokens=1)
+    one_pass = frozen.generate(SECOND, policy=policy, **ASKED)
+    ahead = frozen.generate(SECOND, policy=policy, no_repeat_ngram_size=100, **ASKED)
+    linked = frozen.link(SECOND, policy=policy)
+    own = frozen.model.generate(**linked.inputs, **ASKED)[0, linked.input_ids.shape[1] :]
+    batch = frozen.generate_batch([SECOND, SECOND], policy=policy, **ASKED)
+    answers = [ahead.token_ids, tuple(own.tolist()), *(one.token_ids for one in batch)]
+    assert all(other == one_pass.token_ids for other in answers)
+    ratios = [one_pass.report.link, ahead.report.link, linked.report, *(b.report.link for b in batch)]
+    assert len({round(r.recompute_ratio, 9) for r in ratios}) == 1
+    assert (0 < ratios[0].recompute_ratio < 0.9) == (policy != "set")
+    assert [use.source for use in one_pass.report.link.chunks] == ["host"] * 4
+
+
+def test_a_context_that_costs_too_much_gets_a_variant_of_its_own():
+    rag = warmed()
+    other = Prompt([text(7, 30), chunk(40, 31), SEP, chunk(33, 2), text(6, 4)])
+    first = rag.generate(other, **ASKED).report.link
+    assert 0 < first.recomputed_tokens < 33
+    again = rag.generate(other, **ASKED)
+    assert again.report.link.recompute_ratio == 0
+    assert again.token_ids == greedy(plain("llama"), ids(other), 8)
+
+
+def test_instructions_that_differ_are_another_context():
+    rag = warmed()
+    other = Prompt([text(9, 77), *FIRST.segments[1:]])
+    report = rag.generate(other, **ASKED).report.link
+    assert not any(use.exact for use in report.chunks[1:])
+    assert report.recomputed_tokens > 0
+
+
+def test_alpha_large_enough_recomputes_all_that_another_context_touched():
+    rag = warmed()
+    other = Prompt([text(9, 77), chunk(40, 31), SEP, chunk(33, 2), text(6, 4)])
+    full = rag.generate(other, policy="full", **ASKED)
+    report = rag.generate(other, policy="craft:100", **ASKED)
+    assert report.token_ids == full.token_ids
+    assert report.report.link.approximate_tokens == 0
+
+
+def test_set_takes_a_permutation_and_recomputes_what_follows():
+    rag = warmed()
+    three = rag.generate(SECOND, policy="set", **ASKED).report.link
+    assert (three.recomputed_tokens, three.approximate_tokens) == (0, 78)
+    new = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(33, 2), SEP, chunk(44, 9), text(6, 8)])
+    two = rag.generate(new, policy="set", **ASKED).report.link
+    assert [use.recomputed for use in two.chunks] == [0, 0, 0, 0]
+    assert [use.source for use in two.chunks] == ["host", "host", "host", "computed"]
+    none = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(20, 5), text(6, 8)])
+    answer = rag.generate(none, policy="set", **ASKED)
+    assert answer.report.link.approximate_tokens == 0
+    assert answer.token_ids == greedy(plain("llama"), ids(none), 8)
+
+
+def test_stored_kv_is_never_written_to():
+    store = RecordingStore()
+    rag = warmed(store=store)
+    for policy in [*POLICIES, "reuse", "query:0.2", "cacheblend:0.2", "heavy:0.2", "prefix"]:
+        rag.generate(SECOND, policy=policy, **ASKED)
+        rag.link(FIRST, policy=policy)
+    assert len(store.originals) >= 4
+    assert store.unchanged()
+
+
+class TestForgetting:
+    def test_follows_the_context(self):
+        rag = warmed()
+        first = chunk_id(FIRST.segments[1].token_ids, "default")
+        assert rag.forget([first]) == 3  # itself, and the two that were encoded behind it
+        report = rag.generate(SECOND, **ASKED).report.link
+        assert [use.source for use in report.chunks] == ["host", "computed", "computed", "computed"]
+
+    def test_all_of_it(self):
+        rag = warmed()
+        assert rag.forget() == 4
+        assert len(rag._prompts.variants) == 0
+
+    def test_tenants_are_strangers(self):
+        rag = warmed()
+        report = rag.generate(SECOND, namespace="other", **ASKED).report.link
+        assert {use.source for use in report.chunks} == {"computed"}
+
+
+def test_a_restart_finds_what_stands_in_its_own_context(tmp_path):
+    config = StoreConfig(disk_path=tmp_path / "kv")
+    with warmed(store=config):
+        pass
+    with rag_for("llama", encoder="in-prompt", policy="craft:1", store=config, cold="never") as rag:
+        assert {u.source for u in rag.generate(SECOND, **ASKED).report.link.chunks[1:]} == {"computed"}
+        again = rag.generate(FIRST, **ASKED)
+        assert [use.source for use in again.report.link.chunks] == ["host"] + ["disk"] * 3
+        assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
+        second = rag.generate(SECOND, **ASKED).report.link  # now they are known as variants
+        assert {use.source for use in second.chunks} == {"host"}
+        assert 0 < second.recompute_ratio < 1
+
+
+def test_in_the_background():
+    rag = warmed(cold="background")
+    assert rag.flush(60)
+    assert all(use.exact for use in rag.link(FIRST).report.chunks)
+    rag.close()
+
+
+def test_set_insists_on_its_encoder():
+    rag: RagCache = rag_for("llama", encoder="standalone")
+    with pytest.raises(ValueError, match="in-prompt"):
+        rag.link(FIRST, policy="set")
