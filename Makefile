@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SPEED := full,lego:16,query:0.15,deep:0.15,deep:0.1,cacheblend:0.15,craft:0.3,reuse
 RESULTS := benchmarks/results
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
@@ -27,6 +28,18 @@ bench: $(STAMP)
 		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench query-cache --lookups 500 --questions 40 \
 		--json $(RESULTS)/query-cache.json --plot $(RESULTS)/query-cache.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
+		--json $(RESULTS)/ttft-policies-1-thread.json
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --encoders standalone,system,similar:1 \
+		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png
+	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --sweep $$sweep \
+		--policies full,reuse,deep:0.1 --encoders standalone,similar:1 --neighbours document \
+		--questions-per-type 10 --json $(RESULTS)/fidelity-$$sweep.json --plot docs/$$sweep.png || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
+	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench budget \
+		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit check-model --all-families --json $(RESULTS)/families.json \
+		--markdown docs/models.md
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1200

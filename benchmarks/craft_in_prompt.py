@@ -1,8 +1,8 @@
 """Cache-Craft over chunks that were encoded inside other prompts: exact match and ratio spent.
 
 Every question's chunks are first encoded in a prompt that holds them in another context, then asked. With
-``whole`` contexts an article's chunks stand together in both; with ``scattered`` ones the first prompts hold
-them in any order. Run as ``python benchmarks/craft_in_prompt.py --json benchmarks/results/craft-in-prompt.json``.
+``whole`` contexts an article's chunks stand together in both; with ``scattered`` ones the first prompts
+hold them in any order. ``--json benchmarks/results/craft-in-prompt.json`` writes the figures.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ragcachekit.bench.fidelity_questions import (
 )
 from ragcachekit.bench.fidelity_sweeps import sweep_questions
 from ragcachekit.bench.workspace import READER
-from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.encodings import IN_PROMPT, Encodings
 from ragcachekit.link.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.rope_probe import describe_rope
@@ -23,9 +23,12 @@ from ragcachekit.model.rope_probe import describe_rope
 WISHED = (
     "full",
     "reuse",
-    *(f"lego:{k}" for k in (1, 2, 4, 6, 12, 16)),
+    "lego0",
+    *(f"lego:{k}" for k in (1, 2, 4, 6, 12)),
     *(f"{kind}:{r}" for kind in ("random", "heavy", "query", "deep") for r in (0.05, 0.1, 0.15, 0.3)),
-    *(f"cacheblend:{r}" for r in (0.05, 0.15)),
+    *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),
+    *(f"craft:{alpha}" for alpha in (0.1, 0.2, 0.3, 0.6)),  # over standalone half of it is spent
+    "craft-focused:0.6",
 )
 EMBEDDING, DOCUMENT = "embedding", "document"
 _PER_TYPE, _PER_TYPE_SWEEP = 100, 20
@@ -138,6 +141,11 @@ def chosen_ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[
             continue
         for encoder in (policy.encoder,) if policy.encoder else settings.encoders:
             # Opened here already: a typo should not cost an hour.
+            if encoder == IN_PROMPT:
+                raise ValueError(
+                    "chunks are encoded in-prompt by earlier prompts, and asking a question would encode its "
+                    "own context for the next policy; benchmarks/craft_in_prompt.py measures that"
+                )
             found = Encodings(encoder, rope, tokenizer.bos_token_id)
             out[Way(policy.name, found.name)] = None
     return list(out)
