@@ -24,6 +24,7 @@ from ragcachekit.bench.workspace import (
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import StoreError
+from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
@@ -280,7 +281,8 @@ class _Watched:
 
 def token_bytes(model: Any) -> int:
     """KV of one token over all layers, read off the KV of one token (layers may differ in width)."""
-    ((_, kv),) = ChunkEncoder(model, describe_rope(model)).encode([[1]], Encoding("standalone"))
+    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
+    ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
     return kv.nbytes
 
 

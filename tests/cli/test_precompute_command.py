@@ -63,6 +63,7 @@ def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
     work = estimate(settings)
     config = json.loads((Path(model_path(READER)) / "config.json").read_text())
     per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
+    per_token += 4  # the attention that the token got, kept for policies
     assert work.token_bytes == per_token
     assert work.todo_bytes == work.tokens * per_token
     assert work.seconds > 0
