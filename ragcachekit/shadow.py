@@ -133,7 +133,8 @@ class Shadow:
                 if self.config.when == "after":
                     self._work(job)
                 elif not self._background.submit(job):
-                    self._count(job.namespace, "dropped")
+                    with self._lock:
+                        job.tally.counts["dropped"] += 1
             except Exception:
                 # Nobody's answer may hang on what is only watched.
                 log.warning("a request could not be shadowed", exc_info=True)
@@ -210,7 +211,8 @@ class Shadow:
                 found = self._compare(job)
         except Exception:
             log.warning("a shadow prefill failed", exc_info=True)
-            self._count(job.namespace, "failed")
+            with self._lock:
+                job.tally.counts["failed"] += 1  # not the namespace's present one: it may have been reset
             return
         self._add(job, found)
 
@@ -284,6 +286,9 @@ def _greedy(options: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     if (config := copy.deepcopy(out.get("generation_config"))) is not None:
         for name in _SAMPLING:
             setattr(config, name, None)
-        config.do_sample, config.max_new_tokens = False, tokens or config.max_new_tokens
+        config.do_sample = False
+        if tokens:
+            out.pop("max_new_tokens", None)
+            config.max_new_tokens = tokens
         return {**out, "generation_config": config}
     return {**out, "do_sample": False, **({"max_new_tokens": tokens} if tokens else {})}

@@ -14,7 +14,7 @@ from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.stopping import StopStrings, Watch
 from ragcachekit.generate.streaming import OrderedPrompt
-from ragcachekit.link.base import WatchingPolicy
+from ragcachekit.link.base import LayerwisePolicy
 from ragcachekit.link.choose import choose
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
@@ -140,8 +140,8 @@ def link_ahead(
     the plan as it was decided.
     """
     plan, buffers = choose(model, rope, plan, pad)
-    # What watches the question sees all of it, the last token too.
-    ahead = plan if isinstance(plan.policy, WatchingPolicy) else plan.without_last()
+    # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
+    ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
     if not (ahead.pieces and (ahead.kept or ahead.policy)):
         return _plain([plan], model.device, pad), plan
     inputs = link([ahead], rope, model.device, pad, buffers=buffers)

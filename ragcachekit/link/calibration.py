@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ragcachekit.link.budget import Budget
 from ragcachekit.link.policies import open_policy
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,10 @@ def parsed(found: Any) -> Calibration:
         raise ValueError("it has no curve")
     curve = tuple(CurvePoint(**_checked(CurvePoint, point)) for point in found["curve"])
     record = Calibration(**{**_checked(Calibration, found), "curve": curve})
-    open_policy(record.policy)
+    for name in (record.policy, *(point.policy for point in curve)):
+        policy = open_policy(name)
+        if isinstance(policy, Budget) or policy.encoder not in (None, record.encoder):
+            raise ValueError(f"{name} is no policy that chunks encoded {record.encoder} can have")
     record.cheapest(record.budget)
     return record
 

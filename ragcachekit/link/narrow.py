@@ -137,7 +137,10 @@ def _hook(model: Any, kept: int) -> None:
                 layer.register_forward_pre_hook(partial(_before, number), with_kwargs=True)
 
 
-def _before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def _before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:
+    if kwargs is None:
+        # torch is still registering this hook in another thread: a forward that narrows comes after that.
+        return None
     for value in (*kwargs.values(), *args):
         if isinstance(value, LinkedCache) and value.narrowing is not None:
             return value.narrowing.before(layer, module, args, kwargs)

@@ -14,6 +14,8 @@ POLICIES = [
     "cacheblend:0.2",
     "cacheblend-gradual:0.3",
     "heavy:0.2",
+    "craft:0.5",
+    "craft-focused:0.5",
 ]
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 COLD = Prompt([text(9, 1), chunk(33, 2), chunk(21, 7), chunk(25, 3), text(6, 4)])
@@ -57,6 +59,26 @@ def test_a_prompt_that_ends_with_its_chunk(policy):
     answer = rag.generate(Prompt([text(9, 1), chunk(33, 2)]), policy=policy, **ASKED)
     assert len(answer.token_ids) == 8
     assert answer.report.link.recomputed_tokens >= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("question", [0, 1, 6])
+def test_reports_add_up_and_agree_however_the_prompt_is_linked(policy, question):
+    parts = [text(9, 1), chunk(33, 2), chunk(25, 3), *([text(question, 4)] if question else [])]
+    prompt = Prompt(parts)
+    rag = warmed("llama", prompt)
+    one_pass = rag.generate(prompt, policy=policy, **ASKED)
+    linked = rag.link(prompt, policy=policy)
+    beams = rag.generate(prompt, policy=policy, max_new_tokens=2, num_beams=2).report.link
+    for report in (one_pass.report.link, linked.report, beams):
+        kept = report.exact_tokens + report.approximate_tokens
+        assert (
+            kept + report.recomputed_tokens + report.computed_tokens == report.prompt_tokens == 67 + question
+        )
+        assert report.computed_tokens == question
+        assert report.recomputed_tokens == one_pass.report.link.recomputed_tokens
+    own = rag.model.generate(**linked.inputs, **ASKED)[0, linked.input_ids.shape[1] :]
+    assert tuple(own.tolist()) == one_pass.token_ids
 
 
 @pytest.mark.parametrize("policy", POLICIES)

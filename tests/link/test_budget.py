@@ -168,6 +168,9 @@ DAMAGE = {
     "not finite": point(upper=float("nan")),
     "no full": lambda found: {**found, "curve": found["curve"][:-1]},
     "policy": changed(policy="magic:3"),
+    "a policy of another version in the curve": point(policy="future:3"),
+    "a budget in the curve": point(policy="budget:0.5"),
+    "a policy of another encoder in the curve": point(policy="lego0"),
     "another model": changed(fingerprint="0" * 64),
     "another namespace": changed(namespace="evil"),
 }

@@ -13,6 +13,7 @@ from link_kit import BOS, described, ids_of, segments
 from transformers import DynamicCache
 
 from ragcachekit.generate.run import link_ahead
+from ragcachekit.link import narrow
 from ragcachekit.link.attention import install
 from ragcachekit.link.choose import choose
 from ragcachekit.link.encodings import Encodings
@@ -307,6 +308,10 @@ class TestCacheBlend:
         for ours, keys in zip(inputs["past_key_values"].layers, run.keys, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 1e-5
         assert plan.report.approximate_tokens == 0
+
+    def test_a_forward_while_torch_registers_the_hook_is_left_alone(self):
+        # Another thread's: torch calls the hook without keyword arguments until it is registered.
+        assert narrow._before(1, wrapped("llama").model.layers[1], (torch.zeros(1, 2, 64),)) is None
 
     def test_other_forwards_of_the_model_are_left_alone(self):
         model = wrapped("llama")
