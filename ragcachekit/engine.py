@@ -56,8 +56,9 @@ class RagCache:
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
-        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``lego0``; or how much F1
-        may be lost at most, ``budget:0.01``, by the last ``ragcachekit calibrate``.
+        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``deep:0.1``,
+        ``query:0.15``, ``lego:4+query:0.1``, ... (an unknown name lists all); or how much F1 may be
+        lost at most, ``budget:0.01``, by the last ``ragcachekit calibrate``.
     encoder : str, optional
         What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
         ``in-prompt``; default is what the policy asks for, else ``standalone``.
