@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from engine_kit import RecordingStore, chunk, ids, rag_for, text
 from families import greedy, plain
@@ -92,6 +94,31 @@ def test_set_takes_a_permutation_and_recomputes_what_follows():
     answer = rag.generate(none, policy="set", **ASKED)
     assert answer.report.link.approximate_tokens == 0
     assert answer.token_ids == greedy(plain("llama"), ids(none), 8)
+
+
+def test_set_against_trying_every_beginning():
+    """Every ordered choice of 1 to 4 out of 5 chunks, four of which were once a prompt."""
+    sizes = [11, 7, 9, 13, 8]
+    chunks = [chunk(size, 40 + i) for i, size in enumerate(sizes)]
+
+    def prompt(order):
+        body = [part for i in order for part in (chunks[i], SEP)]
+        return Prompt([text(9, 1), *body, text(6, 4)])
+
+    rag = rag_for("llama", encoder="in-prompt", policy="set")
+    rag.generate(prompt(range(4)), max_new_tokens=1)
+    frozen = rag_for("llama", encoder="in-prompt", policy="set", store=rag._store, cold="never")
+    frozen.generate(prompt(range(4)), max_new_tokens=1)
+    seen = set()
+    for order in (order for count in range(1, 5) for order in permutations(range(5), count)):
+        match = max(m for m in range(len(order) + 1) if sorted(order[:m]) == list(range(m)))
+        uses = frozen.link(prompt(order)).report.chunks[1:]
+        kept = [use.source != "computed" and use.recomputed == 0 for use in uses]
+        assert kept == [place < match for place in range(len(order))], order
+        lost = [use.source == "computed" or use.recomputed == use.tokens for use in uses]
+        assert lost == [place >= match for place in range(len(order))], order
+        seen.add(match)
+    assert seen == {0, 1, 2, 3, 4}
 
 
 def test_stored_kv_is_never_written_to():
