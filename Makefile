@@ -32,6 +32,8 @@ bench: $(STAMP)
 		--json $(RESULTS)/ttft-policies-1-thread.json
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --encoders standalone,system,similar:1 \
 		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --policies reuse \
+		--encoders standalone,similar:1,similar:3,similar:10 --json $(RESULTS)/fidelity-similar.json
 	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --sweep $$sweep \
 		--policies full,reuse,deep:0.1 --encoders standalone,similar:1 --neighbours document \
 		--questions-per-type 10 --json $(RESULTS)/fidelity-$$sweep.json --plot docs/$$sweep.png || exit 1; done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,10 @@ _POLICIES: dict[str, _Named] = {
 }
 
 
+_NO_NUMBER = re.compile("invalid literal for int|could not convert string to float")
+"""What ``int`` and ``float`` say of a word: not for users."""
+
+
 def known_policies() -> tuple[str, ...]:
     """Names as a user would write them."""
     return tuple(named.example or name for name, named in _POLICIES.items())
@@ -82,4 +87,6 @@ def _open(part: str, policy: str) -> SelectionPolicy:
     try:
         return named.make(argument)
     except ValueError as error:
-        raise ValueError(f"policy {policy!r}: {error}") from error
+        known = _NO_NUMBER.match(str(error))
+        why = f"{argument!r} is no number; write for example {named.example!r}" if known else str(error)
+        raise ValueError(f"policy {policy!r}: {why}") from error

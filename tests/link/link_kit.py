@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from families import Prefill, wrapped
+from transformers import DynamicCache
 
 from ragcachekit.link.attention import install
 from ragcachekit.link.base import PlacedChunk
@@ -111,3 +112,17 @@ def linked(name: str, plan: LinkPlan, dtype: torch.dtype = torch.float32) -> Pre
     logits[list(plan.rows)] = out
     layers = inputs.cache.layers
     return Prefill(logits, tuple(x.keys[0] for x in layers), tuple(x.values[0] for x in layers))
+
+
+class Overriding(DynamicCache):
+    """Whatever a full forward computes for these columns, the given ones are what it attends to."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns = columns
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        keys, values = keys.clone(), values.clone()
+        for p, (k, v) in self.columns[layer].items():
+            keys[0, :, p], values[0, :, p] = k, v
+        return super().update(keys, values, layer, *args, **kwargs)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, described, ids_of, segments
-from transformers import DynamicCache
+from link_kit import BOS, Overriding, described, ids_of, segments
 
 from ragcachekit.generate.run import link_ahead
 from ragcachekit.link.attention import install
@@ -230,20 +229,6 @@ class TestRuns:
         total = kv.sums["inter"].sum(1) + kv.sums["intra"]
         assert kv.sums["inter"].dtype == torch.float32
         assert off(total, torch.full_like(total, 4.0 * len(C))) < 1e-5  # 4 heads, every row sums to 1
-
-
-class Overriding(DynamicCache):
-    """Whatever a full forward computes for these columns, the given ones are what it attends to."""
-
-    def __init__(self, columns):
-        super().__init__()
-        self.columns = columns
-
-    def update(self, keys, values, layer, *args, **kwargs):
-        keys, values = keys.clone(), values.clone()
-        for p, (k, v) in self.columns[layer].items():
-            keys[0, :, p], values[0, :, p] = k, v
-        return super().update(keys, values, layer, *args, **kwargs)
 
 
 @torch.no_grad()

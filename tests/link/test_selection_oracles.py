@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, described, ids_of, segments
+from link_kit import BOS, Overriding, described, ids_of, segments
 from transformers import DynamicCache
 
 from ragcachekit.generate.run import link_ahead
@@ -71,20 +71,6 @@ def linked_columns(name, plan):
                 rows[p] = (keys[:, i], piece.kv.values[layer][:, i])
         out.append(rows)
     return out
-
-
-class Overriding(DynamicCache):
-    """Whatever a full forward computes for these columns, the given ones are what it attends to."""
-
-    def __init__(self, columns):
-        super().__init__()
-        self.columns = columns
-
-    def update(self, keys, values, layer, *args, **kwargs):
-        keys, values = keys.clone(), values.clone()
-        for p, (k, v) in self.columns[layer].items():
-            keys[0, :, p], values[0, :, p] = k, v
-        return super().update(keys, values, layer, *args, **kwargs)
 
 
 @torch.no_grad()
