@@ -30,7 +30,7 @@ from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
-from ragcachekit.store.base import Found, KVStore, StoreStats
+from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
@@ -253,9 +253,13 @@ class _Watched:
         self._asked.append(key)
         return True
 
-    def get(self, key: KVKey) -> Found | None:
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """As the store."""
-        return self._store.get(key)
+        return self._store.get(key, worth)
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As the store."""
+        return self._store.open(key, worth)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """As the store, counted."""

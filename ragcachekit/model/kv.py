@@ -27,12 +27,16 @@ class ChunkKV:
         segments]``, what each segment before it got; ``intra`` ``[layers]``, what it kept to itself;
         ``outward`` ``[tokens]``, what each token gave to segments before, mean over layers; and
         ``behind`` ``[segments]``, how many tokens these have.
+    quantised : str
+        Empty: as the model computed it. ``int8``, ``fp8``: it was rounded to that in some tier, so it is
+        exact nowhere.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     start: int | None = None
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quantised: str = ""
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.types import KVKey
@@ -11,10 +14,62 @@ from ragcachekit.types import KVKey
 
 @dataclass(frozen=True)
 class Found:
-    """A hit: the KV and the tier that held it (``host``, ``disk``)."""
+    """A hit: the KV and the tier that held it (``gpu``, ``host``, ``disk``, ``redis``, ``bulk``)."""
 
     kv: ChunkKV
     tier: str
+
+
+Evicted = Sequence[tuple[KVKey, ChunkKV]]
+"""Entries that a tier gave up to make room."""
+
+
+@runtime_checkable
+class LayerSource(Protocol):
+    """A hit whose header is verified and whose layers are still to be read, one after the other.
+
+    Used by one thread at a time. Whoever opened it closes it.
+
+    Attributes
+    ----------
+    tier : str
+    nbytes : int
+        Bytes to read.
+    tokens, layers : int
+    start : int or None
+        As in :class:`ragcachekit.model.kv.ChunkKV`; so are ``sums`` and ``quantised``.
+    shapes : tuple
+        Per layer, dtype and shape of keys and of values, as :meth:`layer` returns them.
+    """
+
+    tier: str
+    nbytes: int
+    tokens: int
+    layers: int
+    start: int | None
+    sums: Mapping[str, torch.Tensor]
+    quantised: str
+    shapes: tuple[tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]], ...]
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the next layer, verified (``number`` counts up from 0).
+
+        Raises
+        ------
+        EntryDamaged
+            If a byte is not as it was written; the entry has been dropped.
+        OSError
+            If it cannot be read.
+        """
+        ...
+
+    def finished(self, kv: ChunkKV) -> None:
+        """Hear that all layers were read and verified: the hit counts, faster tiers may keep ``kv``."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files; allowed at any time, also twice."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,18 +95,24 @@ class StoreStats:
 class KVStore(Protocol):
     """Where chunk KV lives. Implementations promise:
 
-    - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None. Never
-      another key's entry, never a damaged one: verification failure is a miss.
+    - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (from a tier
+      that quantises: the same rounded KV every time, and marked as such). Never another key's entry,
+      never a damaged one: verification failure is a miss.
     - Nothing raises for a full or failing medium once the store is open: a ``put`` that cannot be
       kept returns False and leaves older entries whole; ``get`` returns None.
     - Returned tensors are shared and must not be written to.
     - All methods are thread safe.
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
-      (one larger than the whole budget is not kept).
+      (one larger than the whole budget, or than its namespace's quota, is not kept).
+    - An entry is not evicted from memory while a caller still holds what ``get`` returned.
     """
 
-    def get(self, key: KVKey) -> Found | None:
-        """The entry under ``key``, or None."""
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+        """The entry under ``key``, or None. ``worth`` is for eviction policies that weigh uses."""
+        ...
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`, without waiting for the layers where the entry has to be read."""
         ...
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:

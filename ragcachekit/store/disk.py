@@ -10,7 +10,7 @@ from threading import RLock
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, StoreStats, concerns
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry_file import EntryImage, read_entry, read_key
 from ragcachekit.store.entry_header import EntryDamaged
@@ -61,7 +61,7 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"cannot open the cache folder {self._folder}: {error}") from error
 
-    def get(self, key: KVKey) -> Found | None:
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
         kv = None if self._closed else self._read(key)
         if kv is None:
@@ -69,6 +69,10 @@ class DiskStore:
             return None
         self._counters.count("hits")
         return Found(kv, "disk")
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`."""
+        return self.get(key, worth)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first.
@@ -96,6 +100,10 @@ class DiskStore:
                 self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
         self._counters.count("failed_writes")
         return False
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`; nobody is handed down."""
+        return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
         return not self._closed and os.path.exists(self._file(key.digest()))

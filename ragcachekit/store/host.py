@@ -6,7 +6,7 @@ from collections import OrderedDict
 from threading import RLock
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, StoreStats, concerns
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
 from ragcachekit.store.counters import Counters
 from ragcachekit.types import KVKey
 
@@ -37,7 +37,7 @@ class HostStore:
         self._lock = RLock()
         self._counters = Counters("host")
 
-    def get(self, key: KVKey) -> Found | None:
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, now the most recently used one, or None."""
         with self._lock:
             kv = self._entries.get(key)
@@ -47,6 +47,10 @@ class HostStore:
             self._entries.move_to_end(key)
             self._counters.count("hits")
             return Found(kv, "host")
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`."""
+        return self.get(key, worth)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv``, evicting least recently used entries; False if it exceeds the whole budget."""
@@ -66,6 +70,10 @@ class HostStore:
             self._entries[key] = kv
             self._nbytes += kv.nbytes
             return True
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`; nobody is handed down."""
+        return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
         with self._lock:

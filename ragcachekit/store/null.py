@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, StoreStats
+from ragcachekit.store.base import Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.types import KVKey
 
@@ -14,10 +14,14 @@ class NullStore:
     def __init__(self) -> None:
         self._counters = Counters("null")
 
-    def get(self, key: KVKey) -> Found | None:
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """Always None."""
         self._counters.count("misses")
         return None
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`."""
+        return self.get(key, worth)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Always False; not a failure, so not counted as one."""

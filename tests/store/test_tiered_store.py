@@ -67,7 +67,7 @@ class ForgetsWhileRead(HostStore):
 
     store: TieredStore | None = None
 
-    def get(self, key: KVKey) -> Found | None:
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         found = super().get(key)
         if found is not None and self.store is not None:
             self.store.forget(key.namespace)

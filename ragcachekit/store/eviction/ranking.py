@@ -1,0 +1,163 @@
+"""The entries of one tier in the order of eviction: heaps over a policy's numbers."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy, Record
+
+K = TypeVar("K", bound=Hashable)
+
+_REMEMBERED = 4096
+"""Evicted entries that are remembered at least; where a tier holds more, as many as it holds."""
+
+
+class Ranking(Generic[K]):
+    """Who is in a tier, how large, and who leaves next. Every operation is O(log n), amortised.
+
+    Not thread safe: it belongs to a tier and its lock. An entry that is held (in use by a request, or
+    with children in a tree) keeps its place but is passed over. What a policy knew of an entry survives
+    its eviction for a while (RAGCache section 5.1 counts retrievals of documents, cached or not), but not
+    its removal.
+
+    Parameters
+    ----------
+    policy : EvictionPolicy
+        This ranking's own.
+    groups : bool
+        Whether :meth:`evict` will be asked for the lowest entry of one group.
+    """
+
+    def __init__(self, policy: EvictionPolicy, *, groups: bool = False) -> None:
+        self._policy = policy
+        self._groups = groups
+        self._live: dict[K, Record] = {}
+        self._past: OrderedDict[K, Record] = OrderedDict()
+        self._held: dict[K, int] = {}
+        self._now = 0
+        self._sizes: defaultdict[str, int] = defaultdict(int)
+        self._heaps: defaultdict[str | None, list[tuple[float, int, K]]] = defaultdict(list)
+        self.nbytes = 0
+        """Bytes of all entries."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, item: K) -> bool:
+        return item in self._live
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._live)
+
+    def nbytes_of(self, group: str) -> int:
+        """Bytes of one group's entries."""
+        return self._sizes.get(group, 0)
+
+    def size(self, item: K) -> int:
+        """Bytes of an entry; KeyError if it is not here."""
+        return self._live[item].nbytes
+
+    def priority(self, item: K) -> float:
+        """The policy's number of an entry; KeyError if it is not here."""
+        return self._live[item].priority
+
+    def add(self, item: K, nbytes: int, tokens: int = 0, group: str = "", access: Access = MISS) -> None:
+        """Take an entry in, or set its size anew; counts as an access."""
+        record = self._live.get(item) or self._past.pop(item, None) or Record(0, 0)
+        if item in self._live:
+            self._count(record, -record.nbytes)
+        record.nbytes, record.tokens, record.group = nbytes, tokens, group
+        self._live[item] = record
+        self._count(record, nbytes)
+        self._accessed(item, record, access)
+
+    def touch(self, item: K, access: Access = HIT) -> None:
+        """Count an access to an entry; one that is not here is let pass."""
+        record = self._live.get(item)
+        if record is not None:
+            self._accessed(item, record, access)
+
+    def remove(self, item: K) -> None:
+        """Forget an entry and all that was known of it."""
+        self._past.pop(item, None)
+        self._held.pop(item, None)
+        record = self._live.pop(item, None)
+        if record is not None:
+            self._count(record, -record.nbytes)
+
+    def hold(self, item: K) -> None:
+        """Keep an entry from eviction until it is released as often as it was held."""
+        if item in self._live:
+            self._held[item] = self._held.get(item, 0) + 1
+
+    def release(self, item: K) -> None:
+        """Undo one :meth:`hold`; lets entries pass that have been removed since."""
+        count = self._held.get(item, 0)
+        if count > 1:
+            self._held[item] = count - 1
+        elif count == 1:
+            del self._held[item]
+            self._push(item, self._live[item])
+
+    def lowest(self, group: str | None = None) -> K | None:
+        """Who would leave next (of one group, where one is named); None if nobody can."""
+        heap = self._heaps[group]
+        while heap:
+            priority, at, item = heap[0]
+            record = self._live.get(item)
+            current = record is not None and (record.priority, record.at) == (priority, at)
+            if current and item not in self._held:
+                return item
+            heapq.heappop(heap)  # outdated, or held: then its release puts it back
+        return None
+
+    def evict(self, group: str | None = None) -> K | None:
+        """Take out who leaves next; None if nobody can."""
+        item = self.lowest(group)
+        if item is None:
+            return None
+        record = self._live.pop(item)
+        self._count(record, -record.nbytes)
+        self._policy.evicted(record)
+        self._past[item] = record
+        while len(self._past) > max(_REMEMBERED, len(self._live)):
+            self._past.popitem(last=False)
+        return item
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for table in (self._live, self._past, self._held, self._sizes, self._heaps):
+            table.clear()
+        self.nbytes = 0
+
+    def _accessed(self, item: K, record: Record, access: Access) -> None:
+        self._now += 1
+        self._policy.accessed(record, access, self._now)
+        record.at = self._now
+        self._push(item, record)
+
+    def _push(self, item: K, record: Record) -> None:
+        for group in (None, record.group) if self._groups else (None,):
+            heap = self._heaps[group]
+            # Numbers of accesses are unique, so items are never compared.
+            heapq.heappush(heap, (record.priority, record.at, item))
+            if len(heap) > 2 * len(self._live) + 64:
+                self._rebuild(group)
+
+    def _rebuild(self, group: str | None) -> None:
+        heap = [
+            (record.priority, record.at, item)
+            for item, record in self._live.items()
+            if group is None or record.group == group
+        ]
+        heapq.heapify(heap)
+        self._heaps[group] = heap
+
+    def _count(self, record: Record, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._sizes[record.group] += nbytes
+        if not self._sizes[record.group]:
+            del self._sizes[record.group]
