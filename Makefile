@@ -22,9 +22,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk --runs 3 \
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-1-thread.json --plot $(RESULTS)/ttft-1-thread.png
-	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk --runs 5 \
+	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench query-cache --lookups 500 --questions 40 \
 		--json $(RESULTS)/query-cache.json --plot $(RESULTS)/query-cache.png
@@ -40,6 +40,12 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
 	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench budget \
 		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --policies reuse,lego:1,deep:0.1 \
+		--encoders standalone,standalone+int8,standalone+fp8,similar:1,similar:1+int8,similar:1+fp8 \
+		--neighbours document --json $(RESULTS)/fidelity-quantised.json
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench store --json $(RESULTS)/store.json --plot docs/store.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench eviction --json $(RESULTS)/eviction.json --plot docs/eviction.png
+	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench planner --json $(RESULTS)/planner.json --plot docs/planner.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit check-model --all-families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 
@@ -52,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	sh tests/store/get_redis.sh $(VENV)/redis
 	touch $(STAMP)
 
 clean:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import ShadowConfig, StoreConfig
+from ragcachekit.config import LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelNotSupported, RagCacheError
 from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, ShadowReport, Text
 
@@ -26,6 +26,7 @@ __all__ = [
     "CoRetrieved",
     "GenerateReport",
     "LinkReport",
+    "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
     "Partition",
@@ -39,6 +40,7 @@ __all__ = [
     "SimilarChunks",
     "StoreConfig",
     "Text",
+    "TreeConfig",
     "agenerate",
     "astream",
     "calibrate",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,33 +12,146 @@ DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
 
 
+TIERS = ("gpu", "host", "disk", "redis", "bulk")
+"""Names of the storage tiers, fastest first."""
+
+QUANTISATIONS = ("int8", "fp8")
+
+
 @dataclass(frozen=True)
 class StoreConfig:
-    """Which tiers hold chunk KV and how many bytes each may take.
+    """Which tiers hold chunk KV and how many bytes each may take. Any subset works.
 
     Attributes
     ----------
+    gpu_bytes : int
+        Budget of the GPU memory tier in bytes; 0 (the default) turns it off. Filled by what requests
+        use, not by what is encoded ahead.
     host_bytes : int
-        Budget of the host memory tier in bytes; 0 turns the tier off.
+        Budget of the host memory tier in bytes; 0 turns the tier off. Page-locked if ``gpu_bytes`` or
+        ``pin_host`` ask for it and there is CUDA.
     disk_path : path or None
         Folder of the disk tier; None turns the tier off.
     disk_bytes : int
         Budget of the disk tier in bytes.
+    redis_url : str or None
+        ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries; None: off.
+    redis_bytes, redis_entry_bytes : int
+        Budget of that tier, and the largest entry that it takes.
+    bulk_url : str or None
+        A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for everything; None: off.
+    bulk_bytes : int
+        Budget of that tier.
+    remote_key : str or None
+        Name of the environment variable that holds the key which remote entries are signed with;
+        needed with ``redis_url`` and ``bulk_url``. The key itself never leaves the process.
+    remote_deadline, bulk_deadline : float
+        Seconds that one operation on Redis, and on the bulk tier with its large entries, may take; after
+        that it is a miss.
+    eviction : str
+        Who leaves a memory tier first: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
+        docs/eviction.md), ``f_r``. Disk and remote tiers, which several processes share, always drop what
+        was least recently used.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
+    quantise : mapping of str to str
+        Tiers that keep KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. What comes from there is
+        rounded, is never called exact, and is computed again where exactness was asked for.
+    pin_host : bool
+        Page-lock host memory although there is no GPU tier.
+    disk_direct : bool
+        Read the disk past the page cache (O_DIRECT) where the file system can.
     """
 
     host_bytes: int = DEFAULT_HOST_BYTES
     disk_path: str | os.PathLike[str] | None = None
     disk_bytes: int = DEFAULT_DISK_BYTES
+    gpu_bytes: int = 0
+    redis_url: str | None = None
+    redis_bytes: int = 1 << 30
+    redis_entry_bytes: int = 1 << 20
+    bulk_url: str | None = None
+    bulk_bytes: int = DEFAULT_DISK_BYTES
+    remote_key: str | None = None
+    remote_deadline: float = 0.2
+    bulk_deadline: float = 2.0
+    eviction: str = "pgdsf"
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    quantise: Mapping[str, str] = field(default_factory=dict)
+    pin_host: bool = False
+    disk_direct: bool = False
 
     def __post_init__(self) -> None:
-        if self.host_bytes < 0:
-            raise ValueError(f"host_bytes must be >= 0, got {self.host_bytes}")
+        for name in ("gpu_bytes", "host_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.disk_bytes <= 0:
             raise ValueError(
                 f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
             )
+        for name in ("redis_bytes", "redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if (self.redis_url or self.bulk_url) and not self.remote_key:
+            raise ValueError(
+                "a remote tier needs remote_key=, the name of an environment variable with the key that "
+                "entries are signed with (make one with `openssl rand -hex 32`)"
+            )
+        for name, nbytes in self.quotas.items():
+            if nbytes <= 0:
+                raise ValueError(f"the quota of namespace {name!r} must be > 0 bytes, got {nbytes}")
+        for tier, kind in self.quantise.items():
+            if tier not in TIERS or kind not in QUANTISATIONS:
+                raise ValueError(
+                    f"cannot quantise tier {tier!r} to {kind!r}; tiers: {', '.join(TIERS)}; "
+                    f"kinds: {', '.join(QUANTISATIONS)}"
+                )
         if self.disk_path is not None:
             object.__setattr__(self, "disk_path", Path(self.disk_path).expanduser())
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """What the knowledge tree keeps: exact KV of the beginnings of past prompts.
+
+    Attributes
+    ----------
+    gpu_bytes : int
+        Budget in GPU memory; 0 (the default) leaves it out, and so does a model on a CPU.
+    host_bytes : int
+        Budget in host memory.
+    disk_bytes : int
+        Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0 leaves it out.
+    keep_first : int or None
+        Keep only the first so many documents of each prompt; None for all.
+    eviction : str
+        Who leaves memory first: ``pgdsf`` (RAGCache section 5.1), ``gdsf``, ``lfu``, ``lru``.
+    replicate_bytes : int
+        Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a lost GPU.
+    turns_bytes : int
+        Host memory for the last turns of conversations, so that the next turn need not compute the former
+        one's rows again: exact where they were, approximate where they were. 0 (the default) keeps none.
+    """
+
+    host_bytes: int = 1 << 30
+    gpu_bytes: int = 0
+    disk_bytes: int = 0
+    keep_first: int | None = None
+    eviction: str = "pgdsf"
+    replicate_bytes: int = 0
+    turns_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.keep_first is not None and self.keep_first < 0:
+            raise ValueError(f"keep_first must be >= 0 or None for all, got {self.keep_first}")
+        if self.replicate_bytes > self.host_bytes or (self.replicate_bytes and not self.gpu_bytes):
+            raise ValueError(
+                "replicate_bytes is the part of host_bytes for copies of GPU nodes: it needs gpu_bytes and "
+                "must not exceed host_bytes"
+            )
 
 
 @dataclass(frozen=True)
@@ -75,3 +189,33 @@ class ShadowConfig:
             raise ValueError(f"when must be 'background' or 'after', got {self.when!r}")
         if self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How entries of slow tiers (disk, remote) come into a prompt.
+
+    Attributes
+    ----------
+    when : {"auto", "always"}
+        ``auto`` computes the rows of a chunk where loading its KV would end later, by what loads and
+        prefills took on this machine; ``always`` loads whatever is found.
+    deadline : float
+        Seconds that a request waits for an entry; one that is not there by then is computed.
+    threads : int
+        Reads at the same time.
+    bytes_in_flight : int
+        How much may be read ahead by :meth:`RagCache.prefetch` for prompts that have not come yet.
+    """
+
+    when: Literal["auto", "always"] = "auto"
+    deadline: float = 30.0
+    threads: int = 2
+    bytes_in_flight: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.when not in ("auto", "always"):
+            raise ValueError(f"load must be 'auto' or 'always', got {self.when!r}")
+        for name in ("deadline", "threads", "bytes_in_flight"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")

@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from tqdm.auto import tqdm
-
-from ragcachekit.config import ShadowConfig, StoreConfig
-from ragcachekit.errors import ModelChanged, ModelNotSupported
+from ragcachekit.config import LoadConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.errors import ModelNotSupported
 from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.options import Way, way_in
 from ragcachekit.generate.run import link_ahead, run_generate
@@ -23,26 +21,19 @@ from ragcachekit.generate.streaming import Detokenizer, stop_strings
 from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
 from ragcachekit.link.budgets import Budgets, Chosen
-from ragcachekit.link.contextual import NeighbourEncoder
-from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.linked import LinkedPrompt
-from ragcachekit.link.neighbours import Neighbours
-from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.plan import LinkPlan, Missing
+from ragcachekit.link.neighbours import Neighbours, by_namespace
+from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.policies import open_policy
-from ragcachekit.link.warm import Warmer
-from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
 from ragcachekit.model.rope_probe import describe_rope
-from ragcachekit.prepare import MODEL_CHANGED, Preparer, PromptLike
-from ragcachekit.prompt.registry import forms
+from ragcachekit.prepare import PromptLike
 from ragcachekit.shadow import Shadow, shadow_config
+from ragcachekit.stock import Stock, checked_namespace, several
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.factory import open_store
-from ragcachekit.types import Answer, ShadowReport, chunk_id
-
-_Item = TypeVar("_Item")
+from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.types import Answer, ShadowReport
 
 
 class RagCache:
@@ -76,8 +67,14 @@ class RagCache:
     shadow : float or ShadowConfig, optional
         Share of the requests that is answered again in full, to see what reuse does to answers; what
         comes of it is in :meth:`shadow_report` and, where it goes wrong, in the log.
+    load : {"auto", "always"} or LoadConfig
+        Whether chunks in slow tiers are loaded only where that is quicker than computing them, or always.
+    tree : TreeConfig or KnowledgeTree, optional
+        Keep exact KV of the beginnings of past prompts (RAGCache's knowledge tree), so that a prompt that
+        begins with the same chunks in the same order reuses them without any approximation; what stands
+        behind comes from the store. Default: no tree. One that was handed in is not closed.
     cache_dir : path, optional
-        For file digests, passed checks and calibrations; default the user's cache folder.
+        For file digests, passed checks, calibrations and timings; default the user's cache folder.
 
     Raises
     ------
@@ -100,6 +97,8 @@ class RagCache:
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
         shadow: float | ShadowConfig | None = None,
+        load: Literal["auto", "always"] | LoadConfig = "auto",
+        tree: TreeConfig | KnowledgeTree | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         _weights: Path | None = None,
     ) -> None:
@@ -112,37 +111,28 @@ class RagCache:
         self._policy = open_policy(policy)
         self.model = model
         self.tokenizer = tokenizer
-        self.namespace = _checked_namespace(namespace)
+        self.namespace = checked_namespace(namespace)
         self._rope = describe_rope(model)
         folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(
             model, tokenizer, source=_weights, cache=folder / "digests.json"
         ).digest
         admit_once(model, self._rope, self.fingerprint, folder)
-        self._owns_store = store is None or isinstance(store, StoreConfig)
-        self._store: KVStore = open_store(store or StoreConfig()) if self._owns_store else store  # type: ignore[assignment, arg-type]
-        self._cold = cold
-        self._prompts = Preparer(
+        self._stock = Stock(
             model,
             tokenizer,
+            self._policy,
             rope=self._rope,
-            store=self._store,
             fingerprint=self.fingerprint,
+            folder=folder,
             encoder=encoder,
-            neighbours=_by_namespace(neighbours, self.namespace),
+            neighbours=by_namespace(neighbours, self.namespace),
+            store=store,
+            cold=cold,
+            load=load,
+            tree=tree,
         )
-        if not self._prompts.encodings(self._policy).similar and self._prompts.neighbours:
-            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        chunks = ChunkEncoder(model, self._rope, ObservedCache)
-        behind = NeighbourEncoder(model, self._rope, chunks, self._store)
-        self._warmer = Warmer(
-            chunks,
-            self._store,
-            self._prompts.unchanged,
-            behind,
-            InPromptEncoder(model, self._rope),
-            self._prompts.note_stored,
-        )
+        self._prompts = self._stock.prompts
         self._budgets = Budgets(folder, self.fingerprint, self._prompts.encodings(open_policy("full")).name)
         self._budgets.resolve(self._policy, self.namespace)  # what there is to warn of, warn of now
         self.shadow = Shadow(
@@ -167,6 +157,8 @@ class RagCache:
         namespace: str = "default",
         cold: Literal["background", "now", "never"] = "background",
         shadow: float | ShadowConfig | None = None,
+        load: Literal["auto", "always"] | LoadConfig = "auto",
+        tree: TreeConfig | KnowledgeTree | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         **model_options: Any,
     ) -> Self:
@@ -186,6 +178,8 @@ class RagCache:
             namespace=namespace,
             cold=cold,
             shadow=shadow,
+            load=load,
+            tree=tree,
             cache_dir=cache_dir,
             _weights=weights_folder(model_id),
         )
@@ -202,10 +196,26 @@ class RagCache:
 
         Returns how many can be found (texts too short to be told apart are left out).
         """
-        texts, space = _several(texts, "texts"), self._space(namespace)
-        self._prompts.neighbours.welcome(space, texts)
-        result = self._prompts.registry.add(space, texts)
-        return result.added + result.known
+        return self._stock.register(texts, self._space(namespace))
+
+    def prefetch(
+        self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
+    ) -> None:
+        """Begin to load chunks from slow tiers for a prompt that will come; returns at once.
+
+        Whoever knows first what will be in a prompt (a retriever) calls it. Chunks that are not stored,
+        or in memory already, cost next to nothing.
+
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts, or ids as :meth:`encode` returned them.
+        system : str, optional
+            The text before the prompt's first chunk, for encoders that need it; by default the last one
+            that was seen in the namespace.
+        """
+        space = self._space(namespace)
+        self._stock.prefetch(chunks, space, self._chosen(None, space).policy, system)
 
     def encode(
         self,
@@ -238,16 +248,7 @@ class RagCache:
         ModelChanged
             If the model is no longer the one that this object was made for.
         """
-        if not self._prompts.unchanged():
-            raise ModelChanged(MODEL_CHANGED)
-        texts, space = _several(texts, "texts"), self._space(namespace)
-        self._prompts.neighbours.welcome(space, texts)
-        missing = self._prompts.missing(texts, space, self._policy, system)
-        self._prompts.registry.add(space, texts)
-        todo = self._warmer.complete(item for item in missing if item.key not in self._store)
-        with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            self._warmer.now(todo, bar.update)
-        return [item.key.chunk_id for item in missing]
+        return self._stock.encode(texts, self._space(namespace), system, progress)
 
     def forget(
         self,
@@ -275,35 +276,24 @@ class RagCache:
         int
             Entries dropped.
         """
-        space, registry = self._space(namespace), self._prompts.registry
-        if ids is None and texts is None:
-            registry.clear(space)
-            self._prompts.neighbours.forget(space)
-            self._warmer.forget(space)
-            self._prompts.variants.forget(space)
-            return self._store.forget(space)
-        ids, texts = _several(ids or (), "ids"), _several(texts or (), "texts")
-        registry.discard(space, texts)
-        tokens = [self._prompts.tokens.chunk(form) for text in texts for form in forms(text)]
-        gone = frozenset([*ids, *(chunk_id(t, space) for t in tokens)])
-        self._prompts.neighbours.forget(space, gone)
-        self._warmer.forget(space, gone)
-        self._prompts.variants.forget(space, gone)
-        return self._store.forget(space, gone)
+        return self._stock.forget(ids, texts, self._space(namespace))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record per storage tier."""
-        return self._store.stats()
+        """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
+        return self._stock.stats()
 
     def shadow_report(self, namespace: str | None = None) -> ShadowReport:
         """What shadow mode has seen, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
         return self.shadow.report(namespace)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for background encoding and shadow prefills; False if ``timeout`` seconds did not suffice."""
+        """Wait for background encoding, shadow prefills and what is being prefetched.
+
+        False if ``timeout`` seconds did not suffice.
+        """
         end = None if timeout is None else time.monotonic() + timeout
-        encoded = self._warmer.flush(timeout)
-        return self.shadow.flush(None if end is None else max(0.0, end - time.monotonic())) and encoded
+        done = self._stock.flush(timeout)
+        return self.shadow.flush(None if end is None else max(0.0, end - time.monotonic())) and done
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -349,7 +339,7 @@ class RagCache:
         """Answer several prompts in one left-padded batch, one link each."""
         if not prompts:
             return []
-        prompts, stop = _several(prompts, "prompts"), stop_strings(stop)
+        prompts, stop = several(prompts, "prompts"), stop_strings(stop)
         ahead = way_in(options, self.model.generation_config) is Way.AHEAD
         layerwise = isinstance(self._chosen(policy, self._space(namespace)).policy, LayerwisePolicy)
         # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit;
@@ -395,10 +385,10 @@ class RagCache:
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
         plan = self._plan(prompt, namespace, policy)
-        begun = time.perf_counter()
+        begun, looked_up = time.perf_counter(), plan.report.load_ms
         inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad)
-        report = replace(plan.report, link_ms=plan.report.load_ms + (time.perf_counter() - begun) * 1e3)
-        self._warm(plan.missing)
+        report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
+        self._stock.after_link(plan)
         return LinkedPrompt(inputs, report)
 
     def count_tokens(self, text: str) -> int:
@@ -408,9 +398,7 @@ class RagCache:
     def close(self) -> None:
         """End background work and close the store that this object opened."""
         self.shadow.close()
-        self._warmer.close()
-        if self._owns_store:
-            self._store.close()
+        self._stock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -449,22 +437,15 @@ class RagCache:
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         self.shadow.follow(plans, answers, first, options, stop)
-        self._warm([item for plan in plans for item in plan.missing])
+        self._stock.after(generated)
         return answers
-
-    def _warm(self, missing: Sequence[Missing]) -> None:
-        if self._cold == "background":
-            self._warmer.later(missing)
-        elif self._cold == "now":
-            self._warmer.now(missing)
 
     def _plan(
         self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
     ) -> LinkPlan:
         space = self._space(namespace)
         chosen = self._chosen(policy, space)
-        plan = self._prompts.plan(prompt, space, chosen.policy)
-        return replace(plan, report=chosen.named(plan.report))
+        return self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named)
 
     def _chosen(self, policy: str | SelectionPolicy | None, space: str) -> Chosen:
         chosen = self._budgets.resolve(self._policy if policy is None else open_policy(policy), space)
@@ -472,25 +453,4 @@ class RagCache:
         return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
     def _space(self, namespace: str | None) -> str:
-        return self.namespace if namespace is None else _checked_namespace(namespace)
-
-
-def _checked_namespace(namespace: str) -> str:
-    if not isinstance(namespace, str) or not namespace:
-        raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
-    return namespace
-
-
-def _by_namespace(
-    neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
-) -> Mapping[str, Neighbours]:
-    if neighbours is None or isinstance(neighbours, Mapping):
-        return neighbours or {}
-    return {namespace: neighbours}
-
-
-def _several(items: Iterable[_Item], what: str) -> list[_Item]:
-    """A list of them; one string would be taken for its letters."""
-    if isinstance(items, str):
-        raise TypeError(f"{what} must be a list of strings, not one string")
-    return list(items)
+        return self.namespace if namespace is None else checked_namespace(namespace)

@@ -9,9 +9,13 @@ from typing import Any, cast
 
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.beginning import BeginningReader
 from ragcachekit.link.encodings import IN_PROMPT, Encodings, Ids
+from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
-from ragcachekit.link.plan import LinkPlan, Missing, TokenSegment, make_plan, plain_plan
+from ragcachekit.link.plan import make_plan
+from ragcachekit.link.planned import LinkPlan, Missing, TokenSegment, plain_plan
+from ragcachekit.link.upcoming import Upcoming, is_chunk_id, upcoming_keys
 from ragcachekit.link.variants import VariantPool
 from ragcachekit.model.fingerprint import ModelWatch
 from ragcachekit.model.kv import ChunkKV
@@ -49,6 +53,10 @@ class Preparer:
         The encoder asked for; None for what the policy wants.
     neighbours : mapping, optional
         Namespace to where its chunks' neighbours come from, for the encoder ``similar:n``.
+    fetch : callable, optional
+        Gives what finds one prompt's entries; by default they are read from ``store`` as they are found.
+    tree : BeginningReader, optional
+        Knows the exact beginnings of past prompts.
     """
 
     def __init__(
@@ -61,12 +69,16 @@ class Preparer:
         fingerprint: str,
         encoder: str | None,
         neighbours: Mapping[str, Neighbours] | None = None,
+        fetch: Callable[[], Fetch] | None = None,
+        tree: BeginningReader | None = None,
     ) -> None:
         self.registry = ChunkRegistry()
         self.context = rope.context
         self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._rope = rope
-        self._store = store
+        self._fetch = fetch or (lambda: Fetch(store))
+        self._tree = tree
+        self._upcoming = Upcoming()
         self._fingerprint = fingerprint
         self._encoder = encoder
         self.variants = VariantPool()
@@ -137,15 +149,41 @@ class Preparer:
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
+        self._upcoming.saw(space, segments)
         encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), space, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None:
             plan = plain_plan(segments, policy.name, encodings.name, space, fallback)
         else:
+            fetch, variants = self._fetch(), self.variants
             plan = make_plan(
-                segments, policy, encodings, self._store, self._fingerprint, space, self.variants
+                segments, policy, encodings, fetch, self._fingerprint, space, variants, self._tree
             )
-        return replace(plan, report=replace(plan.report, notes=(*segmentation.prompt.notes, *notes)))
+        said = (*segmentation.prompt.notes, *notes)
+        return plan.reported(lambda report: replace(report, notes=(*report.notes, *said)))
+
+    def upcoming(
+        self, chunks: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+    ) -> list[KVKey]:
+        """Keys that a prompt of these chunks, texts or ids, would look up.
+
+        What stands before them is ``system``, or the last system text that was seen in the namespace.
+        """
+        before = self._upcoming.last(space)
+        if system is not None:
+            before = self._behind_text(system)
+        known: dict[Ids, str] = {}
+        items: list[Ids | str] = []
+        for chunk in chunks:
+            items.append(chunk if is_chunk_id(chunk) else self.tokens.chunk(chunk))
+            if not isinstance(items[-1], str):
+                known[items[-1]] = chunk
+        encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
+        return upcoming_keys(items, encodings, before, self._fingerprint, space, self.variants)
+
+    def forget(self, space: str) -> None:
+        """Forget what was seen of a namespace's prompts."""
+        self._upcoming.forget(space)
 
     def missing(
         self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
@@ -187,6 +225,9 @@ class Preparer:
             raise ValueError(
                 f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"
             )
+        return self._behind_text(system)
+
+    def _behind_text(self, system: str) -> Ids:
         if not system:  # then all that stands before a first chunk is what the tokenizer puts there
             return self.tokens.leading
         return self._tokenise(Prompt([Text(system)]), leading=True)[0].token_ids

@@ -20,7 +20,7 @@ from ragcachekit.generate.background import Background
 from ragcachekit.generate.compare import Comparison, Tally, divergence, token_f1
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.run import run_generate
-from ragcachekit.link.plan import LinkPlan, TokenSegment, plain_plan
+from ragcachekit.link.planned import LinkPlan, TokenSegment, plain_plan
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import Answer, ShadowReport
 

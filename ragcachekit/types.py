@@ -119,11 +119,19 @@ class _Report:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(f.name.replace('_', ' '))}</th>"
-            f"<td>{html.escape(_short(getattr(self, f.name)))}</td></tr>"
-            for f in fields(self)  # type: ignore[arg-type]
+            f"<tr><th style='text-align:left'>{html.escape(name.replace('_', ' '))}</th>"
+            f"<td>{html.escape(_short(value))}</td></tr>"
+            for name, value in self._shown()
         )
         return f"<table>{rows}</table>"
+
+    def _shown(self) -> list[tuple[str, object]]:
+        """Names and values for the table."""
+        return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+
+
+def _of_tree(tokens: int) -> str:
+    return f", {tokens} of them from the knowledge tree" if tokens else ""
 
 
 def _short(value: object) -> str:
@@ -143,7 +151,9 @@ class ChunkUse(_Report):
     chunk_id : str
     tokens : int
     source : str
-        The tier it came from (``host``, ``disk``) or ``computed``: not cached, rows of the same forward.
+        The tier it came from (``host``, ``disk``), that of the knowledge tree (``tree:host``: then its
+        tokens are counted with the fixed text in front of it), or ``computed``: not cached, rows of the
+        same forward.
     recomputed : int
         Rows that the policy recomputed.
     exact : bool
@@ -179,8 +189,16 @@ class LinkReport(_Report):
         Rows with nothing cached: the question, fixed text, missing chunks.
     recompute_ratio : float
         Recomputed / cached rows over all layers; 0 when nothing was cached.
-    link_ms, load_ms : float
-        Milliseconds to assemble the linked cache, and thereof to load entries from the store.
+    link_ms : float
+        Milliseconds to assemble the linked cache, whatever it waited for included.
+    load_ms, wait_ms : float
+        Milliseconds that looking entries up and reading them from slow tiers took, and how many of them
+        the request really waited for: the rest ran while it computed, or before it came.
+    loaded_bytes : int
+        What came from slow tiers.
+    tree_tokens : int
+        Rows of the beginning that the knowledge tree had, exact all of them; chunks behind it came from
+        the chunk store, approximate wherever ``chunks`` does not say exact.
     fallback : str or None
         Why the prompt was prefilled in full, where it was.
     notes : tuple of str
@@ -200,6 +218,9 @@ class LinkReport(_Report):
     link_ms: float = 0.0
     load_ms: float = 0.0
     fallback: str | None = None
+    wait_ms: float = 0.0
+    loaded_bytes: int = 0
+    tree_tokens: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -207,12 +228,27 @@ class LinkReport(_Report):
         """Rows whose KV was really reused (what LangChain calls ``cache_read``)."""
         return self.exact_tokens + self.approximate_tokens
 
+    @property
+    def overlap(self) -> float | None:
+        """Share of the loading that nobody waited for, 0 to 1; None if nothing came from a slow tier."""
+        if not self.loaded_bytes or not self.load_ms:
+            return None
+        return min(max(1 - self.wait_ms / self.load_ms, 0.0), 1.0)
+
+    def _shown(self) -> list[tuple[str, object]]:
+        return [*super()._shown(), ("overlap", self.overlap)]
+
     def __str__(self) -> str:
         text = (
             f"{self.policy}: {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused "
-            f"({self.exact_tokens} exactly), {self.recomputed_tokens} recomputed "
+            f"({self.exact_tokens} exactly{_of_tree(self.tree_tokens)}), {self.recomputed_tokens} recomputed "
             f"(ratio {self.recompute_ratio:.3f}), {self.computed_tokens} computed, link {self.link_ms:.1f} ms"
         )
+        if self.overlap is not None:
+            text += (
+                f", {self.loaded_bytes / 1e6:.1f} MB loaded in {self.load_ms:.1f} ms "
+                f"({self.overlap:.0%} of it hidden)"
+            )
         return text + (f"; fell back to a full prefill: {self.fallback}" if self.fallback else "")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config")
-CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "shadow", "engine")
+CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "stock", "shadow", "engine")
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
 TOPS = ("cli", "bench")
@@ -27,6 +27,7 @@ def allowed_rooms() -> dict[str, set[str]]:
     for i, room in enumerate(CHAIN):
         edges[room] = {*FREE, *CHAIN[:i]}
     edges["prepare"] |= set(APART)  # where the prompt room meets the link room
+    edges["stock"] |= {"prompt"}
     edges["engine"] |= set(APART)
     edges |= {room: {*FREE, *CHAIN} for room in BESIDE}
     everything = {*FREE, *CHAIN, *APART, *BESIDE, *TOPS, PUBLIC}

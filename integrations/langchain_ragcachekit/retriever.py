@@ -36,9 +36,10 @@ class RagCacheRetriever(BaseRetriever):
     """Wraps any retriever or vector store; a question near enough to an earlier one is not searched.
 
     What it returns is also registered with the engine, so that the chat model recognises the chunks
-    in the prompt. Results are cached under the namespace, ``k``, filters and every other search
-    argument. If a search argument is a function, nothing is cached: what it lets through may depend
-    on who asks. Documents are copies and keep their ``id``; call :meth:`clear` when the index changes.
+    in the prompt, and what lies on disk begins to load. Results are cached under the namespace, ``k``,
+    filters and every other search argument. If a search argument is a function, nothing is cached: what
+    it lets through may depend on who asks. Documents are copies and keep their ``id``; call :meth:`clear`
+    when the index changes.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
     callbacks, with the distance of the cached question and the microseconds of the lookup.
@@ -189,7 +190,9 @@ class RagCacheRetriever(BaseRetriever):
     def _register(self, documents: list[Document]) -> list[Document]:
         if self.cache is not None and documents:
             try:
-                self.cache.register([d.page_content for d in documents], namespace=self._space())
+                texts, space = [d.page_content for d in documents], self._space()
+                self.cache.register(texts, namespace=space)
+                self.cache.prefetch(texts, namespace=space)  # loads while the chain makes its prompt
             except Exception:  # the documents are found; without registration they are only not reused
                 logger.warning("could not register the retrieved chunks with the engine", exc_info=True)
         return documents

@@ -44,9 +44,10 @@ class RagCacheRetriever(BaseRetriever):
     """Wraps any LlamaIndex retriever; a question near enough to an earlier one is not searched.
 
     The nodes' bare texts are registered with the engine, so that the model finds them in the prompt
-    although query engines put metadata before them. A hit gives copies, whose score is None: a
-    cached score belongs to another question (a ``SimilarityPostprocessor`` with a cutoff drops nodes
-    without one). Call :meth:`clear` when the index changes.
+    although query engines put metadata before them, and what lies on disk begins to load. A hit gives
+    copies, whose score is None: a cached score belongs to another question (a
+    ``SimilarityPostprocessor`` with a cutoff drops nodes without one). Call :meth:`clear` when the index
+    changes.
 
     Parameters
     ----------
@@ -181,6 +182,7 @@ class RagCacheRetriever(BaseRetriever):
         if self._cache is not None and texts:
             try:
                 self._cache.register(texts, namespace=self._space())
+                self._cache.prefetch(texts, namespace=self._space())  # loads while the prompt is made
             except Exception:  # the nodes are found; without registration they are only not reused
                 logger.warning("could not register the retrieved chunks with the engine", exc_info=True)
         return found

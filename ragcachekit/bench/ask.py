@@ -19,22 +19,14 @@ from langchain_core.runnables import RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 from langchain_ragcachekit.retriever import HIT_EVENT, MISS_EVENT
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.corpus import Corpus
 from ragcachekit.bench.embedding import DIM, MiniLM
+from ragcachekit.bench.own_files import OwnFiles, at_least_1
 from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for
-from ragcachekit.bench.workspace import (
-    CacheFolder,
-    check_dtype,
-    disk_bytes,
-    explained,
-    load_tokenizer,
-    model_path,
-)
 from ragcachekit.bench.world import SEPARATOR
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RetrievalError
-from ragcachekit.link.policies import open_policy
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.manifest import read_index
@@ -45,44 +37,27 @@ CAPACITY = 1000
 
 
 @dataclass(frozen=True)
-class AskSettings:
-    """What ``ragcachekit ask`` is told; checked before anything is loaded.
+class AskSettings(OwnFiles):
+    """What ``ragcachekit ask`` is told.
 
     Attributes
     ----------
-    corpus, model : str
-        Folder of documents; folder or hub id of a model, or ``reader``.
-    policy, encoder : str
-        As for :class:`~ragcachekit.RagCache`.
     k : int
         Chunks in the prompt.
     tolerance : float
         Greatest cosine distance of a question that is answered from the query cache; 0 is equality.
-    cache : str or None
-        The cache folder; None for the user's own.
+    max_new_tokens : int
+        Of an answer.
     """
 
-    corpus: str
-    model: str
-    policy: str = "lego:16"
-    encoder: str | None = None
     k: int = 4
     tolerance: float = 0.0
-    cache: str | None = None
-    namespace: str = "default"
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     max_new_tokens: int = 128
-    device: str | None = None
-    dtype: str = "auto"
-    disk_gb: float | None = None
 
     def __post_init__(self) -> None:
-        open_policy(self.policy)
-        check_dtype(self.dtype)
+        super().__post_init__()
         ProximityCache(CAPACITY, self.tolerance)
-        for name in ("k", "chunk_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least_1(self, "k", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -150,26 +125,13 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
     CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
         Each says what to do.
     """
-    folder = CacheFolder.at(settings.cache)
-    tokenizer = load_tokenizer(settings.model)
-    corpus = read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
+    corpus, folder = settings.read_corpus(), settings.folder
     for note in corpus.notes:
         say(note)
-    store = StoreConfig(disk_path=folder.kv, disk_bytes=disk_bytes(settings.disk_gb))
     embedder = MiniLM()
     index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
-    with explained(settings.model):
-        rag = RagCache.from_pretrained(
-            model_path(settings.model),
-            device=settings.device,
-            policy=settings.policy,
-            encoder=settings.encoder,
-            store=store,
-            namespace=settings.namespace,
-            cache_dir=folder.path,
-            dtype=settings.dtype,
-        )
-    with rag:
+    store = StoreConfig(disk_path=folder.kv, disk_bytes=settings.disk_bytes)
+    with settings.open_engine(store) as rag:
         inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
         retriever = RagCacheRetriever.wrap(
             inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY

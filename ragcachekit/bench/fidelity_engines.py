@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from ragcachekit.bench.fidelity_prompts import FidelityPrompt
 from ragcachekit.bench.fidelity_questions import FidelityQuestion
-from ragcachekit.config import StoreConfig
+from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.link.linked import LinkedPrompt
@@ -26,7 +26,10 @@ NO_ENCODER = "none"
 
 @dataclass(frozen=True)
 class Way:
-    """A policy over chunks of one encoder; ``full`` has the encoder ``none``: it reads no cache."""
+    """A policy over chunks of one encoder; ``full`` has the encoder ``none``: it reads no cache.
+
+    ``standalone+int8``: over chunks that were rounded to eight bits at rest.
+    """
 
     policy: str
     encoder: str
@@ -41,6 +44,7 @@ BASELINES = (FULL, REUSE)
 """Run always: what quality is normalised by (design: FusionRAG's normalized F1)."""
 
 _TRIES = 2
+_ROUNDED = "+"
 _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger than the store's budget"
 
 
@@ -62,7 +66,7 @@ class Prefilled:
 
 
 class Engines:
-    """One :class:`RagCache` per encoder, around one model and over one store.
+    """One :class:`RagCache` per encoder, around one model; one store, and one per way of rounding.
 
     Parameters
     ----------
@@ -87,7 +91,11 @@ class Engines:
         neighbours: Neighbours | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._store = open_store(StoreConfig())
+        encoders = list(encoders)
+        kinds = dict.fromkeys(quantisation(name) for name in encoders)
+        self._stores = {
+            kind: open_store(StoreConfig(quantise={"host": kind} if kind else {})) for kind in kinds
+        }
         self._stop = list(stop)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         self._encoded: set[tuple[str, str, str]] = set()
@@ -96,9 +104,9 @@ class Engines:
                 model,
                 tokenizer,
                 policy="reuse",
-                encoder=name,
+                encoder=name.partition(_ROUNDED)[0],
                 neighbours=neighbours if needs_neighbours(name) else None,
-                store=self._store,
+                store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,
             )
@@ -155,10 +163,11 @@ class Engines:
                 self._encoded.add((way.encoder, prompt.before, chunk))
 
     def close(self) -> None:
-        """Close engines and store."""
+        """Close engines and stores."""
         for engine in self._engines.values():
             engine.close()
-        self._store.close()
+        for store in self._stores.values():
+            store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +186,20 @@ class Engines:
 def _served(report: LinkReport) -> bool:
     """Whether every chunk came from the store (``full`` asks for none)."""
     return all(use.source != "computed" for use in report.chunks)
+
+
+def quantisation(encoder: str) -> str:
+    """What chunks are rounded to at rest: ``int8`` of ``standalone+int8``, else nothing.
+
+    Raises
+    ------
+    ValueError
+        For a rounding that there is not.
+    """
+    _, rounded, kind = encoder.partition(_ROUNDED)
+    if rounded and kind not in QUANTISATIONS:
+        raise ValueError(f"encoder {encoder!r}: unknown rounding {kind!r}; known: {', '.join(QUANTISATIONS)}")
+    return kind
 
 
 def needs_neighbours(encoder: str) -> bool:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ragcachekit.bench.fidelity_engines import BASELINES, FULL, Way
+from ragcachekit.bench.fidelity_engines import BASELINES, FULL, Way, quantisation
 from ragcachekit.bench.fidelity_questions import (
     FidelityQuestion,
     held_out_world,
@@ -146,8 +146,9 @@ def chosen_ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[
                     "chunks are encoded in-prompt by earlier prompts, and asking a question would encode its "
                     "own context for the next policy; benchmarks/craft_in_prompt.py measures that"
                 )
-            found = Encodings(encoder, rope, tokenizer.bos_token_id)
-            out[Way(policy.name, found.name)] = None
+            plain, rounded = encoder.partition("+")[0], quantisation(encoder)
+            found = Encodings(plain, rope, tokenizer.bos_token_id).name
+            out[Way(policy.name, f"{found}+{rounded}" if rounded else found)] = None
     return list(out)
 
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.corpus import Corpus
+from ragcachekit.bench.own_files import OwnFiles
+from ragcachekit.bench.precompute_manifest import Scope, read_manifests, write_manifest
 from ragcachekit.bench.reading_prompt import prompt_for
-from ragcachekit.bench.workspace import (
-    CacheFolder,
-    check_dtype,
-    disk_bytes,
-    explained,
-    load_tokenizer,
-    model_path,
-)
+from ragcachekit.bench.workspace import CacheFolder
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope_probe import describe_rope
@@ -40,29 +34,19 @@ SAMPLE_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class PrecomputeSettings:
-    """What ``ragcachekit precompute`` is told; checked before anything is loaded.
+class PrecomputeSettings(OwnFiles):
+    """What ``ragcachekit precompute`` is told.
 
-    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``); the other names are as
-    in :class:`~ragcachekit.bench.ask.AskSettings`, and must be the same there for the KV to be found.
+    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``); the other names must be
+    the same in :class:`~ragcachekit.bench.ask.AskSettings` for the KV to be found.
+
+    Attributes
+    ----------
+    keep_gone : bool
+        Leave the KV of chunks that are gone from the corpus.
     """
 
-    corpus: str
-    model: str
-    policy: str = "lego:16"
-    encoder: str | None = None
-    cache: str | None = None
-    namespace: str = "default"
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    device: str | None = None
-    dtype: str = "auto"
-    disk_gb: float | None = None
-
-    def __post_init__(self) -> None:
-        open_policy(self.policy)
-        check_dtype(self.dtype)
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+    keep_gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +63,12 @@ class Work:
         Tokens of the others.
     token_bytes : int
         KV of one token, all layers, as the model gives it.
+    gone : int
+        Chunks that earlier runs encoded, that are no longer in the corpus, and are to be forgotten.
     seconds : float or None
         Time for the others, from encoding a small sample; None if it was not measured.
     notes : tuple of str
-        What of the corpus was skipped.
+        What of the corpus was skipped; what cannot be forgotten, and why.
     """
 
     files: int
@@ -91,6 +77,7 @@ class Work:
     stored: int
     todo_tokens: int
     token_bytes: int
+    gone: int
     seconds: float | None
     notes: tuple[str, ...]
 
@@ -102,10 +89,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What one run did: chunks encoded, chunks that were there, tokens encoded, bytes of KV, seconds."""
+    """What one run did: chunks encoded, were there, forgotten; tokens encoded, bytes of KV, seconds."""
 
     encoded: int
     stored: int
+    forgotten: int
     tokens: int
     nbytes: int
     seconds: float
@@ -119,15 +107,15 @@ def estimate(settings: PrecomputeSettings) -> Work:
     CorpusError, RagCacheError, ModelNotSupported, ValueError
         As :func:`open_run`.
     """
-    corpus, kv = _corpus(settings), CacheFolder.at(settings.cache).kv
+    corpus, kv = settings.read_corpus(), settings.folder.kv
 
     def on_disk(key: KVKey) -> bool:  # opening a store would create its folder
         return (kv / f"{key.digest()}.safetensors").is_file()
 
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
         store = _Watched(NullStore())
-        with _engine(settings, store, Path(scratch)) as rag:
-            job = _Job(rag, corpus, store)
+        with settings.open_engine(store, cache_dir=Path(scratch), cold="never") as rag:
+            job = _Job(rag, corpus, store, settings)
             work, todo = job.work(on_disk)
             return replace(work, seconds=job.seconds_per_token(todo) * work.todo_tokens) if todo else work
 
@@ -143,13 +131,14 @@ def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
     ValueError
         A setting is wrong, or a chunk is longer than the model's context.
     """
-    corpus, folder, budget = _corpus(settings), CacheFolder.at(settings.cache), disk_bytes(settings.disk_gb)
-    kept = open_store(StoreConfig(host_bytes=0, disk_path=folder.kv, disk_bytes=budget))
+    corpus, budget = settings.read_corpus(), settings.disk_bytes
+    kept = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=budget))
     store = _Watched(kept)
-    with closing(kept), _engine(settings, store, folder.path) as rag:
-        job = _Job(rag, corpus, store)
+    with closing(kept), settings.open_engine(store, cold="never") as rag:
+        job = _Job(rag, corpus, store, settings)
         work, _ = job.work(kept.__contains__)
-        _check_room(work, budget - sum(tier.nbytes for tier in kept.stats()), folder)
+        needed = work.todo_bytes - sum(job.gone.values()) * work.token_bytes
+        _check_room(needed, budget - sum(tier.nbytes for tier in kept.stats()), settings.folder)
         yield PrecomputeRun(job, work)
 
 
@@ -166,14 +155,15 @@ class PrecomputeRun:
         self.work = work
 
     def run(self, *, progress: bool = False) -> Precomputed:
-        """Encode what is missing; what was stored stays if this is interrupted.
+        """Forget what is gone, encode what is missing; what was stored stays if this is interrupted.
 
         Raises
         ------
         StoreError
-            Some KV could not be written.
+            Some KV, or the list of what is encoded, could not be written.
         """
         begun, store = time.perf_counter(), self._job.store
+        self._job.forget_gone()
         self._job.encode(progress=progress)
         if store.failed:
             raise StoreError(
@@ -181,35 +171,55 @@ class PrecomputeRun:
                 "and run the same command again"
             )
         seconds = time.perf_counter() - begun
-        return Precomputed(store.kept, self.work.stored, store.tokens, store.nbytes, seconds)
+        return Precomputed(store.kept, self.work.stored, self.work.gone, store.tokens, store.nbytes, seconds)
 
 
 class _Job:
-    """An engine, a corpus, and the store between them."""
+    """An engine, a corpus, the store between them, and what earlier runs are known to have encoded."""
 
-    def __init__(self, rag: RagCache, corpus: Corpus, store: _Watched) -> None:
+    def __init__(self, rag: RagCache, corpus: Corpus, store: _Watched, settings: PrecomputeSettings) -> None:
         self.rag, self.corpus, self.store = rag, corpus, store
         self.system = prompt_for(rag.tokenizer).before
+        tokens = SegmentTokenizer(rag.tokenizer)
+        self._sizes = [len(tokens.chunk(text)) for text in corpus.texts]
+        self._keys = self._all_keys()
+        self._present = {key.chunk_id: size for key, size in zip(self._keys, self._sizes, strict=True)}
+        self._folder, self._scope = settings.folder.manifests, _scope(settings, rag, self._keys)
+        self._known = read_manifests(self._folder, self._scope)
+        self.gone = {} if settings.keep_gone else self._known.gone(self._present)
 
     def encode(self, texts: list[str] | None = None, *, progress: bool = False) -> None:
         """All texts, or these."""
         self.rag.encode(texts or self.corpus.texts, system=self.system, progress=progress)
 
+    def forget_gone(self) -> None:
+        """Drop what is gone, and note all that is then stored or about to be.
+
+        In this order, and before anything is encoded: whenever this is interrupted, what is stored is
+        listed, so that a later run can forget it.
+        """
+        if self.gone:
+            self.rag.forget(self.gone)
+        listed = {id: n for id, n in self._known.chunks.items() if not self._settled(id)}
+        write_manifest(self._folder, self._scope, {**listed, **self._present})
+
+    def _settled(self, id: str) -> bool:
+        """Whether another manifest lists it, or it was forgotten just now: not this one's any more."""
+        return id in self.gone or id in self._known.elsewhere
+
     def work(self, stored: Callable[[KVKey], bool]) -> tuple[Work, list[str]]:
         """What there is to do, and the texts that it is about; computes nothing yet."""
-        tokens = SegmentTokenizer(self.rag.tokenizer)
-        sizes = [len(tokens.chunk(text)) for text in self.corpus.texts]
-        todo = [i for i, key in enumerate(self._keys()) if not stored(key)]
-        done = len(sizes) - len(todo)
+        todo = [i for i, key in enumerate(self._keys) if not stored(key)]
         work = Work(
             self.corpus.files,
-            len(sizes),
-            sum(sizes),
-            done,
-            sum(sizes[i] for i in todo),
+            len(self._sizes),
+            sum(self._sizes),
+            len(self._sizes) - len(todo),
+            sum(self._sizes[i] for i in todo),
             token_bytes(self.rag.model),
+            len(self.gone),
             None,
-            self.corpus.notes,
+            (*self.corpus.notes, *self._known.notes),
         )
         return work, [self.corpus.texts[i] for i in todo]
 
@@ -224,7 +234,7 @@ class _Job:
         self.encode(sample)
         return (time.perf_counter() - begun) / tokens
 
-    def _keys(self) -> list[KVKey]:
+    def _all_keys(self) -> list[KVKey]:
         with self.store.pretending() as keys:
             self.encode()
         return keys
@@ -290,28 +300,13 @@ def token_bytes(model: Any) -> int:
     return kv.nbytes
 
 
-def _corpus(settings: PrecomputeSettings) -> Corpus:
-    tokenizer = load_tokenizer(settings.model)
-    return read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
+def _scope(settings: PrecomputeSettings, rag: RagCache, keys: Sequence[KVKey]) -> Scope:
+    corpus = str(Path(settings.corpus).expanduser().resolve())
+    encoder = keys[0].encoding.partition("@")[0]
+    return Scope(rag.namespace, corpus, encoder, rag.fingerprint, settings.chunk_tokens)
 
 
-def _engine(settings: PrecomputeSettings, store: _Watched, cache_dir: Path) -> RagCache:
-    with explained(settings.model):
-        return RagCache.from_pretrained(
-            model_path(settings.model),
-            device=settings.device,
-            policy=settings.policy,
-            encoder=settings.encoder,
-            store=store,
-            namespace=settings.namespace,
-            cold="never",
-            cache_dir=cache_dir,
-            dtype=settings.dtype,
-        )
-
-
-def _check_room(work: Work, room: int, folder: CacheFolder) -> None:
-    needed = work.todo_bytes
+def _check_room(needed: int, room: int, folder: CacheFolder) -> None:
     if needed > room:
         raise ValueError(
             f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB left; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,11 @@ from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import Prompt
 
+COLD_DISK = "disk-cold"
+"""The disk tier after the system's page cache has dropped its files."""
+
 TIERS = ("host", "disk")
+KNOWN_TIERS = (*TIERS, COLD_DISK)
 NO_TIER = "none"
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
 _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
@@ -38,13 +43,26 @@ class Timings:
     link_ms: list[float] = field(default_factory=list)
     recompute_ratio: list[float] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
+    wait_ms: list[float] = field(default_factory=list)
+    overlap: list[float] = field(default_factory=list)
 
-    def add(self, ttft_ms: float, link_ms: float, ratio: float, prompt_tokens: int) -> None:
+    def add(
+        self,
+        ttft_ms: float,
+        link_ms: float,
+        ratio: float,
+        prompt_tokens: int,
+        wait_ms: float = 0.0,
+        overlap: float | None = None,
+    ) -> None:
         """One measured request."""
         self.ttft_ms.append(ttft_ms)
         self.link_ms.append(link_ms)
         self.recompute_ratio.append(ratio)
         self.prompt_tokens.append(prompt_tokens)
+        self.wait_ms.append(wait_ms)
+        if overlap is not None:
+            self.overlap.append(overlap)
 
     def row(self, full_ms: float) -> dict[str, Any]:
         """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
@@ -59,6 +77,8 @@ class Timings:
             "ttft_ms_max": max(self.ttft_ms),
             "speedup": full_ms / median,
             "link_ms": statistics.median(self.link_ms),
+            "wait_ms": statistics.median(self.wait_ms),
+            "overlap": statistics.median(self.overlap) if self.overlap else None,
             "runs": len(self.ttft_ms),
         }
 
@@ -81,11 +101,21 @@ class Engines:
         By tier: reads that tier alone, stores nothing.
     cold : RagCache
         Has an empty host tier that stays empty.
+    folder : Path
+        Where the disk tier's files are, if there is one.
     """
 
     filler: RagCache
     warm: dict[str, RagCache]
     cold: RagCache
+    folder: Path
+
+    def drop_pages(self) -> None:
+        """Have the system forget the disk tier's files, so that the next read comes from the medium."""
+        for file in self.folder.glob("**/*.safetensors"):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def all(self) -> tuple[RagCache, ...]:
         """Every engine."""
@@ -96,24 +126,26 @@ class Engines:
 def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Iterator[Engines]:
     """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
     with ExitStack() as stack:
-        stores = {tier: _open_tier(tier, stack) for tier in tiers}
-        empty = _open_tier("host", stack)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
+        kinds = dict.fromkeys("disk" if tier == COLD_DISK else tier for tier in tiers)
+        stores = {kind: _open_tier(kind, folder, stack) for kind in kinds}
+        empty = _open_tier("host", folder, stack)
 
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
-            return stack.enter_context(RagCache(model, tokenizer, store=store, namespace="bench", cold=cold))
+            # Loaded in any case: what is measured is loading.
+            rag = RagCache(model, tokenizer, store=store, namespace="bench", cold=cold, load="always")
+            return stack.enter_context(rag)
 
         yield Engines(
             engine(TieredStore(tuple(stores.values())), "now"),
-            {tier: engine(store, "never") for tier, store in stores.items()},
+            {tier: engine(stores["disk" if tier == COLD_DISK else tier], "never") for tier in tiers},
             engine(empty, "never"),
+            folder,
         )
 
 
-def _open_tier(tier: str, stack: ExitStack) -> Tier:
-    store: Tier = HostStore(_BYTES)
-    if tier == "disk":
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
-        store = DiskStore(Path(folder) / "kv", _BYTES)
+def _open_tier(tier: str, folder: Path, stack: ExitStack) -> Tier:
+    store: Tier = DiskStore(folder / "kv", _BYTES) if tier == "disk" else HostStore(_BYTES)
     stack.callback(store.close)
     return store
 

@@ -14,9 +14,10 @@ from tqdm.auto import tqdm
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.shapes import describe, dtype_named, random_model
 from ragcachekit.bench.timing import (
+    COLD_DISK,
+    KNOWN_TIERS,
     NO_TIER,
     ONE_TOKEN,
-    TIERS,
     Engines,
     Timings,
     check_exact,
@@ -68,8 +69,9 @@ def run(
     runs : int
         Rounds; a row has their median, least and greatest.
     device : str
-    tiers : sequence of {"host", "disk"}
-        Where the chunk KV lies. ``disk`` has no host tier before it, but the system's page cache.
+    tiers : sequence of {"host", "disk", "disk-cold"}
+        Where the chunk KV lies. ``disk`` has no host tier before it, but the system's page cache, which
+        ``disk-cold`` has forget the files before each request.
     seed : int
         Of weights and prompt.
     progress : bool
@@ -79,8 +81,9 @@ def run(
     -------
     BenchReport
         Rows ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max,
-        speedup, link_ms, runs``; the tier is ``none`` where nothing is reused. ``link_ms`` runs until
-        generate is called (on a GPU, without waiting for the device).
+        speedup, link_ms, wait_ms, overlap, runs``; the tier is ``none`` where nothing is reused.
+        ``link_ms`` is the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms``
+        what the request waited for loads, ``overlap`` the share of loading that it did not wait for.
 
     Raises
     ------
@@ -135,8 +138,12 @@ def random_prompt(
     )
 
 
-def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> tuple[float, float, float, int]:
-    """TTFT, link time, recompute ratio and prompt tokens of one request served as expected.
+Measured = tuple[float, float, float, int, float, float | None]
+"""TTFT and link time in ms, recompute ratio, prompt tokens, wait in ms, overlap."""
+
+
+def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
+    """What one request took that was served as expected.
 
     Raises
     ------
@@ -146,10 +153,19 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> tuple[f
     report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
     link = report.link
     sources = {use.source for use in link.chunks}
-    served = sources == {tier} if tier != NO_TIER else not link.reused_tokens + link.recomputed_tokens
+    served = sources == {tier.removesuffix("-cold")}
+    if tier == NO_TIER:
+        served = not link.reused_tokens + link.recomputed_tokens
     if not served:
         raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
-    return report.ttft_ms, link.link_ms, link.recompute_ratio, link.prompt_tokens
+    return (
+        report.ttft_ms,
+        link.link_ms,
+        link.recompute_ratio,
+        link.prompt_tokens,
+        link.wait_ms,
+        link.overlap,
+    )
 
 
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
@@ -174,7 +190,7 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
-_Ask = Callable[[], tuple[float, float, float, int]]
+_Ask = Callable[[], Measured]
 
 
 def _ways(
@@ -183,7 +199,12 @@ def _ways(
     """What one round measures, in order; ``policies`` without ``full``."""
 
     def of(rag: RagCache, policy: str, tier: str) -> _Ask:
-        return lambda: ask_engine(rag, prompt, policy, tier)
+        def ask() -> Measured:
+            if tier == COLD_DISK:
+                engines.drop_pages()
+            return ask_engine(rag, prompt, policy, tier)
+
+        return ask
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
     cold = engines.cold
@@ -195,14 +216,14 @@ def _ways(
     ]
 
 
-def _time_generate(model: Any, ids: list[list[int]]) -> tuple[float, float, float, int]:
+def _time_generate(model: Any, ids: list[list[int]]) -> Measured:
     begun = time.perf_counter()
     tensor = torch.tensor(ids, device=model.device)
     output = model.generate(
         input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **ONE_TOKEN
     )
     output[:, -1].tolist()  # waits for the device
-    return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0])
+    return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0]), 0.0, None
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:
@@ -218,7 +239,7 @@ def _check_arguments(
         raise ValueError("give shape= (random weights) or model=, not both")
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
-    if not tiers or not set(tiers) <= set(TIERS):
-        raise ValueError(f"unknown tiers {tuple(tiers)}; known: {', '.join(TIERS)}")
+    if not tiers or not set(tiers) <= set(KNOWN_TIERS):
+        raise ValueError(f"unknown tiers {tuple(tiers)}; known: {', '.join(KNOWN_TIERS)}")
     for policy in policies:
         open_policy(policy)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer
 
+from ragcachekit.bench.precompute_manifest import manifests
 from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import default_cache_dir
 from ragcachekit.store.entry_file import read_key
 from ragcachekit.store.entry_header import EntryDamaged
+
+if TYPE_CHECKING:
+    from ragcachekit.store.disk_check import Repaired, Verified
 
 READER = "reader"
 """The name of the small trained model that comes with the package."""
@@ -57,6 +61,11 @@ class CacheFolder:
         """Folder of the vector indexes."""
         return self.path / "indexes"
 
+    @property
+    def manifests(self) -> Path:
+        """Folder of the lists of what ``precompute`` encoded."""
+        return self.path / "precomputed"
+
     def usage(self) -> tuple[Usage, ...]:
         """Chunk KV by namespace, read from the entries' headers; changes nothing."""
         entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
@@ -80,6 +89,21 @@ class CacheFolder:
         """Bytes of the vector indexes."""
         return sum(path.stat().st_size for path in self.indexes.glob("*") if path.is_file())
 
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> Verified | None:
+        """Read every entry whole, changing nothing; None if there is no chunk KV.
+
+        ``progress`` hears how many bytes of how many have been read.
+        """
+        from ragcachekit.store.disk_check import verify  # POSIX only
+
+        return verify(self.kv, progress) if self.kv.is_dir() else None
+
+    def repair(self, progress: Callable[[int, int], None] | None = None) -> Repaired | None:
+        """Drop damaged entries, sweep what writers left behind, rebuild the index; None if there is none."""
+        from ragcachekit.store.disk_check import repair
+
+        return repair(self.kv, progress) if self.kv.is_dir() else None
+
     def clear(self, namespace: str | None = None) -> int:
         """Delete the KV of one namespace, or of all with the indexes; returns the number of entries."""
         from ragcachekit.store.disk import DiskStore  # POSIX only
@@ -95,6 +119,8 @@ class CacheFolder:
         if namespace is None:
             for path in self.indexes.glob("*"):
                 path.unlink()
+        for path in manifests(self.manifests, namespace):
+            path.unlink(missing_ok=True)
         return dropped
 
 

@@ -9,7 +9,17 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 import ragcachekit
-from ragcachekit.cli import cache, calibrate, corpus, fidelity, measure
+from ragcachekit.cli import (
+    cache,
+    calibrate,
+    corpus,
+    estimate,
+    eviction,
+    fidelity,
+    measure,
+    planner,
+    store_bench,
+)
 from ragcachekit.cli.console import errors, one_line
 from ragcachekit.errors import RagCacheError
 
@@ -52,16 +62,22 @@ app = typer.Typer(
 app.callback()(root)
 for command in (measure.demo, corpus.ask, corpus.precompute, calibrate.calibrate, measure.check_model):
     app.command()(command)
+app.command()(estimate.estimate)
 
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
 _bench.command()(measure.ttft)
 _bench.command()(measure.query_cache)
 _bench.command()(fidelity.fidelity)
 _bench.command()(calibrate.budget)
+_bench.command()(eviction.eviction)
+_bench.command()(store_bench.store)
+_bench.command()(planner.planner)
 app.add_typer(_bench, name="bench")
 
-_cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder, and how to empty it.")
+_cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
 _cache.command()(cache.stats)
+_cache.command()(cache.verify)
+_cache.command()(cache.repair)
 _cache.command()(cache.clear)
 app.add_typer(_cache, name="cache")
 

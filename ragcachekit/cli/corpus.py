@@ -103,14 +103,18 @@ def precompute(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say how much it is and how long it takes.")
     ] = False,
+    keep_gone: Annotated[
+        bool, typer.Option("--keep-gone", help="Leave the KV of chunks that are gone from the corpus.")
+    ] = False,
     device: Device = None,
     dtype: Dtype = "auto",
     disk_gb: DiskGb = None,
 ) -> None:
     """Encode a corpus now, so that the first question about it is as quick as the others.
 
-    What is stored is skipped: interrupt it when you like and run it again. Give `ask` the same
-    model, cache, namespace, chunk size, encoder and dtype.
+    What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
+    it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
+    namespace, chunk size, encoder and dtype.
     """
     chosen = model_given(model)
     from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
@@ -126,10 +130,13 @@ def precompute(
         device=device,
         dtype=dtype,
         disk_gb=disk_gb,
+        keep_gone=keep_gone,
     )
     quiet_loading()
     if dry_run:
-        put(_amount(estimate(settings)))
+        work = estimate(settings)
+        put(_amount(work))
+        typer.echo(f"it would be: {_changes(work.chunks - work.stored, work.stored, work.gone)}")
         return
     try:
         with open_run(settings) as opened:
@@ -142,6 +149,7 @@ def precompute(
         f"encoded {done.encoded} chunks ({done.tokens} tokens, {size(done.nbytes)}) in {done.seconds:.1f} s, "
         f"{done.stored} were stored already"
     )
+    typer.echo(_changes(done.encoded, done.stored, done.forgotten))
 
 
 def _typed() -> Iterator[str]:
@@ -173,6 +181,10 @@ def _about(asked: Asked) -> Table:
         "notes": "; ".join(link["notes"]),
     }
     return pairs(rows)
+
+
+def _changes(new: int, kept: int, forgotten: int) -> str:
+    return f"{new} new, {kept} kept, {forgotten} forgotten"
 
 
 def _amount(work: Work) -> Table:

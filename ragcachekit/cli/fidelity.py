@@ -31,7 +31,11 @@ def fidelity(
         str | None, typer.Option("--policies", help="With commas between, e.g. lego:16,query:0.1.")
     ] = None,
     encoders: Annotated[
-        str, typer.Option("--encoders", help="With commas between: standalone, sinks:4, system, ...")
+        str,
+        typer.Option(
+            "--encoders",
+            help="With commas between: standalone, sinks:4, system, ...; standalone+int8: rounded.",
+        ),
     ] = "standalone",
     neighbours: Annotated[
         str,

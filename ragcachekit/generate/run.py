@@ -5,21 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
+from ragcachekit.generate.retry import replanned, timed
 from ragcachekit.generate.stopping import StopStrings, Watch
 from ragcachekit.generate.streaming import OrderedPrompt
 from ragcachekit.link.base import LayerwisePolicy
+from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.choose import choose
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
-from ragcachekit.link.plan import LinkPlan
+from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
+from ragcachekit.store.loading import LoadFailed
 from ragcachekit.types import LinkReport
 
 
@@ -27,8 +31,11 @@ from ragcachekit.types import LinkReport
 class Generated:
     """New token ids per prompt (padding after the end removed) and whether they end with an end token.
 
-    ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the
-    cache was assembled. ``reports`` are the plans' own, after everything was decided.
+    ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the cache
+    would have been assembled, had it been before the forward. ``plans`` are those that ran in the end,
+    ``reports`` theirs after everything was decided. ``prefill`` are the seconds of the forward by
+    itself, where it is known. ``cache`` is the cache that the prompts were prefilled into, where it is
+    ours and there is one beam; each prompt's rows end before its column ``width``.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -36,7 +43,11 @@ class Generated:
     first_token: float
     linked: float
     cancelled: bool
+    plans: tuple[LinkPlan, ...]
     reports: tuple[LinkReport, ...]
+    prefill: float | None = None
+    cache: Any = None
+    width: int = 0
 
 
 def run_generate(
@@ -68,28 +79,57 @@ def run_generate(
     options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
     if first is not None:
         options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
-    if streamer := options.get("streamer"):
-        options["streamer"] = OrderedPrompt(streamer, plans[0].token_ids)
+    streamer = OrderedPrompt(options["streamer"], plans[0].token_ids) if options.get("streamer") else None
+    options["streamer"] = streamer
     beams = _effective(model, options, "num_beams") or 1
-    linked_plans = _linked(model, rope, plans, way, beams, pad)
-    inputs = linked_plans.inputs
+    while True:
+        try:
+            linked = _linked(model, rope, plans, way, beams, pad)
+            return _generated(model, linked, options, watch, stop, decode, beams)
+        except LoadFailed as failed:
+            # Before the first token: nothing but the streamer has seen anything of this attempt.
+            plans = replanned(plans, failed)
+            if streamer is not None:
+                streamer.restart()
+
+
+def _generated(
+    model: Any,
+    linked: _Linked,
+    options: Mapping[str, Any],
+    watch: Watch,
+    stop: Sequence[str],
+    decode: Callable[[Sequence[int]], str] | None,
+    beams: int,
+) -> Generated:
+    inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
+    prompt = inputs["input_ids"].shape[1]
     if stop and decode is not None:
-        stops = StopStrings(stop, decode, inputs["input_ids"].shape[1])
-        options["stopping_criteria"] = [*options["stopping_criteria"], stops]
-    linked = time.perf_counter()
+        criteria = [*options["stopping_criteria"], StopStrings(stop, decode, prompt)]
+        options = {**options, "stopping_criteria": criteria}
+    begun, before = time.perf_counter(), _settling(cache)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
-    prompt = inputs["input_ids"].shape[1]
     ends = _ends(model, options)
     rows = [_trim(row, ends) for row in output[:, prompt:].tolist()]
+    first_token = watch.first if watch.first is not None else time.perf_counter()
+    settling = _settling(cache) - before
     return Generated(
         tuple(rows),
         tuple(bool(row) and row[-1] in ends for row in rows),
-        watch.first if watch.first is not None else time.perf_counter(),
-        linked,
+        first_token,
+        begun + settling,
         watch.cancelled,
-        linked_plans.reports(),
+        linked.plans,
+        linked.reports(),
+        first_token - begun - settling if linked.plain else None,
+        cache if beams == 1 else None,
+        prompt,
     )
+
+
+def _settling(cache: Any) -> float:
+    return cache.settling if isinstance(cache, LinkedCache) else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,24 +139,53 @@ class _Linked:
     inputs: dict[str, Any]
     plans: tuple[LinkPlan, ...]
     narrowing: Narrowing | None = None
+    ahead: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether generate's prefill runs just the rows of one plan, through all layers."""
+        return len(self.plans) == 1 and self.narrowing is None and not self.ahead
 
     def reports(self) -> tuple[LinkReport, ...]:
         """After the linked forward."""
         plans = self.plans if self.narrowing is None else (self.narrowing.decided(),)
-        return tuple(plan.report for plan in plans)
+        return tuple(timed(plan) for plan in plans)
 
 
 def _linked(model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int) -> _Linked:
     if way is Way.AHEAD:
-        inputs, plan = link_ahead(model, rope, plans[0], pad, repeats=beams)
-        return _Linked(inputs, (plan,))
+        inputs, plan = _ahead(model, rope, plans[0], pad, repeats=beams)
+        return _Linked(_whole(inputs, (plan,), beams), (plan,), ahead=True)
     chosen = [choose(model, rope, plan, pad) for plan in plans]
     plans = tuple(plan for plan, _ in chosen)
     if not any(plan.pieces and (plan.kept or plan.policy) for plan in plans):
-        return _Linked(_plain(plans, model.device, pad), plans)
+        return _Linked(_whole(_plain(plans, model.device, pad), plans, beams), plans)
+    _preload(plans, model.device)
     linked = link(plans, rope, model.device, pad, buffers=chosen[0][1] if len(plans) == 1 else None)
     narrowing = attach(model, plans[0], linked.cache) if len(plans) == 1 else None
     return _Linked(linked.as_kwargs(), plans, narrowing)
+
+
+def _whole(inputs: dict[str, Any], plans: Sequence[LinkPlan], beams: int) -> dict[str, Any]:
+    """Where the knowledge tree takes rows out of an ordinary prefill: into a cache that keeps them all.
+
+    The one that generate makes drops what sliding-window layers do not look at any more.
+    """
+    if "past_key_values" not in inputs and beams == 1 and any(plan.beginning is not None for plan in plans):
+        inputs["past_key_values"] = DynamicCache()
+    return inputs
+
+
+def _preload(plans: Sequence[LinkPlan], device: torch.device) -> None:
+    """On an accelerator, wait for as many layers as let the forward run on without gaps.
+
+    A CPU begins at once: waiting in the forward for what is not there yet ends no later.
+    """
+    if device.type == "cpu":
+        return
+    for plan in plans:
+        for load in plan.loads:
+            load.layer(min(plan.resident, load.layers) - 1)
 
 
 def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[str, Any]:
@@ -139,15 +208,27 @@ def link_ahead(
     with everything that generate offers for a pre-filled cache. Returns the arguments of generate and
     the plan as it was decided.
     """
+    while True:
+        try:
+            inputs, done = _ahead(model, rope, plan, pad, repeats)
+            return inputs, replace(done, report=timed(done))
+        except LoadFailed as failed:
+            (plan,) = replanned([plan], failed)
+
+
+@torch.no_grad()
+def _ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int) -> tuple[dict[str, Any], LinkPlan]:
     plan, buffers = choose(model, rope, plan, pad)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
     if not (ahead.pieces and (ahead.kept or ahead.policy)):
         return _plain([plan], model.device, pad), plan
+    _preload([ahead], model.device)
     inputs = link([ahead], rope, model.device, pad, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
+    inputs.cache.settle()  # without rows nothing has asked for it, and nobody plans again once it is out
     if ahead is plan:
         inputs.cache.crop(-1)
     if repeats > 1:

@@ -16,9 +16,17 @@ class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
     def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
         self._inner = inner
         self._prompt: torch.Tensor | None = torch.tensor([list(prompt)])
+        self._repeated = False
+
+    def restart(self) -> None:
+        """Generation begins again before its first token: the prompt comes a second time."""
+        self._repeated = self._prompt is None
 
     def put(self, value: torch.Tensor) -> None:
         """Forward token ids; the first call carries the prompt."""
+        if self._repeated:
+            self._repeated = False
+            return
         if self._prompt is not None:
             value, self._prompt = self._prompt, None
         self._inner.put(value)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.attention import install, uninstall
 from ragcachekit.link.linker import link
-from ragcachekit.link.plan import LinkPlan, Piece
+from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope

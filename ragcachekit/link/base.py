@@ -84,6 +84,16 @@ class SelectionPolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class ExactPolicy(SelectionPolicy, Protocol):
+    """A policy that keeps exact rows alone: chunks are not encoded for it where they could not be exact."""
+
+    @property
+    def exact_only(self) -> bool:
+        """True."""
+        ...
+
+
 @dataclass(frozen=True)
 class Look:
     """What the question's rows are watched for while they run over the linked cache.

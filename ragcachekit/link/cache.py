@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +64,44 @@ def linked_rows(keys: torch.Tensor) -> LinkRows | None:
     return mark if isinstance(mark, LinkRows) else None
 
 
+class LayerBuffers:
+    """One layer's keys and values of a request, made when they are needed.
+
+    Each ``[batch, kv_heads, slots, head_dim]``. The model asks for layer 0 first; meanwhile the others
+    may still be read from a slow tier.
+
+    Parameters
+    ----------
+    make : callable
+        Allocates both and puts every kept row in its place; called once.
+    dtype, device
+        What they will have.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._make: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = make
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers.
+
+        Raises
+        ------
+        LoadFailed
+            If one of the pieces did not come.
+        """
+        if self._made is None:
+            assert self._make is not None
+            self._made, self._make = self._make(), None
+        return self._made
+
+
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a linked prompt.
 
@@ -73,22 +112,64 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 
     Parameters
     ----------
-    keys, values : torch.Tensor
-        ``[batch, kv_heads, slots, head_dim]``, this request's own buffers, kept rows in place.
+    buffers : LayerBuffers
+        This request's own; made when ``keys`` or ``values`` are first asked for.
+    slots : int
+        How many of their columns belong to this prompt.
     rows : LinkRows or None
         Rows still to come; None if everything is in place already.
     kept : int
         Length to report until then.
+
+    Attributes
+    ----------
+    settling : float
+        Seconds that putting the kept rows in place took, waiting for them included.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: LinkRows | None, kept: int) -> None:
+    def __init__(self, buffers: LayerBuffers, slots: int, rows: LinkRows | None, kept: int) -> None:
+        self._buffers: LayerBuffers | None = None
+        self._keys: Any = None
+        self._values: Any = None
         super().__init__()
-        self.keys, self.values = keys, values
-        self.dtype, self.device = keys.dtype, keys.device
+        self._buffers, self._slots = buffers, slots
+        self.settling = 0.0
+        self.dtype, self.device = buffers.dtype, buffers.device
         self.is_initialized = True
         self._rows = rows
         self._kept = kept
         self._projecting = False
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """``[batch, kv_heads, slots, head_dim]``; waits for the layer where it is not there yet."""
+        self.settle()
+        return self._keys  # type: ignore[no-any-return]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self.settle()
+        self._keys = keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As :attr:`keys`."""
+        self.settle()
+        return self._values  # type: ignore[no-any-return]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self.settle()
+        self._values = values
+
+    def settle(self) -> None:
+        """Have the kept rows in place."""
+        if self._buffers is not None:
+            begun = time.perf_counter()
+            keys, values = self._buffers.get()
+            self._keys, self._values = keys[:, :, : self._slots], values[:, :, : self._slots]
+            self._buffers = None
+            self.settling = time.perf_counter() - begun
 
     @property
     def pending(self) -> bool:
@@ -114,15 +195,16 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         if self._rows is None:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows, self._rows = self._rows, None
+        keys, values = self.keys, self.values
         for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
-            slots = torch.tensor(positions, device=self.keys.device) + offset
+            slots = torch.tensor(positions, device=keys.device) + offset
             first = key_states.shape[-2] - len(positions)
-            self.keys[item].index_copy_(1, slots, key_states[item, :, first:])
-            self.values[item].index_copy_(1, slots, value_states[item, :, first:])
+            keys[item].index_copy_(1, slots, key_states[item, :, first:])
+            values[item].index_copy_(1, slots, value_states[item, :, first:])
         if self._projecting:
             raise Projected
         # The mark lives exactly as long as this layer's attention and not with the cache.
-        return marked(self.keys, rows), self.values
+        return marked(keys, rows), values
 
 
 class LinkedCache(Cache):  # type: ignore[misc]
@@ -131,3 +213,14 @@ class LinkedCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: Sequence[LinkedLayer]) -> None:
         super().__init__(layers=list(layers))
         self.narrowing: Narrows | None = None
+
+    def settle(self) -> None:
+        """Have the kept rows of all layers in place, whether or not the model has asked for them."""
+        for layer in self.layers:
+            layer.settle()
+
+    @property
+    def settling(self) -> float:
+        """Seconds that putting kept rows in place has taken so far."""
+        seconds: float = sum(layer.settling for layer in self.layers)
+        return seconds

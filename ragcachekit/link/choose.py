@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ragcachekit.link.base import GuidedPolicy
-from ragcachekit.link.linker import Buffers, link, run_rows
-from ragcachekit.link.plan import LinkPlan, decided
+from ragcachekit.link.linker import Buffers, assemble, link, run_rows
+from ragcachekit.link.plan import decided
+from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
 from ragcachekit_kernels.dispatch import column_scores
 
@@ -64,10 +65,10 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
         return plan, None
     spans = [(c.start, c.stop) for c in plan.placed if not c.exempt] if policy.look.per_chunk else None
     watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
-    inputs = link([plan], rope, model.device, pad, observer=watcher)
+    buffers = assemble([plan], rope, model.device)
+    inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
     with suppress(_Seen):
         run_rows(model, inputs, len(plan.rows))
-    buffers = [(layer.keys, layer.values) for layer in inputs.cache.layers]
     return decided(plan, policy.choose(plan.placed, watcher.attention())), buffers
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.linker import link, run_rows
-from ragcachekit.link.plan import LinkPlan, Missing, Piece
+from ragcachekit.link.planned import LinkPlan, Missing, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope

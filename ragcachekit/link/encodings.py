@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from ragcachekit.link.planned import TokenSegment
 from ragcachekit.model.encoder import Encoding
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
-
-if TYPE_CHECKING:
-    from ragcachekit.link.plan import TokenSegment
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "in-prompt")
 DEFAULT_NEIGHBOURS = 10
@@ -131,7 +128,7 @@ class Encodings:
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         length = sum(len(segment.token_ids) for segment in segments)
-        system = self._system(segments)
+        system = self.system_of(segments)
         start, before = 0, list[Ids]()
         names = list[str]()
         for segment in segments:
@@ -220,7 +217,7 @@ class Encodings:
         return encoding
 
     @staticmethod
-    def _system(segments: Sequence[TokenSegment]) -> Ids:
+    def system_of(segments: Sequence[TokenSegment]) -> Ids:
         """The text before the first chunk; empty if there is no chunk or it stands first."""
         filled = [segment for segment in segments if segment.token_ids]
         if not any(segment.is_chunk for segment in filled) or filled[0].is_chunk:

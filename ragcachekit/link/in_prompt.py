@@ -9,7 +9,7 @@ import torch
 
 from ragcachekit.link.encodings import InPromptEncoding
 from ragcachekit.link.observed import ContextCache
-from ragcachekit.link.plan import Missing
+from ragcachekit.link.planned import Missing
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Observer
-from ragcachekit.link.plan import LinkPlan, Piece
+from ragcachekit.link.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows, Observer
+from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.model.rope import Angles, Rope
+from ragcachekit.store.loading import AnyKV, LoadingKV
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,8 @@ class LinkedInputs:
         }
 
 
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer ``[batch, kv_heads, slots, head_dim]`` keys and values of a request."""
+Buffers = list[LayerBuffers]
+"""One per layer."""
 
 
 def link(
@@ -58,21 +60,21 @@ def link(
 ) -> LinkedInputs:
     """Assemble one batch.
 
-    Kept rows are placed and rotated now; the rows to compute arrive with the model's forward. At
-    least one prompt must have a cached piece (otherwise an ordinary prefill is what is wanted).
+    Kept rows of a layer are placed and rotated when the model's forward reaches it, and the rows to
+    compute arrive with that forward: while layer l computes, later ones may still be on their way
+    (Cache-Craft section 3.4.2). Asking for a piece that does not come raises ``LoadFailed``. At least
+    one prompt must have a cached piece (otherwise an ordinary prefill is what is wanted).
     ``buffers``, from an earlier link of one and the same prompt, saves assembling again: what they
     hold at kept rows must still be the linked KV. ``observer`` watches the forward.
     """
     widest_kept = max(plan.kept for plan in plans)
     widest_rows = max(len(plan.rows) for plan in plans)
-    slots = widest_kept + widest_rows
-    offsets = tuple(slots - len(plan.token_ids) for plan in plans)
+    slots = _slots(plans)
+    offsets = _offsets(plans, slots)
     rows = LinkRows(tuple(plan.rows for plan in plans), offsets, observer) if widest_rows else None
     if buffers is None:
-        buffers = _assemble(plans, offsets, slots, rope, device)
-    layers = [
-        LinkedLayer(keys[:, :, :slots], values[:, :, :slots], rows, widest_kept) for keys, values in buffers
-    ]
+        buffers = assemble(plans, rope, device)
+    layers = [LinkedLayer(layer, slots, rows, widest_kept) for layer in buffers]
     input_ids = torch.full((len(plans), slots), pad)
     position_ids = torch.zeros(len(plans), slots, dtype=torch.long)
     attention_mask = torch.zeros(len(plans), slots, dtype=torch.long)
@@ -101,33 +103,63 @@ def run_rows(model: Any, inputs: LinkedInputs, rows: int) -> None:
     )
 
 
-def _assemble(
-    plans: Sequence[LinkPlan], offsets: Sequence[int], slots: int, rope: Rope, device: torch.device
-) -> Buffers:
-    """Per layer ``[batch, kv_heads, slots, head_dim]`` keys and values with every kept piece in place."""
+def assemble(plans: Sequence[LinkPlan], rope: Rope, device: torch.device) -> Buffers:
+    """Per layer, keys and values with every kept piece in place, once they are asked for."""
+    slots = _slots(plans)
+    offsets = _offsets(plans, slots)
     sample = next(piece.kv for plan in plans for piece in plan.pieces)
-    angles = [[_angles(rope, piece, len(plan.token_ids), device) for piece in plan.pieces] for plan in plans]
-    layers = []
-    for index in range(sample.layers):
+
+    @cache  # one set of angles for all layers, made when the first is needed
+    def turns() -> list[list[tuple[Angles, ...]]]:
+        return [[_angles(rope, piece, len(p.token_ids), device) for piece in p.pieces] for p in plans]
+
+    def make(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Zeros where padding is attended with weight 0 (0 * NaN is NaN); else every slot is written.
         new = torch.zeros if len(plans) > 1 else torch.empty
         keys, values = (
-            new(len(plans), t.shape[0], slots, t.shape[2], dtype=t.dtype, device=device)
-            for t in (sample.keys[index], sample.values[index])
+            new(len(plans), shape[0], slots, shape[2], dtype=dtype, device=device)
+            for dtype, shape in _shapes(sample, index)
         )
         for item, plan in enumerate(plans):
-            for piece, angle in zip(plan.pieces, angles[item], strict=True):
-                at = slice(offsets[item] + piece.start, offsets[item] + piece.start + piece.kv.tokens)
-                bare = piece.kv.keys[index].to(device, non_blocking=True), piece.kv.values[index].to(device)
+            for piece, angle in zip(plan.pieces, turns()[item], strict=True):
+                at = slice(offsets[item] + piece.start, offsets[item] + piece.stop)
+                bare = _bare(piece, index, device)
                 placed = rope.place(index, *bare, angle) if angle else bare
                 keys[item, :, at], values[item, :, at] = placed
-        layers.append((keys, values))
-    return layers
+        return keys, values
+
+    dtypes = [_shapes(sample, index)[0][0] for index in range(sample.layers)]
+    return [LayerBuffers(partial(make, index), dtype, device) for index, dtype in enumerate(dtypes)]
+
+
+def _slots(plans: Sequence[LinkPlan]) -> int:
+    """Columns of the cache: as many as the most kept and the most computed rows need together."""
+    return max(plan.kept for plan in plans) + max(len(plan.rows) for plan in plans)
+
+
+def _offsets(plans: Sequence[LinkPlan], slots: int) -> tuple[int, ...]:
+    """Per prompt, the column of its position 0."""
+    return tuple(slots - len(plan.token_ids) for plan in plans)
+
+
+def _shapes(kv: AnyKV, layer: int) -> Sequence[tuple[torch.dtype, Sequence[int]]]:
+    """Dtype and shape of a layer's keys and of its values, without waiting for them."""
+    if isinstance(kv, LoadingKV):
+        return kv.shapes[layer]
+    return [(t.dtype, t.shape) for t in (kv.keys[layer], kv.values[layer])]
+
+
+def _bare(piece: Piece, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The piece's keys and values as they are stored, on the device."""
+    keys, values = piece.kv.keys[layer], piece.kv.values[layer]
+    if piece.tokens < piece.kv.tokens:
+        keys, values = keys[:, : piece.tokens], values[:, : piece.tokens]
+    return keys.to(device, non_blocking=True), values.to(device, non_blocking=True)
 
 
 def _angles(rope: Rope, piece: Piece, length: int, device: torch.device) -> tuple[Angles, ...]:
     """Angles of a piece's positions; empty for keys that are already rotated into place."""
     if piece.kv.start is not None:
         return ()
-    positions = torch.arange(piece.start, piece.start + piece.kv.tokens)
+    positions = torch.arange(piece.start, piece.stop)
     return tuple(Angles(a.cos.to(device), a.sin.to(device), a.m) for a in rope.angles(positions, length))

@@ -12,7 +12,8 @@ import torch
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
 from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Observer, Projected
-from ragcachekit.link.plan import LinkPlan, decided
+from ragcachekit.link.plan import decided
+from ragcachekit.link.planned import LinkPlan
 
 _HOOKING = threading.Lock()
 

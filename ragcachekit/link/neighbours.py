@@ -240,6 +240,15 @@ class TokenNeighbours:
                 self._since[namespace] |= ids
 
 
+def by_namespace(
+    neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
+) -> Mapping[str, Neighbours]:
+    """A mapping from namespaces; one source alone is that of ``namespace``."""
+    if neighbours is None or isinstance(neighbours, Mapping):
+        return neighbours or {}
+    return {namespace: neighbours}
+
+
 def _ranked(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(text for text, _ in counts.most_common())
 

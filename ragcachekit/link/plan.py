@@ -6,177 +6,184 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ragcachekit.link.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.link.encodings import Encodings
-from ragcachekit.link.variants import VariantPool, look_up
-from ragcachekit.model.encoder import Encoding
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.link.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
+from ragcachekit.link.beginning import TURN, Beginning, BeginningReader
+from ragcachekit.link.encodings import Encodings, Wanted
+from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
+from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
+from ragcachekit.link.variants import Entry, VariantPool, look_up
 from ragcachekit.store.base import KVStore
-from ragcachekit.types import ChunkUse, KVKey, LinkReport
-
-
-@dataclass(frozen=True)
-class TokenSegment:
-    """A tokenised segment; ``is_chunk`` marks retrieved text."""
-
-    token_ids: tuple[int, ...]
-    is_chunk: bool
-
-
-@dataclass(frozen=True)
-class Missing:
-    """An entry that this prompt would have used: what to encode, and under which key to keep it."""
-
-    key: KVKey
-    token_ids: tuple[int, ...]
-    encoding: Encoding
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A cached stretch of the prompt: ``kv`` belongs at ``start``."""
-
-    start: int
-    kv: ChunkKV
-
-
-@dataclass(frozen=True, eq=False)
-class LinkPlan:
-    """One prompt, decided.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The whole prompt, in order.
-    pieces : tuple of Piece
-        Cached stretches, in order, not overlapping.
-    rows : tuple of int
-        Ascending positions to compute: recomputed, missing and new ones. The last position of the
-        prompt is always among them.
-    missing : tuple of Missing
-    report : LinkReport
-        As things stand: of a plan that is open, as if nothing were recomputed.
-    placed : tuple of PlacedChunk
-        The cached chunks that ``pieces`` hold.
-    policy : SelectionPolicy or None
-        Who chooses among the cached rows with the model's help; None once everything is decided.
-    question : tuple of int
-        Positions of the question: what is computed behind the last chunk. Only for such a policy.
-    """
-
-    token_ids: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    rows: tuple[int, ...]
-    missing: tuple[Missing, ...]
-    report: LinkReport
-    placed: tuple[PlacedChunk, ...] = ()
-    policy: SelectionPolicy | None = None
-    question: tuple[int, ...] = ()
-
-    @property
-    def kept(self) -> int:
-        """Number of rows taken from the cache as they are."""
-        return len(self.token_ids) - len(self.rows)
-
-    def without_last(self) -> LinkPlan:
-        """The same plan for the prompt without its last token (linked ahead of generate, not inside it)."""
-        return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=_crop(self))
-
-
-def _crop(plan: LinkPlan) -> tuple[Piece, ...]:
-    last = len(plan.token_ids) - 1
-    out = []
-    for piece in plan.pieces:
-        if piece.start + piece.kv.tokens > last:
-            keep = last - piece.start
-            if keep == 0:
-                continue
-            kv = piece.kv
-            piece = Piece(
-                piece.start,
-                ChunkKV(tuple(k[:, :keep] for k in kv.keys), tuple(v[:, :keep] for v in kv.values), kv.start),
-            )
-        out.append(piece)
-    return tuple(out)
-
-
-def plain_plan(
-    segments: Sequence[TokenSegment], policy: str, encoder: str, namespace: str, fallback: str | None = None
-) -> LinkPlan:
-    """A plan that reuses nothing: an ordinary prefill."""
-    ids = tuple(i for segment in segments for i in segment.token_ids)
-    has_chunk = any(segment.is_chunk for segment in segments)
-    report = LinkReport(
-        policy,
-        encoder,
-        namespace,
-        prompt_tokens=len(ids),
-        computed_tokens=len(ids),
-        # By definition full recomputes all that could have been cached.
-        recompute_ratio=1.0 if policy == "full" and has_chunk else 0.0,
-        fallback=fallback,
-    )
-    return LinkPlan(ids, (), tuple(range(len(ids))), (), report)
+from ragcachekit.types import ENCODING_PREFIX, ChunkUse, KVKey, LinkReport
 
 
 def make_plan(
     segments: Sequence[TokenSegment],
     policy: SelectionPolicy,
     encodings: Encodings,
-    store: KVStore,
+    store: KVStore | Fetch,
     fingerprint: str,
     namespace: str,
     variants: VariantPool | None = None,
+    tree: BeginningReader | None = None,
 ) -> LinkPlan:
     """Look every cacheable segment up and let the policy choose among the cached rows.
 
-    ``variants`` are what chunks of the encoder ``in-prompt`` may use in other contexts than their own.
+    ``store`` as a :class:`~ragcachekit.link.lookup.Fetch` begins to load what lies in slow tiers, where
+    that is quicker than computing it. ``variants`` are what chunks of the encoder ``in-prompt`` may use
+    in other contexts than their own. What ``tree`` knows of the prompt's beginning is exact; only what
+    stands behind it is looked up chunk by chunk (FusionRAG section 4.1, alternative path).
     """
     if not policy.reads_cache:
         return plain_plan(segments, policy.name, encodings.name, namespace)
+    wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
+    fetch = store if isinstance(store, Fetch) else Fetch(store)
+    beginning = None
+    if tree is not None:
+        layerwise = isinstance(policy, LayerwisePolicy)
+        beginning = tree.read(segments, wanted, fingerprint, namespace, layerwise=layerwise)
+        wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
+    lookup = _Lookup(tuple(segments), policy, encodings.name, namespace, wanted, variants, fetch, beginning)
+    return _plan(lookup)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """All that a plan is made from, so that it can be made again."""
+
+    segments: tuple[TokenSegment, ...]
+    policy: SelectionPolicy
+    encoder: str
+    namespace: str
+    wanted: tuple[Wanted, ...]
+    variants: VariantPool | None
+    fetch: Fetch
+    beginning: Beginning | None = None
+
+    def serves(self, want: Wanted) -> bool:
+        """Whether an entry of the chunk store can be of use to the policy.
+
+        Not to one that keeps exact rows alone where it would not be exact; and with a tree, not where its
+        keys were turned back and forth: computed in place it goes into the tree, with all behind it.
+        """
+        if not isinstance(self.policy, ExactPolicy):
+            return True
+        return want.exact and (self.beginning is None or want.encoding.name == ENCODING_PREFIX)
+
+    def again(self, lost: frozenset[KVKey]) -> LinkPlan:
+        """The plan if these entries were not there."""
+        return _plan(replace(self, fetch=self.fetch.without(lost)))
+
+
+def _plan(lookup: _Lookup) -> LinkPlan:
     begun = time.perf_counter()
-    ids = tuple(i for segment in segments for i in segment.token_ids)
-    placed: list[PlacedChunk] = []
-    pieces: list[Piece] = []
-    missing: dict[KVKey, Missing] = {}
-    uses: list[ChunkUse] = []
-    wanted = list(encodings.wanted(segments, fingerprint, namespace))
-    for want, entry in zip(wanted, look_up(wanted, policy, store, variants), strict=True):
-        tokens = len(want.token_ids)
-        if entry is None or entry.renew:
-            missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
-        if entry is None:
-            uses.append(ChunkUse(want.key.chunk_id, tokens, "computed"))
-            continue
-        kv, exact = entry.found.kv, want.exact and entry.key == want.key
-        placed.append(
-            PlacedChunk(
-                want.key.chunk_id,
-                want.start,
-                tokens,
-                exact,
-                attended=kv.sums.get("attended"),
-                before=want.before,
-                behind=entry.key.context,
-                sums=kv.sums,
-            )
-        )
-        pieces.append(Piece(want.start, kv))
-        uses.append(ChunkUse(want.key.chunk_id, tokens, entry.found.tier, exact=exact))
-    load_ms = (time.perf_counter() - begun) * 1e3
-    report = LinkReport(
-        policy.name,
-        encodings.name,
-        namespace,
-        prompt_tokens=len(ids),
-        chunks=tuple(uses),
-        load_ms=load_ms,
+    policy, wanted = lookup.policy, lookup.wanted
+    ids = tuple(i for segment in lookup.segments for i in segment.token_ids)
+    entries = look_up(wanted, policy, lookup.fetch, lookup.variants)
+    if lookup.beginning is not None:
+        entries = [e if lookup.serves(want) else None for want, e in zip(wanted, entries, strict=True)]
+    known = lookup.beginning.tokens if lookup.beginning is not None else 0
+    found = known + sum(
+        len(w.token_ids) for w, entry in zip(wanted, entries, strict=True) if entry is not None
     )
-    plan = LinkPlan(ids, tuple(pieces), (), tuple(missing.values()), report, tuple(placed))
-    question = tuple(range(_end_of_chunks(segments), len(ids))) or (len(ids) - 1,)
-    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in placed):
+    decision = lookup.fetch.decide(
+        entries, lambda i: _spared(policy, wanted[i], entries[i]), len(ids), len(ids) - found
+    )
+    parts = _parts(wanted, decision, lookup.beginning)
+    report = _report(lookup, parts, len(ids), (time.perf_counter() - begun) * 1e3)
+    serving = {want.key for want in wanted if lookup.serves(want)}
+    missing = tuple(item for item in parts.missing.values() if item.key in serving)
+    plan = LinkPlan(ids, tuple(parts.pieces), (), missing, report, tuple(parts.placed))
+    return replace(
+        _chosen(plan, policy, lookup.segments),
+        again=lookup.again,
+        skipped=decision.skipped,
+        resident=decision.resident,
+        beginning=lookup.beginning,
+    )
+
+
+def _spared(policy: SelectionPolicy, want: Wanted, entry: Entry | None) -> int:
+    """About how many rows using the entry spares; what a model's help would add is not known yet."""
+    tokens = len(want.token_ids)
+    if entry is None or isinstance(policy, GuidedPolicy | LayerwisePolicy):
+        return tokens
+    return tokens - len(policy.select([_placed(want, entry)]))
+
+
+@dataclass
+class _Parts:
+    """What became of the segments that were looked up, in order."""
+
+    placed: list[PlacedChunk]
+    pieces: list[Piece]
+    missing: dict[KVKey, Missing]
+    uses: list[ChunkUse]
+
+
+def _parts(wanted: Sequence[Wanted], decision: Decision, beginning: Beginning | None) -> _Parts:
+    """Place what was found. What is in the store and was skipped is not missing there."""
+    out = _Parts([], [], {}, [])
+    if beginning is not None:
+        out.placed += beginning.placed
+        out.uses += beginning.uses
+        out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
+    for want, entry in zip(wanted, decision.entries, strict=True):
+        if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
+            out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
+        if entry is None:
+            out.uses.append(ChunkUse(want.key.chunk_id, len(want.token_ids), COMPUTED))
+            continue
+        chunk = _placed(want, entry)
+        out.placed.append(chunk)
+        out.pieces.append(Piece(want.start, entry.found.kv))
+        out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, entry.found.tier, exact=chunk.exempt))
+    return out
+
+
+def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
+    kv = entry.found.kv
+    return PlacedChunk(
+        want.key.chunk_id,
+        want.start,
+        len(want.token_ids),
+        want.exact and entry.key == want.key and not kv.quantised,
+        attended=kv.sums.get("attended"),
+        before=want.before,
+        behind=entry.key.context,
+        sums=kv.sums,
+    )
+
+
+def _report(lookup: _Lookup, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
+    """The report of a plan that nobody has decided; whoever loaded from a slow tier waited to open it."""
+    sources = [use.source for use in parts.uses if use.source != COMPUTED]
+    slow = {
+        id(piece.kv): piece.kv.nbytes
+        for piece, source in zip(parts.pieces, sources, strict=True)
+        if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
+    }
+    known = lookup.beginning
+    load_ms += known.ms if known is not None else 0.0
+    return LinkReport(
+        lookup.policy.name,
+        lookup.encoder,
+        lookup.namespace,
+        prompt_tokens=tokens,
+        chunks=tuple(parts.uses),
+        load_ms=load_ms,
+        wait_ms=load_ms if slow else 0.0,
+        loaded_bytes=sum(slow.values()),
+        tree_tokens=known.match.tokens if known is not None else 0,
+    )
+
+
+def _chosen(plan: LinkPlan, policy: SelectionPolicy, segments: Sequence[TokenSegment]) -> LinkPlan:
+    """Decided by the policy, or open where it needs the model's help for that."""
+    length = len(plan.token_ids)
+    question = tuple(range(_end_of_chunks(segments), length)) or (length - 1,)
+    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in plan.placed):
         return replace(decided(plan, ()), policy=policy, question=question)
-    chosen = policy.select(placed)
+    chosen = policy.select(plan.placed)
     if not (isinstance(policy, LayerwisePolicy) and chosen):
         return decided(plan, chosen)
     return replace(decided(plan, chosen), policy=policy, question=question)
@@ -232,7 +239,7 @@ def _with_recomputed(
     remaining = iter(placed)
     out = []
     for use in uses:
-        if use.source != "computed":
+        if use.source != COMPUTED:
             chunk = next(remaining)
             use = replace(use, recomputed=sum(p in chosen for p in range(chunk.start, chunk.stop)))
         out.append(use)

@@ -14,6 +14,7 @@ class Prefix:
 
     encoder: str | None = None
     reads_cache = True
+    exact_only = True
     name = "prefix"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ragcachekit.link.base import SelectionPolicy, VariantPolicy
 from ragcachekit.link.craft_scores import Impact
 from ragcachekit.link.encodings import InPromptEncoding, Wanted
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, concerns
+from ragcachekit.link.lookup import Fetch
+from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.loading import AnyKV, Hit
 from ragcachekit.types import KVKey
 
 CHUNKS, VARIANTS = 100, 5
@@ -80,7 +81,7 @@ class VariantPool:
         with self._lock:
             return key in self._known.get(_space(key), ())
 
-    def add(self, key: KVKey, kv: ChunkKV) -> None:
+    def add(self, key: KVKey, kv: AnyKV) -> None:
         """A variant that is in the store; drops the least worthy other one if there are too many."""
         impact, space = Impact.of(key.context, kv.sums, kv.tokens), _space(key)
         with self._lock:
@@ -154,23 +155,27 @@ class Entry:
     """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
 
     key: KVKey
-    found: Found
+    found: Hit
     renew: bool = False
 
 
 def look_up(
-    wanted: Sequence[Wanted], policy: SelectionPolicy, store: KVStore, pool: VariantPool | None
+    wanted: Sequence[Wanted],
+    policy: SelectionPolicy,
+    store: KVStore | Fetch,
+    pool: VariantPool | None,
 ) -> list[Entry | None]:
     """The entry to use for every wanted chunk, or None: that of its very context, else the best variant."""
     given = (
         policy.choose_variants(wanted, pool) if pool is not None and isinstance(policy, VariantPolicy) else {}
     )
     out = []
+    fetch = store if isinstance(store, Fetch) else Fetch(store)
     for number, want in enumerate(wanted):
-        found = _get(store, key := given.get(number, want.key), want)
+        found = _get(fetch, key := given.get(number, want.key), want)
         entry = Entry(key, found) if found is not None else None
         if pool is not None and isinstance(want.encoding, InPromptEncoding):
-            entry = _known(entry, pool, want) or _best(want, store, pool)
+            entry = _known(entry, pool, want) or _best(want, fetch, pool)
         out.append(entry)
     return out
 
@@ -182,9 +187,9 @@ def _known(entry: Entry | None, pool: VariantPool, want: Wanted) -> Entry | None
     return entry
 
 
-def _best(want: Wanted, store: KVStore, pool: VariantPool) -> Entry | None:
+def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     for fit in pool.ranked(want.key, want.before):
-        found = _get(store, fit.key, want)
+        found = _get(fetch, fit.key, want)
         if found is not None:
             pool.used(fit.key, want.before)
             return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)
@@ -192,9 +197,9 @@ def _best(want: Wanted, store: KVStore, pool: VariantPool) -> Entry | None:
     return None
 
 
-def _get(store: KVStore, key: KVKey, want: Wanted) -> Found | None:
+def _get(fetch: Fetch, key: KVKey, want: Wanted) -> Hit | None:
     """Tokens are part of the chunk id; a count that differs means a damaged entry."""
-    found = store.get(key)
+    found = fetch.get(key)
     return found if found is not None and found.kv.tokens == len(want.token_ids) else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
 from ragcachekit.link.in_prompt import InPromptEncoder
-from ragcachekit.link.plan import Missing
+from ragcachekit.link.planned import Missing
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,6 +46,18 @@ class ChunkKV:
             raise ValueError(
                 "every layer must be [kv_heads, tokens, head_dim] with the same number of tokens"
             )
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+        """The same with every key and value tensor changed (``sums`` stay where they are)."""
+        return replace(self, keys=tuple(map(change, self.keys)), values=tuple(map(change, self.values)))
+
+    def to(self, device: str | torch.device) -> ChunkKV:
+        """The same with keys and values on ``device``; itself if they are there."""
+        device = torch.device(device)
+        tensors = (*self.keys, *self.values)
+        if all(t.device.type == device.type and device.index in (None, t.device.index) for t in tensors):
+            return self
+        return self.each(lambda tensor: tensor.to(device))
 
     @property
     def tokens(self) -> int:

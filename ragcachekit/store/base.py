@@ -108,7 +108,11 @@ class KVStore(Protocol):
     """
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
-        """The entry under ``key``, or None. ``worth`` is for eviction policies that weigh uses."""
+        """The entry under ``key``, or None.
+
+        ``worth`` is for eviction policies that weigh uses; 0 looks, but is no use yet (a prefetch), and
+        changes no order in memory.
+        """
         ...
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
@@ -147,3 +151,8 @@ def concerns(key: KVKey, namespace: str, chunk_ids: frozenset[str] | None) -> bo
     if key.namespace != namespace:
         return False
     return chunk_ids is None or not chunk_ids.isdisjoint((key.chunk_id, *key.context))
+
+
+def quota_of(quotas: Mapping[str, int], namespace: str) -> int | None:
+    """Bytes that a namespace may take in a tier: its own entry, else that of ``*``, else no limit."""
+    return quotas.get(namespace, quotas.get("*"))

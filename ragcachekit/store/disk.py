@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import os
-import re
-from contextlib import suppress
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from threading import RLock
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.entry_file import EntryImage, read_entry, read_key
+from ragcachekit.store.disk_shelf import Shelf
+from ragcachekit.store.disk_source import DiskSource
+from ragcachekit.store.entry_buffers import Buffers
+from ragcachekit.store.entry_file import (
+    At,
+    EntryImage,
+    EntryReader,
+    can_read_directly,
+    nowhere,
+    open_entry,
+    read_key,
+)
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import exclusive, open_folder, sweep_orphans, sync_folder, temp_file
-from ragcachekit.store.index import EntryIndex, IndexFailed, discard_index
+from ragcachekit.store.folder import open_folder, temp_file
+from ragcachekit.store.index import IndexDamaged, IndexFailed
 from ragcachekit.types import KVKey
 
-_ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
+_IDLE_BYTES = 128 << 20  # of memory kept for the next reads
+STEPS = (
+    *("reserved", "created", "half written", "written", "synced"),
+    *("renamed", "indexed", "committed", "folder synced"),
+    *("evicted", "removed", "read", "uses noted"),
+)
+"""What ``at`` hears of, in the order in which it first happens."""
 
 
 class DiskStore:
@@ -36,6 +52,20 @@ class DiskStore:
     budget : int
         Bytes that all entry files may take together; > 0. The index (some hundred bytes per entry) and
         the one entry being written come on top.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take (``*``: every other one). Whoever is over it loses entries
+        of its own, least recently used first.
+    direct : bool
+        Read past the page cache (O_DIRECT), where the file system can: for a folder much larger than
+        memory, whose reads would push everything else out of the cache.
+    at : callable
+        Called with the name of each of the :data:`STEPS` at which a crash could leave something behind:
+        the place to interrupt the store in a test.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether reads go past the page cache: asked for, and possible here.
 
     Raises
     ------
@@ -43,42 +73,64 @@ class DiskStore:
         If the folder cannot be used; the message says what to do.
     """
 
-    def __init__(self, path: Path, budget: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        budget: int,
+        *,
+        quotas: Mapping[str, int] | None = None,
+        direct: bool = False,
+        at: At = nowhere,
+    ) -> None:
         if budget <= 0:
             raise ValueError(
                 f"the disk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
             )
         self._folder = Path(path)
         self._budget = budget
+        self._at = at
         self._counters = Counters("disk")
         self._closed = False
-        self._writing = RLock()
+        self._buffers = Buffers(_IDLE_BYTES)
         open_folder(self._folder)
         try:
-            with exclusive(self._folder / "lock"):
-                sweep_orphans(self._folder)
-                self._index = self._open_index()
-        except OSError as error:
+            self._shelf = Shelf(self._folder, budget, quotas or {}, self._counters, at)
+            self.direct = direct and can_read_directly(self._folder)
+        except (OSError, IndexFailed) as error:
             raise StoreError(f"cannot open the cache folder {self._folder}: {error}") from error
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        kv = None if self._closed else self._read(key)
-        if kv is None:
-            self._counters.count("misses")
+        digest = key.digest()
+        reader = self._reader(key, digest)
+        if reader is None:
             return None
-        self._counters.count("hits")
+        with reader:
+            try:
+                kv = reader.kv()
+            except (EntryDamaged, OSError) as error:
+                self._ended(digest, reader.status, error)
+                return None
+        self._ended(digest, reader.status, None)
         return Found(kv, "disk")
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`."""
-        return self.get(key, worth)
+    def open(self, key: KVKey, worth: float = 1.0) -> LayerSource | None:
+        """The entry under ``key`` with its header verified, layers to be read one by one; or None.
+
+        Several threads may read several entries, or the same one, at once.
+        """
+        digest = key.digest()
+        reader = self._reader(key, digest)
+        if reader is None:
+            return None
+        return DiskSource(reader, partial(self._ended, digest, reader.status))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first.
 
-        False, with all other entries whole, if it exceeds the whole budget or the medium refuses it.
-        An entry that is already there under this key is replaced at once and as a whole.
+        False, with all other entries whole, if it exceeds the whole budget or its namespace's quota, or
+        the medium refuses it. An entry that is already there under this key is replaced at once and as a
+        whole. True means that it survives a crash of the process and of the machine.
 
         Raises
         ------
@@ -86,18 +138,15 @@ class DiskStore:
             For KV of a dtype that safetensors does not know.
         """
         image = EntryImage(key, kv)
-        with self._writing:
-            if self._closed:
-                return False
-            try:
-                if image.nbytes <= self._budget:
-                    self._write(key.digest(), image)
-                    return True
-                self._counters.warn_once(
-                    "large", "entry of %d bytes exceeds the budget %d", image.nbytes, self._budget
-                )
-            except (OSError, IndexFailed) as error:
-                self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
+        if self._closed:
+            return False
+        most = self._shelf.most(key.namespace)
+        if image.nbytes > most:
+            self._counters.warn_once(
+                "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
+            )
+        elif self._write(key, image):
+            return True
         self._counters.count("failed_writes")
         return False
 
@@ -106,22 +155,22 @@ class DiskStore:
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and os.path.exists(self._file(key.digest()))
+        return not self._closed and os.path.exists(self._shelf.name(key.digest()))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         if self._closed:
             return frozenset()
-        with self._writing:
-            # The files' sealed headers decide, not the index: a forgotten tenant must be gone.
-            try:
-                files = self._files()
-            except OSError as error:
-                self._counters.warn_once(
-                    "forget", "cannot list %s, nothing forgotten: %s", self._folder, error
-                )
-                return frozenset()
-            return frozenset(digest for digest in files if self._drop_if(digest, namespace, chunk_ids))
+        # The files' sealed headers decide, not the index: a forgotten tenant must be gone.
+        try:
+            files = self._shelf.files()
+        except OSError as error:
+            self._counters.warn_once("forget", "cannot list %s, nothing forgotten: %s", self._folder, error)
+            return frozenset()
+        dropped = frozenset(digest for digest in files if self._drop_if(digest, namespace, chunk_ids))
+        if dropped:
+            self._shelf.sync()
+        return dropped
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Delete the files of the namespace that hold, or were encoded behind, one of ``chunk_ids``.
@@ -131,150 +180,89 @@ class DiskStore:
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; sizes are those of the files."""
-        entries, nbytes = 0, 0
-        if not self._closed:
-            try:
-                with self._index.session():
-                    entries, nbytes = len(self._index), self._index.nbytes
-            except IndexFailed:
-                with suppress(OSError):
-                    sizes = self._files().values()
-                    entries, nbytes = len(sizes), sum(sizes)
+        """One record; sizes are those of the files (of one being written, too)."""
+        entries, nbytes = (0, 0) if self._closed else self._content()
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
 
     def close(self) -> None:
         """Close the index; further calls are misses."""
-        with self._writing:
-            self._closed = True
-            self._index.close()
+        self._closed = True
+        self._shelf.close()
+        self._buffers.clear()
 
-    def _file(self, digest: str) -> Path:
-        return self._folder / f"{digest}.safetensors"
-
-    def _files(self) -> dict[str, int]:
-        """Digest → size of every entry file, least recently written first."""
-        found = []
-        for path in self._folder.iterdir():
-            match = _ENTRY_NAME.fullmatch(path.name)
-            if match:
-                with suppress(FileNotFoundError):  # another process evicted it just now
-                    status = path.lstat()
-                    found.append((status.st_mtime_ns, match[1], status.st_size))
-        return {digest: size for _, digest, size in sorted(found)}
-
-    def _read(self, key: KVKey) -> ChunkKV | None:
-        digest = key.digest()
+    def _content(self) -> tuple[int, int]:
         try:
-            kv = read_entry(self._file(digest), key)
-        except FileNotFoundError:
-            self._forget_missing(digest)
-        except EntryDamaged as error:
-            self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
-            self._counters.count("damaged")
-            self._remove(digest)
+            return self._shelf.content()
         except OSError as error:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
-        else:
-            with suppress(IndexFailed), self._index.session():  # the order of use may be lost, the hit not
-                self._index.touch(digest)
-            return kv
+            return 0, 0
+
+    def _reader(self, key: KVKey, digest: str) -> EntryReader | None:
+        """The open file of ``key``, or None and a counted miss."""
+        if not self._closed:
+            try:
+                return open_entry(self._shelf.name(digest), key, self.direct, self._buffers)
+            except FileNotFoundError:
+                self._shelf.note(digest, found=False)
+            except EntryDamaged as error:
+                self._failed(digest, error.seen, error)
+            except OSError as error:
+                self._failed(digest, None, error)
+        self._counters.count("misses")
         return None
 
-    def _write(self, digest: str, image: EntryImage) -> None:
-        with self._index.session():
-            self._make_room(digest, image.nbytes)
-        with temp_file(self._folder) as (fd, temp):
-            image.write(fd)
-            self._publish(temp, digest, image.nbytes)
+    def _ended(self, digest: str, seen: os.stat_result, error: EntryDamaged | OSError | None) -> None:
+        """Hear how reading an entry ended."""
+        if error is None:
+            self._at("read")
+            self._counters.count("hits")
+            self._shelf.note(digest, found=True)
+        else:
+            self._counters.count("misses")
+            self._failed(digest, seen, error)
 
-    def _publish(self, temp: Path, digest: str, nbytes: int) -> None:
-        renamed = False
+    def _failed(self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError) -> None:
+        if isinstance(error, EntryDamaged):
+            self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
+            self._counters.count("damaged")
+            self._shelf.remove(digest, seen)
+        else:
+            self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
+
+    def _write(self, key: KVKey, image: EntryImage) -> bool:
         try:
-            with self._index.session():
-                os.replace(temp, self._file(digest))
-                renamed = True
-                self._index.add(digest, nbytes)
-                self._make_room(digest, nbytes)  # other processes may have filled it meanwhile
-            sync_folder(self._folder)
-        except BaseException:
-            if renamed:  # a file that the index does not know would escape the budget
-                self._remove(digest)
-            raise
-
-    def _make_room(self, digest: str, nbytes: int) -> None:
-        """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit in the budget."""
-        self._index.touch(digest)  # now last in line: what it has now is not evicted for itself
-        while self._index.nbytes - (self._index.size(digest) or 0) + nbytes > self._budget:
-            victim = self._index.oldest()
-            self._file(victim).unlink(missing_ok=True)
-            self._index.remove(victim)
-            self._counters.count("evictions")
-
-    def _remove(self, digest: str) -> bool:
-        """Delete an entry, even if the index cannot follow; False if the file is still there."""
-        try:
-            with suppress(IndexFailed), self._index.session():
-                self._index.remove(digest)
-                self._file(digest).unlink(missing_ok=True)
-                return True
-            self._file(digest).unlink(missing_ok=True)
-        except OSError as error:
-            self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
+            try:
+                self._write_once(key, image)
+            except IndexDamaged:
+                self._shelf.rebuild()
+                self._write_once(key, image)
+        except (OSError, IndexFailed) as error:
+            self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
             return False
         return True
 
-    def _forget_missing(self, digest: str) -> None:
-        """Drop the row of a file that somebody deleted, unless it has come back by now."""
-        with suppress(IndexFailed), self._index.session():
-            if not os.path.exists(self._file(digest)):
-                self._index.remove(digest)
+    def _write_once(self, key: KVKey, image: EntryImage) -> None:
+        digest = key.digest()
+        self._shelf.reserve(digest, key.namespace, image.nbytes)
+        try:
+            with temp_file(self._folder) as (fd, temp):
+                self._at("created")
+                image.write(fd, self._at)
+                self._shelf.publish(fd, temp, digest, key.namespace, image.nbytes)
+        except BaseException:
+            self._shelf.settle(digest)
+            raise
 
     def _drop_if(self, digest: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
+        path = self._shelf.path(digest)
         try:
-            if not concerns(read_key(self._file(digest)), namespace, chunk_ids):
+            if not concerns(read_key(path), namespace, chunk_ids):
                 return False
         except EntryDamaged:
             self._counters.count("damaged")
         except FileNotFoundError:  # another process evicted it just now
             return False
         except OSError as error:
-            self._counters.warn_once("forget", "cannot tell whose %s is: %s", self._file(digest), error)
+            self._counters.warn_once("forget", "cannot tell whose %s is: %s", path, error)
             return False
-        return self._remove(digest)
-
-    def _open_index(self) -> EntryIndex:
-        folder = self._folder / "index"
-        try:
-            return self._reconciled(folder)
-        except IndexFailed as error:
-            self._counters.warn_once("index", "index rebuilt from the files: %s", error)
-        discard_index(folder)
-        return self._reconciled(folder)
-
-    def _reconciled(self, folder: Path) -> EntryIndex:
-        """The index in ``folder``, brought to agree with the files."""
-        index = self._index = EntryIndex(folder)
-        with index.session():
-            files = self._files()
-            for digest in index.digests():
-                if index.size(digest) != files.get(digest):
-                    index.remove(digest)
-            known = set(index.digests())
-            kept = [digest for digest in files if digest in known or self._adopt(digest, files[digest])]
-            if index.nbytes != sum(files[digest] for digest in kept):
-                raise IndexFailed("its sum of sizes is wrong")
-            self._make_room("", 0)  # the budget may be smaller than last time
-        return index
-
-    def _adopt(self, digest: str, nbytes: int) -> bool:
-        """Take a file into the index, or delete it if nobody could ever read it."""
-        try:
-            read_key(self._file(digest))
-        except EntryDamaged as error:
-            self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
-            self._counters.count("damaged")
-            self._file(digest).unlink(missing_ok=True)
-            return False
-        self._index.add(digest, nbytes)
-        return True
+        return self._shelf.remove(digest)

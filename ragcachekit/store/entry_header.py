@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import google_crc32c
 import torch
@@ -19,14 +22,16 @@ import torch
 from ragcachekit.errors import StoreError
 from ragcachekit.types import KVKey
 
-SCHEMA = "2"
+SCHEMA = "3"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
+_METADATA = len('{"__metadata__":')
 _NO_SEAL = b"00000000"
+_JSON = json.JSONDecoder()
 
 _NAMES = {
     torch.float64: "F64",
@@ -42,7 +47,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class EntryDamaged(StoreError):
-    """A file of the disk tier is cut short, altered, or not the entry that its name promises."""
+    """A file of the disk tier is cut short, altered, or not the entry that its name promises.
+
+    ``seen`` is which file that was, where it was one.
+    """
+
+    seen: os.stat_result | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the raw tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -67,8 +77,7 @@ class TensorSpec:
         return cls(tensor.dtype, tuple(tensor.shape))
 
 
-@dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(NamedTuple):
     """Keys and values of one layer, with the CRC32C of their raw bytes, keys first."""
 
     keys: TensorSpec
@@ -99,14 +108,15 @@ class SealedSpec:
 class EntryHeader:
     """All that an entry file says before its tensors.
 
-    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``sums``, whose tensors stand
-    behind the layers in the order of their names.
+    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``quantised`` and ``sums``, whose
+    tensors stand behind the layers in the order of their names.
     """
 
     key: KVKey
     start: int | None
     layers: tuple[LayerSpec, ...]
     sums: tuple[SealedSpec, ...] = ()
+    quantised: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -136,19 +146,20 @@ def header_size(prefix: bytes, file_size: int) -> int:
 
 def decode_header(raw: bytes) -> EntryHeader:
     """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written."""
-    unsealed = bytearray(raw)
-    unsealed[_SEAL] = _NO_SEAL
     # The text is compared, not the number: "A" for "a" is a flipped bit too.
-    if raw[_SEAL] != _seal(bytes(unsealed)):
+    if raw[_SEAL] != _seal(raw):
         raise EntryDamaged("the header does not match its CRC")
     try:
-        return _parse(json.loads(raw[_LENGTH_BYTES:]))
+        # The object of ``__metadata__`` alone: what follows it says the same of each tensor at length.
+        return _parse(_JSON.raw_decode(raw[_LENGTH_BYTES:].decode(), _METADATA)[0])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EntryDamaged(f"a header of another schema: {error!r}") from error
 
 
-def _seal(unsealed: bytes) -> bytes:
-    return b"%08x" % google_crc32c.value(unsealed)
+def _seal(raw: bytes) -> bytes:
+    """The seal of a header, whatever stands in its place now."""
+    crc = google_crc32c.value(raw[: _SEAL.start] + _NO_SEAL)
+    return b"%08x" % google_crc32c.extend(crc, raw[_SEAL.stop :])
 
 
 def _metadata(header: EntryHeader) -> dict[str, str]:
@@ -160,11 +171,28 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "namespace": key.namespace,
         "chunk_id": key.chunk_id,
         "encoding": key.encoding,
-        "context": json.dumps(key.context),
-        "start": json.dumps(header.start),
-        "layer_crc32c": json.dumps([layer.crc32c for layer in header.layers]),
-        "sums_crc32c": json.dumps({spec.name: spec.crc32c for spec in header.sums}),
+        "quantised": header.quantised,
+        "content": json.dumps(_content(header)),
     }
+
+
+def _content(header: EntryHeader) -> dict[str, object]:
+    """Also what safetensors wants to know of each tensor, but short: a read parses this alone."""
+    return {
+        "context": header.key.context,
+        "start": header.start,
+        "layers": [[len(list(same)), *pair] for pair, same in groupby(map(_pair, header.layers))],
+        "layer_crc32c": [layer.crc32c for layer in header.layers],
+        "sums": [[spec.name, *_plain(spec.tensor), spec.crc32c] for spec in header.sums],
+    }
+
+
+def _pair(layer: LayerSpec) -> tuple[object, ...]:
+    return (*_plain(layer.keys), *_plain(layer.values))
+
+
+def _plain(spec: TensorSpec) -> tuple[object, ...]:
+    return _NAMES[spec.dtype], spec.shape
 
 
 def _tensors(header: EntryHeader) -> dict[str, Any]:
@@ -183,25 +211,26 @@ def _tensors(header: EntryHeader) -> dict[str, Any]:
     return entries
 
 
-def _parse(content: dict[str, Any]) -> EntryHeader:
-    meta = content["__metadata__"]
+def _parse(meta: dict[str, str]) -> EntryHeader:
     if meta["schema"] != SCHEMA:
         raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
-    key = KVKey(
-        meta["fingerprint"],
-        meta["namespace"],
-        meta["chunk_id"],
-        meta["encoding"],
-        tuple(json.loads(meta["context"])),
+    content = json.loads(meta["content"])
+    context = tuple(content["context"])
+    key = KVKey(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"], context)
+    layers = _layers(content["layers"], content["layer_crc32c"])
+    if not layers or {len(s.shape) for layer in layers for s in (layer.keys, layer.values)} != {3}:
+        raise ValueError("no layers of [kv_heads, tokens, head_dim]")
+    sums = tuple(
+        SealedSpec(name, TensorSpec(_DTYPES[dtype], tuple(shape)), crc)
+        for name, dtype, shape, crc in content["sums"]
     )
-    layers = tuple(
-        LayerSpec(_spec(content[f"k.{number}"]), _spec(content[f"v.{number}"]), crc)
-        for number, crc in enumerate(json.loads(meta["layer_crc32c"]))
-    )
-    crcs = json.loads(meta["sums_crc32c"])
-    sums = tuple(SealedSpec(name, _spec(content[_SUMS + name]), crc) for name, crc in crcs.items())
-    return EntryHeader(key, json.loads(meta["start"]), layers, sums)
+    return EntryHeader(key, content["start"], layers, sums, meta["quantised"])
 
 
-def _spec(entry: dict[str, Any]) -> TensorSpec:
-    return TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+def _layers(groups: list[list[Any]], crcs: list[int]) -> tuple[LayerSpec, ...]:
+    pairs = []
+    for count, keys_dtype, keys_shape, values_dtype, values_shape in groups:
+        keys = TensorSpec(_DTYPES[keys_dtype], tuple(keys_shape))
+        values = TensorSpec(_DTYPES[values_dtype], tuple(values_shape))
+        pairs += [(keys, values)] * count
+    return tuple(LayerSpec(*pair, crc) for pair, crc in zip(pairs, crcs, strict=True))

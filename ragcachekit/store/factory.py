@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.null import NullStore
+from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import Tier, TieredStore
 
 
 def open_store(config: StoreConfig) -> KVStore:
-    """Open the tiers that ``config`` asks for: host memory before disk, NullStore for neither.
+    """Open the tiers that ``config`` asks for, the fastest first; NullStore for none.
 
     Models and tenants may share one store: fingerprint and namespace are part of every key.
 
     Raises
     ------
     StoreError
-        If the disk tier's folder cannot be used; the message says what to do.
+        If the disk tier's folder cannot be used, or a remote tier's key is not set; the message says
+        what to do.
+    ValueError
+        For an unknown eviction policy; names those there are.
     """
     tiers: list[Tier] = []
+    try:
+        for name, tier in _tiers(config):
+            kind = config.quantise.get(name)
+            tiers.append(QuantisedStore(tier, kind) if kind is not None else tier)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    if not tiers:
+        return NullStore()
+    return TieredStore(tiers, hot=1 if config.gpu_bytes else 0)
+
+
+def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
+    """Opened one by one; what is heavy or may be missing is imported only where it is asked for."""
+    quotas = config.quotas
+    if config.gpu_bytes:
+        yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), quotas=quotas)
     if config.host_bytes:
-        tiers.append(HostStore(config.host_bytes))
+        pinned = bool(config.gpu_bytes) or config.pin_host
+        policy = open_eviction(config.eviction)
+        yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, quotas=quotas)
     if config.disk_path is not None:
         from ragcachekit.store.disk import DiskStore  # POSIX only; a host-only store works anywhere
 
-        tiers.append(DiskStore(Path(config.disk_path), config.disk_bytes))
-    return TieredStore(tiers) if tiers else NullStore()
+        path, direct = Path(config.disk_path), config.disk_direct
+        yield "disk", DiskStore(path, config.disk_bytes, quotas=quotas, direct=direct)
+    signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
+    if config.redis_url is not None:
+        from ragcachekit.store.redis_store import RedisStore
+
+        limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
+        yield "redis", RedisStore(config.redis_url, config.redis_bytes, **signed, **limits)
+    if config.bulk_url is not None:
+        from ragcachekit.store.fsspec_store import FsspecStore
+
+        deadline = config.bulk_deadline
+        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **signed)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
 
 _TEMP_NAME = re.compile(r"(\d+)-[0-9a-f]{16}\.tmp")
+_LOCK_POLL = 0.0005  # seconds
+_PARTS = 512  # in one call; Linux takes 1024
 
 
 def open_folder(path: Path) -> None:
@@ -29,7 +35,7 @@ def open_folder(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_foreign(path, path.stat())
         with temp_file(path) as (fd, _):
-            write_all(fd, memoryview(b"\0"))
+            write_all(fd, [b"\0"])
     except FileExistsError as error:
         raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
     except OSError as error:
@@ -55,12 +61,46 @@ def _refuse_foreign(path: Path, status: os.stat_result) -> None:
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock file ``path`` against other processes; the kernel frees it if this one dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = locked(path, None)
     try:
-        _flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)
+
+
+def locked(path: Path, seconds: float | None) -> int:
+    """A descriptor of the lock file ``path`` that holds its lock until it is closed.
+
+    Raises
+    ------
+    BlockingIOError
+        If somebody else has held it for ``seconds`` (None: wait for ever).
+    OSError
+        If the file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if seconds is None:
+            _flock(fd, fcntl.LOCK_EX)
+        else:
+            _flock_within(fd, seconds)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _flock_within(fd: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_LOCK_POLL)  # the kernel has no lock with a deadline
+        else:
+            return
 
 
 @contextmanager
@@ -88,18 +128,24 @@ def _create_locked(folder: Path) -> tuple[int, Path]:
         os.close(fd)  # a sweep came between creation and lock and took it for an orphan
 
 
-def sweep_orphans(folder: Path) -> int:
-    """Remove temporary files whose writer is gone; returns how many.
+def orphans(folder: Path) -> Iterator[Path]:
+    """Temporary files whose writer is gone.
 
     The lock decides, not the pid in the name: pids are reused, and differ between containers.
     """
-    swept = 0
     for path in folder.iterdir():
         match = _TEMP_NAME.fullmatch(path.name)
         if match and _abandoned(path, int(match[1])):
-            with suppress(FileNotFoundError):
-                path.unlink()
-                swept += 1
+            yield path
+
+
+def sweep_orphans(folder: Path) -> int:
+    """Remove temporary files whose writer is gone; returns how many."""
+    swept = 0
+    for path in orphans(folder):
+        with suppress(FileNotFoundError):
+            path.unlink()
+            swept += 1
     return swept
 
 
@@ -137,10 +183,17 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all of ``data``; ``os.write`` may stop short, at 2 GiB or when space runs out."""
-    while data:
-        data = data[os.write(fd, data) :]
+def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write all of ``parts`` one behind the other; the kernel may stop short, at 2 GiB or when space ends."""
+    left = deque(view for view in (memoryview(part).cast("B") for part in parts) if view.nbytes)
+    while left:
+        written = os.writev(fd, list(islice(left, _PARTS)))
+        if written <= 0:
+            raise OSError(errno.EIO, "nothing was written")
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if written:
+            left[0] = left[0][written:]
 
 
 def sync_folder(path: Path) -> None:

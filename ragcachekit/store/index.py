@@ -1,169 +1,311 @@
-"""The disk tier's index: which entries there are, how large, in which order they were last used.
+"""The disk tier's index: which entries there are, whose, how large, in which order they were last used.
 
-diskcache (SQLite) holds it, so that several processes can share one. It can be lost at any time: the
-files are the truth, and :class:`~ragcachekit.store.disk.DiskStore` rebuilds it from them.
+One SQLite file, shared by all processes on the folder. It can be lost at any time: the files are the
+truth, and :class:`~ragcachekit.store.disk_shelf.Shelf` rebuilds it from them. That is why its journal is
+never flushed to the medium, and why it is a plain rollback journal: WAL would be a little quicker, but
+maps a file into memory (cut short, that is a SIGBUS) and does not work on network file systems.
+
+Not diskcache: its rows would be values in an order of insertion, so that each use deletes and inserts
+one, quotas have no query, and its default is pickle (CVE-2025-69872).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import diskcache
+from threading import Lock
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.folder import open_folder
+from ragcachekit.store.folder import locked, open_folder
 
-_RAW_MODE = diskcache.core.MODE_RAW
+_NAME = "cache.db"
 _SECONDS_TO_LOCK = 5.0
-# Eviction is ours: left to itself, diskcache deletes rows when it thinks that it is too large. No
-# memory map either: a database cut short under one is a SIGBUS.
-_SETTINGS: dict[str, Any] = {
-    "eviction_policy": "none",
-    "cull_limit": 0,
-    "statistics": 0,
-    "tag_index": 0,
-    "sqlite_mmap_size": 0,
+
+_SCHEMA = (
+    # The order of use is the row id: the oldest row is the first, and any index on a column has it behind.
+    "CREATE TABLE entries (used INTEGER PRIMARY KEY, digest TEXT NOT NULL, namespace TEXT NOT NULL, "
+    "nbytes INTEGER NOT NULL)",
+    "CREATE UNIQUE INDEX by_digest ON entries (digest)",
+    "CREATE INDEX by_namespace ON entries (namespace)",
+    # Kept by the statements below in the same transaction as the rows, not by triggers: a flipped bit in a
+    # trigger's text would go on counting wrongly.
+    "CREATE TABLE totals (namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL, nbytes INTEGER NOT NULL) "
+    "WITHOUT ROWID",
+)
+_SETTINGS = (
+    "PRAGMA trusted_schema = OFF",
+    "PRAGMA cell_size_check = ON",
+    "PRAGMA mmap_size = 0",
+    "PRAGMA journal_mode = PERSIST",
+    "PRAGMA synchronous = OFF",
+)
+_NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
+
+# What the machine is to blame for; rebuilding would help against none of it.
+_NOT_DAMAGE = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
 }
 
 
 class IndexFailed(StoreError):
-    """The index is damaged, locked for too long, or cannot be written."""
+    """The index is closed, locked for too long, or cannot be written."""
 
 
-class JsonDisk(diskcache.Disk):  # type: ignore[misc]
-    """Keys as text, values as JSON inside the row; never pickle (CVE-2025-69872), never a value file.
-
-    ``size``, for diskcache the length of a value file of its own, is that of our entry file: its
-    triggers then keep the sum of all sizes inside the same transaction as the rows.
-    """
-
-    def put(self, key: object) -> tuple[str, bool]:
-        """Only text is a key."""
-        if not isinstance(key, str):
-            raise TypeError(f"index keys are str, not {type(key).__name__}")
-        return key, True
-
-    def get(self, key: object, raw: object) -> str:
-        """The reverse of ``put``."""
-        if not raw or not isinstance(key, str):
-            raise sqlite3.DatabaseError("an index key that is not text")
-        return key
-
-    def store(self, value: dict[str, int], read: bool, key: object = None) -> tuple[int, int, None, str]:
-        """A row: size, mode, no file name, JSON."""
-        return value["nbytes"], _RAW_MODE, None, json.dumps(value)
-
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> dict[str, int]:
-        """The reverse of ``store``; any other mode (pickle is one) is damage."""
-        if mode != _RAW_MODE or filename is not None or not isinstance(value, str):
-            raise sqlite3.DatabaseError("an index row of a foreign kind")
-        try:
-            row = json.loads(value)
-        except ValueError as error:
-            raise sqlite3.DatabaseError("an index row that is not JSON") from error
-        if not isinstance(row, dict) or not isinstance(row.get("nbytes"), int):
-            raise sqlite3.DatabaseError("an index row without a size")
-        return row
-
-    def remove(self, file_path: object) -> None:
-        """Rows have no files; whatever name a damaged row holds is left alone."""
+class IndexDamaged(IndexFailed):
+    """The index is gone, or is not what was written to it: it has to be rebuilt."""
 
 
 class EntryIndex:
-    """Digest → file size, oldest use first. All methods but ``close`` belong inside :meth:`session`.
+    """Digest → namespace and file size, oldest use first. All but ``close`` belongs inside a session.
 
     Raises
     ------
-    IndexFailed
-        If there is no usable index in ``folder``.
+    StoreError
+        If ``folder`` cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
         open_folder(folder)
-        database = folder / diskcache.core.DBNAME
-        # SQLite gives its files the mode of the database, so that exists, with 0600, before it.
-        os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        try:
-            self._cache = diskcache.Cache(str(folder), timeout=_SECONDS_TO_LOCK, disk=JsonDisk, **_SETTINGS)
-        except Exception as error:  # damaged settings surface as anything, from KeyError to AttributeError
-            raise IndexFailed(f"the index in {folder} cannot be opened: {error!r}") from error
+        self._path = folder / _NAME
+        self._lock_path = folder / "lock"
+        self._mutex = Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._of: tuple[int, int, int] | None = None
+        self._inherited: list[sqlite3.Connection] = []
+        self._closed = False
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, *, create: bool = False, wait: bool = True) -> Iterator[None]:
         """A transaction that no other thread or process can come between.
+
+        It is committed even if the body raises: rows follow what happened to files, and files have no
+        rollback. Sessions do not nest.
+
+        Parameters
+        ----------
+        create : bool
+            Begin an index where there is none; otherwise that is damage.
+        wait : bool
+            False: raise at once if somebody else is at work.
 
         Raises
         ------
-        IndexFailed
+        IndexDamaged, IndexFailed
             For whatever SQLite or a damaged row brings up; nothing is changed then.
         """
+        seconds = _SECONDS_TO_LOCK if wait else 0.0
+        if not self._mutex.acquire(timeout=seconds):
+            raise IndexFailed("another thread is busy with the index")
         try:
-            with self._cache.transact():
-                yield
-        except (sqlite3.Error, diskcache.Timeout) as error:
-            self._cache.close()  # a commit that failed leaves its transaction open; the next use reconnects
-            raise IndexFailed(f"the index failed: {error!r}") from error
+            with self._held(seconds):
+                try:
+                    self._begin(create)
+                    with self._committed():
+                        yield
+                except sqlite3.Error as error:
+                    self._disconnect()  # takes back what was not committed
+                    raise _failure(error) from error
+        finally:
+            self._mutex.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Sum of all sizes."""
-        return self._sum("size")
+    @contextmanager
+    def _committed(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error:
+            raise
+        except BaseException:
+            self._execute("COMMIT")
+            raise
+        self._execute("COMMIT")
+
+    def discard(self) -> None:
+        """Remove the files of a damaged index. No session is under way meanwhile, in no process."""
+        with self._mutex, self._held(_SECONDS_TO_LOCK):
+            self._disconnect()
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                self._path.with_name(_NAME + suffix).unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise unless tables, indexes and sums agree with each other and every row makes sense."""
+        for (found,) in self._execute("PRAGMA integrity_check(1)"):
+            if found != "ok":
+                raise sqlite3.DatabaseError(str(found))
+        sums = "SELECT namespace, COUNT(*), SUM(nbytes) FROM entries GROUP BY namespace ORDER BY namespace"
+        kept = "SELECT namespace, entries, nbytes FROM totals WHERE entries ORDER BY namespace"
+        if self._execute(sums).fetchall() != self._execute(kept).fetchall():
+            raise sqlite3.DatabaseError("an index whose sums are wrong")
+
+    def rows(self) -> dict[str, int]:
+        """Digest → file size, least recently used first."""
+        return dict(self._execute("SELECT digest, nbytes FROM entries ORDER BY used").fetchall())
+
+    def nbytes(self, namespace: str | None = None) -> int:
+        """Sum of all sizes, or of those of one namespace."""
+        if namespace is None:
+            return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM totals")
+        return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM totals WHERE namespace = ?", namespace)
 
     def __len__(self) -> int:
-        return self._sum("count")
+        return self._number("SELECT IFNULL(SUM(entries), 0) FROM totals")
 
-    def digests(self) -> list[str]:
-        """All digests, least recently used first."""
-        return list(self._cache)
+    def namespaces(self) -> list[str]:
+        """Whose entries there are."""
+        return [name for (name,) in self._execute("SELECT namespace FROM totals WHERE entries")]
 
-    def size(self, digest: str) -> int | None:
-        """File size of an entry, or None."""
-        row = self._cache.get(digest)
-        return None if row is None else int(row["nbytes"])
+    def size(self, digest: str) -> int:
+        """File size of an entry; 0 if there is none."""
+        return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM entries WHERE digest = ?", digest)
 
-    def oldest(self) -> str:
-        """The least recently used entry; asking an empty index means that its sums are wrong."""
-        try:
-            digest, _ = self._cache.peekitem(last=False)
-        except KeyError as error:
-            raise sqlite3.DatabaseError("an empty index whose sizes do not add up to nothing") from error
-        return str(digest)
+    def oldest(self, but: str, namespace: str | None = None) -> str:
+        """The least recently used entry (of a namespace) but one.
 
-    def add(self, digest: str, nbytes: int) -> None:
+        That there is none means that the sums are wrong: whoever asks found them too large.
+        """
+        whose, values = ("", (but,)) if namespace is None else ("AND namespace = ?", (but, namespace))
+        row = self._execute(
+            f"SELECT digest FROM entries WHERE digest != ? {whose} ORDER BY used LIMIT 1", values
+        ).fetchone()
+        if row is None or not isinstance(row[0], str):
+            raise sqlite3.DatabaseError("an index whose sizes do not add up")
+        return row[0]
+
+    def add(self, digest: str, namespace: str, nbytes: int) -> None:
         """Add or replace an entry as the most recently used one."""
-        # Not an update: rows are ordered by insertion, which makes that the order of use.
         self.remove(digest)
-        self._cache.set(digest, {"nbytes": nbytes})
+        self._execute(
+            f"INSERT INTO entries (used, digest, namespace, nbytes) VALUES ({_NEXT}, ?, ?, ?)",
+            (digest, namespace, nbytes),
+        )
+        self._execute(
+            "INSERT INTO totals VALUES (?, 1, ?) "
+            "ON CONFLICT DO UPDATE SET entries = entries + 1, nbytes = nbytes + excluded.nbytes",
+            (namespace, nbytes),
+        )
 
-    def touch(self, digest: str) -> None:
-        """Make an entry the most recently used one; one that has gone meanwhile stays gone."""
-        nbytes = self.size(digest)
-        if nbytes is not None:
-            self.add(digest, nbytes)
+    def touch(self, digests: Sequence[str]) -> list[str]:
+        """Make entries, in this order, the most recently used ones; returns those that are not here."""
+        (first,) = self._execute(f"SELECT {_NEXT}").fetchone()
+        numbered = [(first + n, digest) for n, digest in enumerate(digests)]
+        update = "UPDATE entries SET used = ? WHERE digest = ?"
+        if self._connected().executemany(update, numbered).rowcount == len(digests):
+            return []
+        return [digest for digest in digests if not self.size(digest)]
 
     def remove(self, digest: str) -> None:
         """Forget an entry; no error if there is none."""
-        self._cache.delete(digest)
+        found = self._execute("SELECT used, namespace, nbytes FROM entries WHERE digest = ?", (digest,))
+        row = found.fetchone()
+        if row is None:
+            return
+        used, namespace, nbytes = row
+        if self._execute("DELETE FROM entries WHERE used = ? AND digest = ?", (used, digest)).rowcount != 1:
+            raise sqlite3.DatabaseError("an index whose parts disagree")
+        self._execute(
+            "UPDATE totals SET entries = entries - 1, nbytes = nbytes - ? WHERE namespace = ?",
+            (nbytes, namespace),
+        )
 
     def close(self) -> None:
-        """Close this thread's connection."""
-        self._cache.close()
+        """Close the connection; further sessions fail."""
+        with self._mutex:
+            self._closed = True
+            self._disconnect()
 
-    def _sum(self, setting: str) -> int:
-        """A sum that diskcache's triggers keep, read afresh: another process may have changed it."""
+    def _execute(self, statement: str, values: tuple[str | int, ...] = ()) -> sqlite3.Cursor:
+        return self._connected().execute(statement, values)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise sqlite3.DatabaseError("no session")
+        return self._connection
+
+    def _number(self, statement: str, *values: str) -> int:
+        (number,) = self._execute(statement, values).fetchone()
+        if not isinstance(number, int) or number < 0:
+            raise sqlite3.DatabaseError("an index with a size that is no number")
+        return number
+
+    @contextmanager
+    def _held(self, seconds: float) -> Iterator[None]:
+        """The lock of the index. SQLite has locks of its own, but they cannot guard :meth:`discard`."""
         try:
-            return int(self._cache.reset(setting))
-        except (ValueError, TypeError) as error:
-            raise sqlite3.DatabaseError(f"an index without a valid {setting}") from error
+            if not self._path.parent.is_dir():  # deleted by hand
+                open_folder(self._path.parent)
+            fd = locked(self._lock_path, seconds)
+        except OSError as error:
+            raise IndexFailed(f"the index is locked: {error}") from error
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _begin(self, create: bool) -> None:
+        if self._closed:
+            raise IndexFailed("the index is closed")
+        status = self._status(create)
+        of = (os.getpid(), status.st_dev, status.st_ino)
+        if self._connection is None or of != self._of:  # forked, or another process replaced the file
+            self._disconnect()
+            self._of = of
+            self._connection = sqlite3.connect(
+                self._path, timeout=_SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
+            )
+            for setting in _SETTINGS:
+                self._execute(setting).fetchall()
+            self._execute("BEGIN IMMEDIATE")
+            self._check_schema(create)
+        else:
+            self._execute("BEGIN IMMEDIATE")
+
+    def _status(self, create: bool) -> os.stat_result:
+        # SQLite gives its files the mode of the database, so that exists, with 0600, before it.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(FileNotFoundError):
+            return os.lstat(self._path)
+        if not create:
+            raise IndexDamaged("the index is gone")
+        try:
+            fd = os.open(self._path, flags | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise IndexFailed(f"the index cannot be created: {error}") from error
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def _check_schema(self, create: bool) -> None:
+        found = [sql for (sql,) in self._execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        if not found and create:
+            for statement in _SCHEMA:
+                self._execute(statement)
+        elif found != list(_SCHEMA):
+            raise sqlite3.DatabaseError("an index of another kind")
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._of and self._of[0] != os.getpid():
+            self._inherited.append(connection)  # closing it would end the parent's locks: it is left alone
+            return
+        with suppress(sqlite3.Error):
+            connection.close()
 
 
-def discard_index(folder: Path) -> None:
-    """Remove the files of a damaged index; processes that still use it keep their unlinked copy."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        (folder / (diskcache.core.DBNAME + suffix)).unlink(missing_ok=True)
+def _failure(error: sqlite3.Error) -> IndexFailed:
+    code = getattr(error, "sqlite_errorcode", None)
+    kind = IndexFailed if code is not None and code & 0xFF in _NOT_DAMAGE else IndexDamaged
+    return kind(f"the index failed: {error!r}")

@@ -174,6 +174,27 @@ def test_chunks_behind_similar_ones(home: Path) -> None:
     assert similar["kl"] != system["kl"]
 
 
+def test_chunks_rounded_at_rest(report: BenchReport, home: Path) -> None:
+    """Layer 0 of a chunk read back is off by the rounding alone; without it, by nothing."""
+    rounded = fidelity.run(settings(policies=("reuse",), encoders=("standalone+int8",)))
+
+    def first_layer(found: BenchReport, encoder: str) -> dict[str, float]:
+        (layer,) = [
+            r
+            for r in found.rows
+            if (r["part"], r.get("layer"), r.get("policy"), r.get("encoder"))
+            == ("layer", 0, "reuse", encoder)
+        ]
+        return layer
+
+    plain, off = first_layer(report, "standalone"), first_layer(rounded, "standalone+int8")
+    for part in ("key_deviation", "value_deviation"):
+        assert plain[part] < 1e-6 < 1e-4 < off[part] < 0.02
+    assert row(rounded, "full", "none")["kl"] == 0
+    with pytest.raises(ValueError, match="unknown rounding 'int5'; known: int8, fp8"):
+        fidelity.run(settings(encoders=("standalone+int5",)))
+
+
 def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
     titles = [str(table.title) for table in tables(report)]
     assert len(titles) == 3
@@ -290,7 +311,7 @@ def test_chunks_that_the_store_cannot_keep_give_no_figure(
 ) -> None:
     """They would be computed in place and look like a perfect policy."""
     small = StoreConfig(host_bytes=60_000)  # holds one chunk, not eight
-    monkeypatch.setattr("ragcachekit.bench.fidelity_engines.StoreConfig", lambda: small)
+    monkeypatch.setattr("ragcachekit.bench.fidelity_engines.StoreConfig", lambda **_: small)
     with pytest.raises(RagCacheError, match="is not kept"):
         fidelity.run(settings(per_type=1, policies=("reuse",)))
 

@@ -82,3 +82,73 @@ def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch):
     monkeypatch.setattr("ragcachekit.bench.workspace.read_key", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):
         CacheFolder(folder).usage()
+
+
+def damaged(folder, number=0):
+    """The path of an entry whose last byte is another one now."""
+    path = sorted((folder / "kv").glob("*.safetensors"))[number]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return path
+
+
+def bytes_of(folder):
+    return {path: path.read_bytes() for path in (folder / "kv").glob("*.safetensors")}
+
+
+def test_verify_of_whole_entries(command, folder):
+    before = bytes_of(folder)
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 0
+    assert "3 entries" in result.stdout
+    assert "none damaged" in result.stdout
+    assert bytes_of(folder) == before
+
+
+def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
+    path = damaged(folder)
+    orphan = folder / "kv" / f"999999999-{'0' * 16}.tmp"
+    orphan.write_bytes(b"half")
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 1
+    assert f"damaged: {path.stem[:16]}: layer 0 does not match its CRC" in result.stdout
+    assert "3 entries" in result.stdout
+    assert "1 damaged" in result.stdout
+    assert "1 files of interrupted writes" in result.stdout
+    assert path.exists()
+    assert orphan.exists()
+
+
+def test_an_entry_under_anothers_name_is_damaged(command, folder):
+    one, other, _ = sorted((folder / "kv").glob("*.safetensors"))
+    other.write_bytes(one.read_bytes())
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 1
+    assert f"damaged: {other.stem[:16]}: holds the entry of another key" in result.stdout
+
+
+def test_repair_drops_the_damaged_and_rebuilds_the_index(command, folder):
+    path = damaged(folder, 1)
+    (folder / "kv" / f"999999999-{'0' * 16}.tmp").write_bytes(b"half")
+    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
+    beside = DiskStore(folder / "kv", 1 << 20)  # another process, at work meanwhile
+    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
+    result = command("cache", "repair", "--cache", folder)
+    assert result.exit_code == 0
+    assert "dropped 1 damaged entries" in result.stdout
+    assert "2 entries" in result.stdout
+    assert not path.exists()
+    assert not list((folder / "kv").glob("*.tmp"))
+    left = [path.stat().st_size for path in (folder / "kv").glob("*.safetensors")]
+    stats = beside.stats()[0]
+    assert (stats.entries, stats.nbytes) == (2, sum(left)) == (len(left), sum(left))
+    beside.close()
+    assert command("cache", "verify", "--cache", folder).exit_code == 0
+
+
+@pytest.mark.parametrize("what", ["verify", "repair"])
+def test_nothing_to_look_through_creates_nothing(command, tmp_path, what):
+    result = command("cache", what, "--cache", tmp_path / "new")
+    assert result.exit_code == 0
+    assert "no chunk KV" in result.stdout
+    assert not (tmp_path / "new").exists()

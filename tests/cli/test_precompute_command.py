@@ -91,6 +91,142 @@ def test_the_estimate_is_what_is_then_stored(settings):
     assert (done.nbytes, done.tokens, done.encoded) == (work.todo_bytes, work.tokens, work.chunks)
 
 
+@pytest.fixture
+def mine(corpus, tmp_path):
+    """Some of the corpus, to be changed."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for file in sorted(corpus.iterdir())[:4]:
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def rerun(command, mine, tmp_path):
+    """Precompute that folder; (new, kept, forgotten) as the command says, and its whole output."""
+
+    def run(*arguments, folder=mine):
+        result = command(
+            *("precompute", "--corpus", folder, "--model", "reader", "--cache", tmp_path / "cache"),
+            *("--chunk-tokens", "34", *arguments),
+        )
+        assert result.exit_code == 0, result.output
+        found = re.search(r"(\d+) new, (\d+) kept, (\d+) forgotten", result.stdout)
+        return tuple(map(int, found.groups())), result.output
+
+    return run
+
+
+def stored(tmp_path):
+    """Names of the entries on disk."""
+    return {path.name for path in (tmp_path / "cache" / "kv").glob("*.safetensors")}
+
+
+def test_a_changed_document_is_encoded_alone_and_its_past_is_forgotten(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    before, file = stored(tmp_path), sorted(mine.iterdir())[0]
+    first, *rest = file.read_text().split("\n\n")
+    same_length = " ".join(reversed(first.split()))
+    file.write_text("\n\n".join([same_length, *rest]))
+    (new, kept, forgotten), _ = rerun()
+    assert (new, forgotten) == (1, 1)
+    assert kept == count - 1
+    assert len(stored(tmp_path)) == count
+    assert len(stored(tmp_path) - before) == 1
+    assert rerun()[0] == (0, count, 0)
+
+
+def test_a_document_that_is_gone_is_forgotten(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    assert rerun("--dry-run")[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == count
+    assert rerun("--keep-gone")[0] == (0, count - chunks, 0)
+    assert len(stored(tmp_path)) == count
+    assert rerun()[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == count - chunks
+
+
+def test_what_another_corpus_of_the_namespace_has_is_kept(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    other = tmp_path / "other"
+    other.mkdir()
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.rename(other / file.name)
+    assert rerun(folder=other)[0] == (0, chunks, 0)
+    assert rerun()[0] == (0, count - chunks, 0)
+    assert len(stored(tmp_path)) == count
+    (other / file.name).write_text("Something else.")
+    assert rerun(folder=other)[0] == (1, 0, chunks)
+    assert len(stored(tmp_path)) == count - chunks + 1
+
+
+def test_another_namespace_keeps_its_own(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    assert rerun("--namespace", "other")[0] == (count, 0, 0)
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    assert rerun("--namespace", "other")[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == 2 * count - chunks
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9}'])
+def test_a_damaged_list_forgets_nothing_and_is_written_anew(rerun, mine, tmp_path, text):
+    (count, _, _), _ = rerun()
+    (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
+    manifest.write_text(text)
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    counts, output = rerun()
+    assert counts == (0, count - chunks, 0)
+    assert "nothing is forgotten this time" in output
+    assert len(stored(tmp_path)) == count
+    listed = json.loads(manifest.read_text())["chunks"]
+    assert len(listed) == count - chunks
+    assert "nothing is forgotten" not in rerun()[1]
+
+
+def test_an_interrupted_run_does_not_lose_what_older_ones_encoded(rerun, mine, tmp_path, monkeypatch):
+    """First one document is replaced and the run breaks off; then a third state is precomputed."""
+    (count, _, _), _ = rerun()
+    put, calls = DiskStore.put, []
+
+    def interrupted(store, key, kv):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(key)
+        return put(store, key, kv)
+
+    first, second, *_ = sorted(mine.iterdir())
+    old = len(second.read_text().split("\n\n"))
+    first_chunks = len(first.read_text().split("\n\n"))
+    first.write_text("\n\n".join(f"{word} " * 30 for word in ("one", "two", "three", "four")))
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "put", interrupted)
+        with pytest.raises(AssertionError, match="interrupted"):
+            rerun()
+    assert len(stored(tmp_path)) == count - first_chunks + 2
+    first.write_text("Now something short.")
+    second.unlink()
+    (new, kept, forgotten), _ = rerun()
+    assert (new, kept) == (1, count - first_chunks - old)
+    assert forgotten == old + 4  # the four of the interrupted run, two of which were stored
+    assert len(stored(tmp_path)) == count - first_chunks - old + 1
+
+
+def test_clearing_the_cache_clears_its_lists(rerun, command, tmp_path):
+    rerun()
+    rerun("--namespace", "other")
+    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 2
+    command("cache", "clear", "--cache", tmp_path / "cache", "--namespace", "other", "--yes")
+    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 1
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(precompute, settings, monkeypatch):
     whole, put, calls = estimate(settings).chunks, DiskStore.put, []
 

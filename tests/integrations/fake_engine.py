@@ -52,12 +52,15 @@ class FakeEngine:
         config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate = words, gate
-        self.calls, self.streams, self.registered = [], [], []
+        self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
 
     def register(self, texts, *, namespace=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)
+
+    def prefetch(self, chunks, *, namespace=None, system=None):
+        self.prefetched.append((namespace, list(chunks)))
 
     def generate(self, prompt, *, namespace=None, policy=None, stop=None, **generate_kwargs):
         return self._finish(prompt, namespace, policy, stop, generate_kwargs)(self.words, "stop")

@@ -319,6 +319,7 @@ def test_namespaces_are_apart_and_default_to_the_engines(store):
     assert retriever._retrieval.stats().hits == 1
     assert [space for space, _ in engine.registered] == ["acme", "other", "acme"]
     assert all(texts == [store.get_by_ids(["doc-0"])[0].page_content] for _, texts in engine.registered)
+    assert engine.prefetched == engine.registered
 
 
 def test_clear_forgets_what_the_index_no_longer_holds(store):

@@ -138,6 +138,7 @@ def test_bare_texts_are_registered_with_the_engine(embedder):
     assert engine.registered == [("acme", ["some text"])] * 2
     RagCacheRetriever(Listed(nodes), embed_model=embedder, cache=engine, namespace="b").retrieve(QUESTION)
     assert engine.registered[2:] == [("b", ["some text"])]
+    assert engine.prefetched == engine.registered
 
 
 async def test_async_shares_the_cache(index, embedder, events):

@@ -15,7 +15,8 @@ from ragcachekit.link.attention import install
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linker import link
-from ragcachekit.link.plan import LinkPlan, Piece, TokenSegment, make_plan
+from ragcachekit.link.plan import make_plan
+from ragcachekit.link.planned import LinkPlan, Piece, TokenSegment
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.kv import ChunkKV

@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, SLIDING, WINDOW, plain, prefill, tokens
 from link_kit import linked, piece, plan_of
 
-from ragcachekit.link.plan import Piece
+from ragcachekit.link.planned import Piece
 from ragcachekit.model.kv import ChunkKV
 
 IDS = tokens(120, 21)

@@ -12,7 +12,7 @@ from ragcachekit.link.attention import install
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.plan import Missing
+from ragcachekit.link.planned import Missing
 from ragcachekit.link.warm import BATCH, Warmer
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.store.host import HostStore

@@ -1,6 +1,11 @@
-"""Forks writers into one folder and kills them at random moments; run by test_kill.py, answers in JSON.
+"""Forks writers into one folder and has them killed; run by test_kill.py, answers in JSON.
 
 A process of its own: it forks after everything is imported, which pytest with its threads must not.
+
+Each writer says through a pipe what it begins and what was acknowledged. ``kept`` entries are never
+evicted (quotas make the others leave) nor forgotten: the last acknowledged version must be there, or the
+one that was being written. ``churn`` entries come and go: they may be missing, and have to be missing
+where forgetting them was acknowledged.
 """
 
 from __future__ import annotations
@@ -11,90 +16,234 @@ import random
 import re
 import select
 import signal
+import struct
 import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from store_kit import contents, key_of, kv_of
 
-from ragcachekit.store.disk import DiskStore
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.disk import STEPS, DiskStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.types import KVKey
 
-KEYS = 24
-TOKENS = 400  # 100 KB in float32: a kill falls into the middle of a write
-BUDGET = 20 * 110_000
+WRITERS = 4  # at most; each has keys of its own
+KEPT, CHURN = 6, 16  # of each writer
+TOKENS = 400  # 200 KB in float32: a kill falls into the middle of a write
+ENTRY = 210_000
+QUOTAS = {"churn": 9 * ENTRY}
+BUDGET = (WRITERS * KEPT + 12) * ENTRY
 FINAL_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+INDEX_NAMES = {"cache.db", "cache.db-journal", "lock"}
+SECONDS_TO_DIE = 60.0
+BEGIN, DONE, FORGET, FORGOTTEN = range(4)
+MESSAGE = struct.Struct("<BII")
+BASES = [kv_of(number, tokens=TOKENS, heads=4) for number in range(WRITERS * max(KEPT, CHURN))]
 
 
-def value(number: int):  # type: ignore[no-untyped-def]
-    return kv_of(number, tokens=TOKENS, heads=4)
+def kept(number: int) -> KVKey:
+    return key_of(number, namespace="kept")
 
 
-def write_forever(folder: Path, seed: int, started: int, values: list) -> None:  # type: ignore[type-arg]
+def churn(number: int) -> KVKey:
+    return key_of(number, namespace="churn")
+
+
+def value(number: int, version: int) -> ChunkKV:
+    base = BASES[number]
+    return ChunkKV(tuple(k + version for k in base.keys), tuple(v - version for v in base.values))
+
+
+@dataclass
+class Known:
+    """What writers have said about one entry."""
+
+    begun: int = 0
+    done: int = 0
+    forgotten: bool = False
+
+
+@dataclass
+class Ledger:
+    entries: dict[int, Known] = field(default_factory=dict)  # kept: number; churn: -1 - number
+
+    def hear(self, raw: bytes) -> int:
+        """Take in the whole messages in ``raw``; what a kill cut off said nothing. Returns how many."""
+        whole = len(raw) - len(raw) % MESSAGE.size
+        for kind, number, version in MESSAGE.iter_unpack(raw[:whole]):
+            of_churn = version == 0
+            known = self.entries.setdefault(-1 - number if of_churn else number, Known())
+            if kind == BEGIN:
+                known.begun, known.forgotten = version, False
+            elif kind == DONE:
+                known.done = version
+            else:
+                known.forgotten = kind == FORGOTTEN
+        return whole // MESSAGE.size
+
+
+class Killer:
+    """Ends this process when it passes the point for the n-th time."""
+
+    def __init__(self, point: str, passings: int) -> None:
+        self.point, self.left = point, passings
+
+    def __call__(self, step: str) -> None:
+        if step == self.point:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_forever(
+    folder: Path, writer: int, seed: int, said: int, killer: Killer, first: dict[int, int]
+) -> None:
     rng = random.Random(seed)
-    store = DiskStore(folder, BUDGET)
-    os.write(started, b"x")
+    versions = Counter(first)
+    disk = DiskStore(folder, BUDGET, quotas=QUOTAS, at=killer)
+    # What the disk does not have comes from a slower tier and is promoted into the disk and the host; what
+    # the small host evicts is handed down to the disk.
+    slower = HostStore(1 << 30)
+    for number in range(writer * CHURN, (writer + 1) * CHURN):
+        slower.put(churn(number), BASES[number])
+    host = HostStore(3 * ENTRY)
+    tiered = TieredStore([host, disk, slower])
+
+    def say(kind: int, number: int, version: int) -> None:
+        os.write(said, MESSAGE.pack(kind, number, version))
+
     while True:
-        number = rng.randrange(KEYS)
-        store.put(key_of(number), values[number])
-        if rng.random() < 0.1:
-            store.forget("acme/docs", frozenset({f"chunk-{rng.randrange(KEYS)}"}))
+        number = writer * CHURN + rng.randrange(CHURN)
+        drawn = rng.random()
+        if drawn < 0.4:
+            number = writer * KEPT + rng.randrange(KEPT)
+            versions[number] += 1
+            say(BEGIN, number, versions[number])
+            if disk.put(kept(number), value(number, versions[number])):
+                say(DONE, number, versions[number])
+            tiered.get(kept(number))
+        elif drawn < 0.6:
+            say(BEGIN, number, 0)
+            disk.put(churn(number), BASES[number])
+        elif drawn < 0.75:
+            say(FORGET, number, 0)
+            for tier in (host, disk):
+                tier.forget("churn", frozenset({churn(number).chunk_id}))
+            say(FORGOTTEN, number, 0)
+        else:
+            say(BEGIN, number, 0)
+            tiered.get(churn(number))
 
 
-def fork_writer(folder: Path, seed: int, values: list) -> tuple[int, int]:  # type: ignore[type-arg]
+def fork_writer(
+    folder: Path, writer: int, seed: int, killer: Killer, first: dict[int, int]
+) -> tuple[int, int]:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            write_forever(folder, seed, write_end, values)
+            os.close(read_end)
+            write_forever(folder, writer, seed, write_end, killer, first)
         finally:
             os._exit(1)
     os.close(write_end)
     return pid, read_end
 
 
-def survey(folder: Path, expected: list) -> dict[str, int]:  # type: ignore[type-arg]
+def listen(children: dict[int, int], seconds: float) -> dict[int, bytes]:
+    """What each child says until it is dead; all that live are killed after ``seconds``."""
+    said = dict.fromkeys(children, b"")
+    ends = {read_end: pid for pid, read_end in children.items()}
+    end = time.monotonic() + seconds
+    killed = False
+    while ends:
+        ready, _, _ = select.select(
+            list(ends), [], [], max(0.0, end - time.monotonic()) if not killed else None
+        )
+        if not killed and time.monotonic() >= end:
+            killed = True
+            for pid in ends.values():
+                os.kill(pid, signal.SIGKILL)
+        for read_end in ready:
+            heard = os.read(read_end, 1 << 16)
+            if heard:
+                said[ends[read_end]] += heard
+            else:
+                os.close(read_end)
+                del ends[read_end]
+    return said
+
+
+def survey(folder: Path, ledger: Ledger) -> Counter[str]:
     """Open the folder as the next process would, and read everything."""
-    store = DiskStore(folder, BUDGET)
-    wrong = hits = 0
-    for number in range(KEYS):
-        found = store.get(key_of(number))
-        hits += found is not None
-        wrong += found is not None and contents(found.kv) != expected[number]
+    totals: Counter[str] = Counter()
+    totals["temp_files_seen"] = len(list(folder.glob("*.tmp")))
+    store = DiskStore(folder, BUDGET, quotas=QUOTAS)
     (stats,) = store.stats()
     names = {path.name for path in folder.iterdir()} - {"index", "lock"}
-    store.close()
     sizes = sum((folder / name).stat().st_size for name in names)
-    return {
-        "hits": hits,
-        "wrong": wrong,
-        "orphans": sum(not FINAL_NAME.fullmatch(name) for name in names),
-        "unindexed": abs(len(names) - stats.entries) + abs(sizes - stats.nbytes),
-        "damaged": stats.damaged,
-        "over_budget": max(0, sizes - BUDGET),
-    }
+    totals["orphans"] = sum(not FINAL_NAME.fullmatch(name) for name in names)
+    totals["orphans"] += len({path.name for path in (folder / "index").iterdir()} - INDEX_NAMES)
+    totals["unindexed"] = abs(len(names) - stats.entries) + abs(sizes - stats.nbytes)
+    totals["over_budget"] = max(0, sizes - BUDGET)
+    for place, known in ledger.entries.items():
+        key = kept(place) if place >= 0 else churn(-1 - place)
+        found = store.get(key)
+        totals["hits"] += found is not None
+        if place >= 0:
+            right = [contents(value(place, version)) for version in {known.done, known.begun}]
+            totals["lost"] += found is None and known.done > 0
+            totals["checked"] += known.done > 0
+        else:
+            right = [contents(BASES[-1 - place])]
+            totals["unforgotten"] += found is not None and known.forgotten
+        totals["wrong"] += found is not None and contents(found.kv) not in right
+        if place >= 0 and found is not None:  # what the next writers go on from
+            known.done = (
+                known.begun if contents(found.kv) == contents(value(place, known.begun)) else known.done
+            )
+    totals["damaged"] = store.stats()[0].damaged
+    store.close()
+    return totals
 
 
-def main(folder: Path, kills: int, writers: int, seed: int) -> None:
+def rounds(kills: int, points: list[str], rng: random.Random) -> list[tuple[Killer, float]]:
+    """Whom to kill where: at random moments, or each at the n-th passing of a named point."""
+    if not points:
+        return [(Killer("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
+    return [(Killer(point, rng.randint(1, 4)), SECONDS_TO_DIE) for point in points for _ in range(kills)]
+
+
+def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None:
     torch.set_num_threads(1)  # a forked child has no copies of torch's worker threads
     rng = random.Random(seed)
-    values = [value(number) for number in range(KEYS)]
-    expected = [contents(kv) for kv in values]
-    totals: dict[str, int] = {"kills": 0, "temp_files_seen": 0}
-    while totals["kills"] < kills:
-        children = [fork_writer(folder, rng.randrange(2**32), values) for _ in range(writers)]
-        for _, read_end in children:
-            assert os.read(read_end, 1) == b"x"
-        for pid, read_end in children:
-            select.select([read_end], [], [], rng.uniform(0.0, 0.04))  # the moment to kill at
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(read_end)
-            totals["kills"] += 1
-        totals["temp_files_seen"] += len(list(folder.glob("*.tmp")))
-        for name, count in survey(folder, expected).items():
-            totals[name] = totals.get(name, 0) + count
-    sys.stdout.write(json.dumps(totals))
+    ledger, totals = Ledger(), Counter[str]()
+    planned = rounds(kills, list(STEPS) if named else [], rng)
+    survivors = []
+    for start in range(0, len(planned), writers):
+        group = planned[start : start + writers]
+        first = {place: known.begun for place, known in ledger.entries.items() if place >= 0}
+        children = dict(
+            fork_writer(folder, writer, rng.randrange(2**32), killer, first)
+            for writer, (killer, _) in enumerate(group)
+        )
+        began = time.monotonic()
+        for pid, raw in listen(children, max(seconds for _, seconds in group)).items():
+            totals["operations"] += ledger.hear(raw)
+            _, status = os.waitpid(pid, 0)
+            totals["kills"] += os.WIFSIGNALED(status)
+            totals["died_alone"] += not os.WIFSIGNALED(status)
+        if named and time.monotonic() - began >= SECONDS_TO_DIE:
+            survivors.append([killer.point for killer, _ in group])
+        totals += survey(folder, ledger)
+    counts = {name: totals[name] for name in sorted(totals)}
+    sys.stdout.write(json.dumps({**counts, "points": len(STEPS) if named else 0, "survivors": survivors}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), named=sys.argv[5] == "named")

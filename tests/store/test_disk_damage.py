@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -13,6 +14,7 @@ import pytest
 from store_kit import (
     agrees_with_files,
     entry_size,
+    failing,
     file_of,
     filled,
     holds,
@@ -21,7 +23,8 @@ from store_kit import (
     opened,
 )
 
-from ragcachekit.store.index import JsonDisk
+from ragcachekit.store import index
+from ragcachekit.store.entry_header import EntryDamaged
 
 
 @pytest.mark.parametrize("where", [0, 3, 60, 300, -1])
@@ -111,20 +114,29 @@ INDEX_DAMAGE: dict[str, Callable[[Path], None]] = {
     "deleted": delete_all,
     "overwritten": overwrite,
     "cut short": cut_short,
-    "row lost": execute("DELETE FROM Cache WHERE rowid = 2"),
-    "row too many": execute(
-        "INSERT INTO Cache(key, raw, mode, size, value) VALUES ('ff', 1, 1, 9, '{\"nbytes\": 9}')"
+    "row lost": execute("DELETE FROM entries WHERE used = (SELECT MIN(used) FROM entries)"),
+    "row lost with its sum": execute(
+        "DELETE FROM entries WHERE used = (SELECT MIN(used) FROM entries)",
+        "UPDATE totals SET entries = entries - 1, nbytes = (SELECT SUM(nbytes) FROM entries)",
     ),
-    "wrong size": execute("UPDATE Cache SET value = '{\"nbytes\": 1}' WHERE rowid = 1"),
-    "wrong size column": execute("UPDATE Cache SET size = 1 WHERE rowid = 1"),
-    "not JSON": execute("UPDATE Cache SET value = 'nonsense'"),
-    "wrong JSON": execute("UPDATE Cache SET value = '[]'"),
-    "a pickle": execute("UPDATE Cache SET mode = 4, value = x'80034b012e' WHERE rowid = 3"),
-    "a pickled key": execute("UPDATE Cache SET raw = 0, key = x'80034b012e' WHERE rowid = 3"),
-    "wrong sum": execute("UPDATE Settings SET value = 1 WHERE key = 'size'"),
-    "sum lost": execute("UPDATE Settings SET value = 'none' WHERE key = 'size'"),
-    "foreign setting": execute("UPDATE Settings SET key = 'disk_size' WHERE key = 'size'"),
-    "table lost": execute("DROP TABLE Cache"),
+    "row too many": execute("INSERT INTO entries(digest, namespace, nbytes) VALUES ('ff', 'x', 9)"),
+    "wrong size": execute("UPDATE entries SET nbytes = 1"),
+    "wrong size and sum": execute("UPDATE entries SET nbytes = 1", "UPDATE totals SET nbytes = 4"),
+    "negative size": execute("UPDATE entries SET nbytes = -9", "UPDATE totals SET nbytes = -36"),
+    "size no number": execute("UPDATE entries SET nbytes = 'many'", "UPDATE totals SET nbytes = 'many'"),
+    "another's entry": execute("UPDATE entries SET namespace = 'globex'"),
+    "a pickle": execute(
+        "UPDATE entries SET digest = x'80034b012e' WHERE used = (SELECT MAX(used) FROM entries)"
+    ),
+    "wrong sum": execute("UPDATE totals SET nbytes = 1"),
+    "sum lost": execute("DELETE FROM totals"),
+    "sum no number": execute("UPDATE totals SET nbytes = 'none'"),
+    "table lost": execute("DROP TABLE entries"),
+    "column more": execute("ALTER TABLE entries ADD COLUMN surprise TEXT"),
+    "a trigger": execute("CREATE TRIGGER t AFTER DELETE ON entries BEGIN DELETE FROM totals; END"),
+    "empty database": execute("DROP TABLE entries", "DROP TABLE totals"),
+    "in WAL mode": execute("PRAGMA journal_mode = WAL", "UPDATE totals SET nbytes = 1"),
+    "a stranger's": execute("DROP TABLE totals", "CREATE TABLE Cache (key, raw, value)"),
 }
 
 
@@ -152,43 +164,76 @@ def test_a_rebuilt_index_evicts_the_oldest_file_first(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_index_that_breaks_while_open_costs_no_right_answer(tmp_path: Path, caplog: Any) -> None:
+BROKEN_WHILE_OPEN = {
+    name: INDEX_DAMAGE[name]
+    for name in (
+        "overwritten",
+        "table lost",
+        "sum lost",
+        "wrong sum",
+        "deleted",
+        "empty database",
+        "column more",
+    )
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN_WHILE_OPEN.values(), ids=BROKEN_WHILE_OPEN)
+def test_an_index_that_breaks_while_open_is_rebuilt_and_costs_nothing(
+    tmp_path: Path, caplog: Any, damage: Callable[[Path], None]
+) -> None:
     path = tmp_path / "kv"
     filled(path)
-    store = opened(path)
-    execute("DROP TABLE Cache", "DELETE FROM Settings")(path / "index")
+    store, other = opened(path), opened(path)
+    damage(path / "index")
     with caplog.at_level(logging.WARNING):
         assert [holds(store, n) for n in range(4)] == [True] * 4
-        assert store.put(key_of(7), kv_of(7)) is False
-        assert store.put(key_of(8), kv_of(8)) is False
-    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
-    assert store.stats()[0].failed_writes == 2
-    assert store.stats()[0].entries == 4
+        assert store.put(key_of(7), kv_of(7))
+        assert other.put(key_of(8), kv_of(8))
+    assert store.stats()[0].failed_writes == other.stats()[0].failed_writes == 0
+    assert [holds(store, n) for n in (0, 1, 2, 3, 7, 8)] == [True] * 6
     assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
-    assert [holds(store, n) for n in range(4)] == [True, False, True, True]
+    assert [holds(other, n) for n in range(4)] == [True, False, True, True]
     store.close()
+    other.close()
     again = opened(path)
     assert agrees_with_files(again, path)
-    assert [holds(again, n) for n in range(4)] == [True, False, True, True]
     again.close()
 
 
-def test_the_index_never_unpickles() -> None:
-    json_disk = JsonDisk("unused")
-    with pytest.raises(sqlite3.DatabaseError):
-        json_disk.fetch(4, None, b"\x80\x03K\x01.", False)
-    with pytest.raises(sqlite3.DatabaseError):
-        json_disk.get(b"\x80\x03K\x01.", 0)
-    with pytest.raises(TypeError):
-        json_disk.put(("a", "tuple"))
-    assert json_disk.store({"nbytes": 5}, False) == (5, 1, None, '{"nbytes": 5}')
+def test_an_index_that_cannot_be_written_refuses_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    store = opened(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "locked", failing(errno.EACCES))
+        assert [holds(store, n) for n in range(4)] == [True] * 4
+        assert store.put(key_of(8), kv_of(8)) is False
+        assert store.stats()[0].failed_writes == 1
+        assert store.stats()[0].entries == 4
+        assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
+        assert [holds(store, n) for n in range(4)] == [True, False, True, True]
+    assert store.put(key_of(8), kv_of(8))
+    assert [holds(store, n) for n in (0, 1, 2, 3, 8)] == [True, False, True, True, True]
+    assert agrees_with_files(store, path)
+    store.close()
 
 
-def test_nothing_but_json_text_is_in_the_database(tmp_path: Path) -> None:
-    filled(tmp_path / "kv")
-    connection = sqlite3.connect(tmp_path / "kv" / "index" / "cache.db")
-    rows = connection.execute(
-        "SELECT typeof(key), raw, mode, filename, typeof(value), length(value) < 200 FROM Cache"
-    )
-    assert set(rows.fetchall()) == {("text", 1, 1, None, "text", 1)}
-    connection.close()
+def test_a_good_file_put_in_place_of_a_damaged_one_is_not_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path, entries=1)
+    store = opened(path)
+    with file_of(path, key_of(0)).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"xxxxx")
+    source = store.open(key_of(0))
+    assert source is not None
+    assert store.put(key_of(0), kv_of(0))
+    with pytest.raises(EntryDamaged):
+        source.layer(source.layers - 1)
+    source.close()
+    assert holds(store, 0)
+    assert store.stats()[0].damaged == 1
+    store.close()

@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_kit import (
@@ -107,8 +108,8 @@ def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: list[int] = []
     write_all = entry_file.write_all
 
-    def watched(fd: int, data: memoryview) -> None:
-        write_all(fd, data)
+    def watched(fd: int, parts: Any) -> None:
+        write_all(fd, parts)
         seen.append(sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tmp", ".safetensors")))
 
     monkeypatch.setattr(entry_file, "write_all", watched)
@@ -129,10 +130,10 @@ def test_the_budget_holds_when_another_process_fills_the_folder_meanwhile(
     ours, theirs = opened(path, budget), opened(path, budget)
     write_all, calls = entry_file.write_all, iter(range(100))
 
-    def interrupted(fd: int, data: memoryview) -> None:
+    def interrupted(fd: int, parts: Any) -> None:
         if next(calls) == 0:
             assert theirs.put(key_of(8), kv_of(8))
-        write_all(fd, data)
+        write_all(fd, parts)
 
     monkeypatch.setattr(entry_file, "write_all", interrupted)
     assert ours.put(key_of(9), kv_of(9))

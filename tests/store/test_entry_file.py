@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -52,8 +53,9 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
     assert meta["namespace"] == KEY.namespace
     assert meta["chunk_id"] == KEY.chunk_id
     assert meta["encoding"] == KEY.encoding
-    assert meta["context"] == '["system", "neighbour"]'
-    assert (meta["schema"], meta["start"]) == ("2", "3")
+    content = json.loads(meta["content"])
+    assert (content["context"], content["start"]) == (["system", "neighbour"], 3)
+    assert (meta["schema"], meta["quantised"]) == ("3", "")
 
 
 def test_layers_may_differ_in_shape_and_type(tmp_path: Path) -> None:

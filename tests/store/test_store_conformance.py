@@ -11,9 +11,11 @@ import torch
 from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.config import StoreConfig
+from ragcachekit.errors import StoreError
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.factory import open_store
+from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.tiered import TieredStore
@@ -25,6 +27,11 @@ MAKERS: dict[str, Callable[[Path], KVStore]] = {
     "host": lambda path: HostStore(BUDGET),
     "disk": lambda path: DiskStore(path / "kv", BUDGET),
     "tiered": lambda path: TieredStore([HostStore(BUDGET // 4), DiskStore(path / "kv", BUDGET)]),
+    "gpu": lambda path: GpuStore(BUDGET, "cpu"),
+    "gpu, host and disk": lambda path: TieredStore(
+        [GpuStore(BUDGET // 8, "cpu"), HostStore(BUDGET // 4), DiskStore(path / "kv", BUDGET)]
+    ),
+    "gpu and disk": lambda path: TieredStore([GpuStore(BUDGET // 8, "cpu"), DiskStore(path / "kv", BUDGET)]),
 }
 
 OTHER_IDENTITIES = [
@@ -239,6 +246,41 @@ def test_factory_opens_what_the_configuration_asks_for(tmp_path: Path) -> None:
         ("host", 5),
         ("disk", 7),
     ]
+
+
+def test_factory_opens_every_tier_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIGNING_KEY", "0" * 64)
+    config = StoreConfig(
+        host_bytes=BUDGET,
+        disk_path=tmp_path / "kv",
+        redis_url="redis://127.0.0.1:1/0",  # nobody listens: a miss, not an error
+        bulk_url=f"file://{tmp_path}/bulk",
+        remote_key="SIGNING_KEY",
+        eviction="pgdsf",
+        quotas={"*": BUDGET // 2},
+        quantise={"bulk": "int8"},
+    )
+    store = open_store(config)
+    assert [s.tier for s in store.stats()] == ["host", "disk", "redis", "bulk"]
+    assert store.put(KEY, kv_of(1))
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(1))
+    assert [s.entries for s in store.stats()] == [1, 1, 0, 1]
+    assert store.put(key_of(9), kv_of(1, tokens=BUDGET // 64)) is False, "more than the quota of everybody"
+    assert store.forget("acme/docs") == 2, "whole in two tiers, rounded in the third"
+    assert [s.entries for s in store.stats()] == [0, 0, 0, 0]
+    store.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; known: lru"):
+        open_store(StoreConfig(eviction="fifo"))
+    with pytest.raises((StoreError, ValueError), match="environment variable"):
+        open_store(
+            StoreConfig(disk_path=tmp_path / "kv", bulk_url=f"file://{tmp_path}/b", remote_key="NO_SUCH_KEY")
+        )
+    open_store(StoreConfig(disk_path=tmp_path / "kv")).close()
 
 
 @pytest.mark.parametrize("budget", [0, -1])

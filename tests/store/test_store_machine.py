@@ -17,6 +17,7 @@ from store_kit import contents, kv_of
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
@@ -147,6 +148,19 @@ class TieredMachine(DiskMachine):
         return TieredStore([HostStore(BUDGET), DiskStore(self.folder / "kv", BUDGET)])
 
 
+class GpuMachine(StoreMachine):
+    def open(self) -> KVStore:
+        return GpuStore(BUDGET, "cpu")
+
+
+class ThreeTierMachine(DiskMachine):
+    """The fastest tier is filled by hits, and hands down what it evicts."""
+
+    def open(self) -> KVStore:
+        gpu, host = GpuStore(BUDGET, "cpu"), HostStore(BUDGET)
+        return TieredStore([gpu, host, DiskStore(self.folder / "kv", BUDGET)], hot=1)
+
+
 _quick = settings(
     max_examples=8,
     stateful_step_count=25,
@@ -157,9 +171,13 @@ _quick = settings(
 TestHostMachine = HostMachine.TestCase
 TestDiskMachine = DiskMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
+TestGpuMachine = GpuMachine.TestCase
+TestThreeTierMachine = ThreeTierMachine.TestCase
 TestHostMachine.settings = settings(_quick, max_examples=30, stateful_step_count=40)
 TestDiskMachine.settings = _quick
 TestTieredMachine.settings = _quick
+TestGpuMachine.settings = TestHostMachine.settings
+TestThreeTierMachine.settings = _quick
 
 
 class PlainLru:

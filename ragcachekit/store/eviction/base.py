@@ -45,11 +45,13 @@ class Record:
     priority : float
         The policy's number.
     frequency : float
-        Accesses within the policy's window.
+        Accesses within the policy's window, as of the last access.
+    current, previous : float
+        What that is made of where the window slides: accesses in its two buckets.
     at : int
         Number of the last access, counted over all entries.
     missed : int
-        Accesses that missed.
+        Accesses that missed and whose cost was known.
     cost : float
         Sum over these of seconds per new token.
     worth : float
@@ -61,6 +63,8 @@ class Record:
     group: str = ""
     priority: float = 0.0
     frequency: float = 0.0
+    current: float = 0.0
+    previous: float = 0.0
     at: int = 0
     missed: int = 0
     cost: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -39,6 +39,7 @@ class Ranking(Generic[K]):
         self._held: dict[K, int] = {}
         self._now = 0
         self._sizes: defaultdict[str, int] = defaultdict(int)
+        self._members: Counter[str] = Counter()
         self._heaps: defaultdict[str | None, list[tuple[float, int, K]]] = defaultdict(list)
         self.nbytes = 0
         """Bytes of all entries."""
@@ -68,10 +69,10 @@ class Ranking(Generic[K]):
         """Take an entry in, or set its size anew; counts as an access."""
         record = self._live.get(item) or self._past.pop(item, None) or Record(0, 0)
         if item in self._live:
-            self._count(record, -record.nbytes)
+            self._uncount(record)
         record.nbytes, record.tokens, record.group = nbytes, tokens, group
         self._live[item] = record
-        self._count(record, nbytes)
+        self._count(record)
         self._accessed(item, record, access)
 
     def touch(self, item: K, access: Access = HIT) -> None:
@@ -86,7 +87,7 @@ class Ranking(Generic[K]):
         self._held.pop(item, None)
         record = self._live.pop(item, None)
         if record is not None:
-            self._count(record, -record.nbytes)
+            self._uncount(record)
 
     def hold(self, item: K) -> None:
         """Keep an entry from eviction until it is released as often as it was held."""
@@ -104,12 +105,12 @@ class Ranking(Generic[K]):
 
     def lowest(self, group: str | None = None) -> K | None:
         """Who would leave next (of one group, where one is named); None if nobody can."""
-        heap = self._heaps[group]
+        if group is not None and not self._groups:
+            raise ValueError("this ranking keeps no order within groups; make it with groups=True")
+        heap = self._heaps.get(group, [])
         while heap:
-            priority, at, item = heap[0]
-            record = self._live.get(item)
-            current = record is not None and (record.priority, record.at) == (priority, at)
-            if current and item not in self._held:
+            item = heap[0][2]
+            if self._current(heap[0]) and item not in self._held:
                 return item
             heapq.heappop(heap)  # outdated, or held: then its release puts it back
         return None
@@ -120,7 +121,7 @@ class Ranking(Generic[K]):
         if item is None:
             return None
         record = self._live.pop(item)
-        self._count(record, -record.nbytes)
+        self._uncount(record)
         self._policy.evicted(record)
         self._past[item] = record
         while len(self._past) > max(_REMEMBERED, len(self._live)):
@@ -129,7 +130,7 @@ class Ranking(Generic[K]):
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self._live, self._past, self._held, self._sizes, self._heaps):
+        for table in (self._live, self._past, self._held, self._sizes, self._members, self._heaps):
             table.clear()
         self.nbytes = 0
 
@@ -142,22 +143,31 @@ class Ranking(Generic[K]):
     def _push(self, item: K, record: Record) -> None:
         for group in (None, record.group) if self._groups else (None,):
             heap = self._heaps[group]
-            # Numbers of accesses are unique, so items are never compared.
+            # Numbers of accesses are unique, so only an item and itself are ever compared.
             heapq.heappush(heap, (record.priority, record.at, item))
-            if len(heap) > 2 * len(self._live) + 64:
+            live = len(self._live) if group is None else self._members[group]
+            if len(heap) > 2 * live + 64:
                 self._rebuild(group)
 
+    def _current(self, entry: tuple[float, int, K]) -> bool:
+        record = self._live.get(entry[2])
+        return record is not None and (record.priority, record.at) == entry[:2]
+
     def _rebuild(self, group: str | None) -> None:
-        heap = [
-            (record.priority, record.at, item)
-            for item, record in self._live.items()
-            if group is None or record.group == group
-        ]
+        """Drop what is outdated or there twice. (Who is held and was popped stays out till its release.)"""
+        heap = list({entry for entry in self._heaps[group] if self._current(entry)})
         heapq.heapify(heap)
         self._heaps[group] = heap
 
-    def _count(self, record: Record, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._sizes[record.group] += nbytes
-        if not self._sizes[record.group]:
-            del self._sizes[record.group]
+    def _count(self, record: Record) -> None:
+        self.nbytes += record.nbytes
+        self._sizes[record.group] += record.nbytes
+        self._members[record.group] += 1
+
+    def _uncount(self, record: Record) -> None:
+        self.nbytes -= record.nbytes
+        self._sizes[record.group] -= record.nbytes
+        self._members[record.group] -= 1
+        if not self._members[record.group]:
+            for table in (self._members, self._sizes, self._heaps):
+                table.pop(record.group, None)

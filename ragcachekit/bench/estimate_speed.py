@@ -1,0 +1,187 @@
+"""How long things take here: prefills, reading KV from the disk, putting it into place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ragcachekit.bench.estimate_replay import DISK, Served, rows_chosen
+from ragcachekit.bench.estimate_requests import Use
+from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.planner import LEAST_READS, Candidate, LoadPlanner, pipelined
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.prefill_profile import PrefillProfile
+from ragcachekit.model.profiling import measure_profile
+from ragcachekit.model.rope import Rope
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.types import KVKey
+
+Say = Callable[[str], object]
+MEASURE_SECONDS = 5.0
+SAMPLE_TOKENS = 256
+_READS = 5
+
+ASSUMED_DISK = 1e9
+ASSUMED_COPY = 5e9
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
+ASSUMED_MEMORY = {"cpu": 1e10, "cuda": 1e12}
+"""Bytes and operations per second where nothing is measured: modest hardware."""
+
+
+@dataclass(frozen=True, eq=False)
+class Speeds:
+    """What times are estimated with.
+
+    Attributes
+    ----------
+    profile : PrefillProfile
+    disk : float
+        Bytes of KV per second from the disk, verified.
+    copy : float
+        Bytes of KV per second from memory into a prompt's cache, turned to its place.
+    layers : int
+    notes : tuple of str
+        Where the figures come from.
+    """
+
+    profile: PrefillProfile
+    disk: float
+    copy: float
+    layers: int
+    notes: tuple[str, ...]
+
+    def full(self, tokens: int) -> float:
+        """Seconds of an ordinary prefill."""
+        return self.profile.seconds(0, tokens)
+
+    def served(self, served: Served, policy: SelectionPolicy) -> float:
+        """Seconds to the first token: what is worth loading is loaded, while earlier layers compute."""
+        total = served.request.tokens
+        slow = {u.item.key: u for u, t in zip(served.request.uses, served.tiers, strict=True) if t == DISK}
+        cached = sum(use.chunk.tokens for use in served.used)
+        wanted, _ = self._planner.choose(
+            [self._candidate(use, policy) for use in slow.values()], total, total - cached
+        )
+        loads = dict(zip(slow, wanted, strict=True))
+        used = served.without({key for key, load in loads.items() if not load}).used
+        rows = total - sum(use.chunk.tokens for use in used)
+        rows = max(rows + rows_chosen(policy, [use.chunk for use in used], total), 1)
+        load = sum(slow[key].kv.nbytes for key, wanted in loads.items() if wanted) / self.disk
+        place = sum(use.kv.nbytes for use in used) / self.copy
+        return place + pipelined(load, self.profile.seconds(total - rows, rows), self.layers)
+
+    @cached_property
+    def _planner(self) -> LoadPlanner:
+        """The engine's own, with a disk that it knows."""
+        planner = LoadPlanner(self.profile)
+        for _ in range(LEAST_READS):
+            planner.observe_read(DISK, 1 << 20, (1 << 20) / self.disk)
+        return planner
+
+    def _candidate(self, use: Use, policy: SelectionPolicy) -> Candidate:
+        spared = use.chunk.tokens - rows_chosen(policy, [use.chunk], use.chunk.stop)
+        return Candidate(DISK, self.layers, use.kv.nbytes / self.layers, self.layers, spared)
+
+
+def measured(model: Any, rope: Rope, token: ChunkKV, folder: Path, disk: float | None, say: Say) -> Speeds:
+    """Take a few seconds to measure this machine with this model.
+
+    Parameters
+    ----------
+    token : ChunkKV
+        KV of one token, as the model gives it.
+    folder : Path
+        On the disk that the KV would lie on; a temporary folder is made there.
+    disk : float or None
+        Bytes per second, if they are known.
+    """
+    say("measuring prefills of a few lengths")
+    profile = measure_profile(model, context=rope.context, budget=MEASURE_SECONDS)
+    sample = _sample(token, min(SAMPLE_TOKENS, rope.context))
+    copy = sample.nbytes / median(_placing(rope, sample, model.device) for _ in range(_READS))
+    where = "as given"
+    if disk is None:
+        say("measuring the disk")
+        disk, where = sample.nbytes / _reading(sample, folder), f"measured in {folder}, page cache dropped"
+    notes = (
+        f"prefills measured on {model.device} (a few lengths, about {MEASURE_SECONDS:.0f} s)",
+        f"disk: {disk / 1e9:.2f} GB/s, {where}; into place: {copy / 1e9:.2f} GB/s, measured",
+    )
+    return Speeds(profile, disk, copy, sample.layers, notes)
+
+
+def assumed(model: Any, disk: float | None) -> Speeds:
+    """By arithmetic over the model's shape, for ordinary hardware; says so."""
+    config, kind = model.config.get_text_config(), model.device.type
+    kind = kind if kind in ASSUMED_FLOPS else "cpu"
+    heads = config.num_attention_heads
+    profile = PrefillProfile.of_shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        inter=config.intermediate_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        flops_per_second=ASSUMED_FLOPS[kind],
+        bytes_per_second=ASSUMED_MEMORY[kind],
+        bytes_per_weight=model.dtype.itemsize,
+    )
+    notes = (
+        f"nothing measured: prefills at {ASSUMED_FLOPS[kind] / 1e9:,.0f} GFLOP/s and "
+        f"{ASSUMED_MEMORY[kind] / 1e9:,.0f} GB/s of weights ({kind})",
+        f"disk: {(disk or ASSUMED_DISK) / 1e9:.2f} GB/s, {'assumed' if disk is None else 'as given'}; "
+        f"into place: {ASSUMED_COPY / 1e9:.2f} GB/s, assumed",
+    )
+    return Speeds(profile, disk or ASSUMED_DISK, ASSUMED_COPY, config.num_hidden_layers, notes)
+
+
+def _sample(token: ChunkKV, tokens: int) -> ChunkKV:
+    """With content of its own: a repeated row would be read from the processor's cache."""
+    return replace(
+        token.each(lambda t: torch.rand(t.shape[0], tokens, t.shape[2]).to(t.dtype)),
+        sums={name: torch.zeros(tokens) for name in token.sums},
+    )
+
+
+def _placing(rope: Rope, kv: ChunkKV, device: torch.device) -> float:
+    angles = rope.angles(torch.arange(64, 64 + kv.tokens), 64 + kv.tokens)
+    begun = time.perf_counter()
+    for layer in range(kv.layers):
+        placed = rope.place(layer, kv.keys[layer].to(device), kv.values[layer].to(device), angles)
+        out = [torch.empty_like(tensor).copy_(tensor) for tensor in placed]
+    out[0][0, -1, 0].item()
+    return time.perf_counter() - begun
+
+
+def _reading(kv: ChunkKV, folder: Path) -> float:
+    """Seconds to read the entry from a disk tier, as the median of a few."""
+    while not folder.is_dir():
+        folder = folder.parent
+    with tempfile.TemporaryDirectory(prefix="ragcachekit-", dir=folder) as scratch:
+        store = DiskStore(Path(scratch) / "kv", 8 * kv.nbytes + (1 << 20))
+        try:
+            key = KVKey("estimate", "estimate", "estimate")
+            if not store.put(key, kv):
+                raise OSError(f"nothing can be written in {folder}")
+            return median(_one_read(store, key, Path(scratch)) for _ in range(_READS))
+        finally:
+            store.close()
+
+
+def _one_read(store: DiskStore, key: KVKey, folder: Path) -> float:
+    if hasattr(os, "posix_fadvise"):  # else what was just written comes from memory
+        for path in folder.rglob("*.safetensors"):
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+    begun = time.perf_counter()
+    store.get(key)
+    return time.perf_counter() - begun

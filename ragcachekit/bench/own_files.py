@@ -1,0 +1,99 @@
+"""What the commands over one's own files have in common: their settings, the corpus, the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.workspace import (
+    CacheFolder,
+    check_dtype,
+    disk_bytes,
+    explained,
+    load_tokenizer,
+    model_path,
+)
+from ragcachekit.config import StoreConfig
+from ragcachekit.engine import RagCache
+from ragcachekit.link.policies import open_policy
+from ragcachekit.store.base import KVStore
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """Checked before anything is loaded.
+
+    Attributes
+    ----------
+    corpus, model : str
+        Folder of documents; folder or hub id of a model, or ``reader``.
+    policy, encoder : str
+        As for :class:`~ragcachekit.RagCache`.
+    cache : str or None
+        The cache folder; None for the user's own.
+    chunk_tokens : int
+        Greatest size of a chunk.
+    disk_gb : float or None
+        Budget of the KV on disk; None for the library's default.
+    """
+
+    corpus: str
+    model: str
+    policy: str = "lego:16"
+    encoder: str | None = None
+    cache: str | None = None
+    namespace: str = "default"
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    device: str | None = None
+    dtype: str = "auto"
+    disk_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        open_policy(self.policy)
+        check_dtype(self.dtype)
+        at_least_1(self, "chunk_tokens")
+
+    @property
+    def folder(self) -> CacheFolder:
+        """The cache folder; nothing is created yet."""
+        return CacheFolder.at(self.cache)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Budget of the KV on disk."""
+        return disk_bytes(self.disk_gb)
+
+    def read_corpus(self) -> Corpus:
+        """The corpus, cut as the model's tokenizer counts; long before the model is loaded."""
+        tokenizer = load_tokenizer(self.model)
+        return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
+
+    def open_engine(
+        self,
+        store: StoreConfig | KVStore,
+        *,
+        cache_dir: Path | None = None,
+        cold: Literal["background", "never"] = "background",
+    ) -> RagCache:
+        """The model with its caches over ``store``; ``cache_dir`` where it is not the cache folder."""
+        with explained(self.model):
+            return RagCache.from_pretrained(
+                model_path(self.model),
+                device=self.device,
+                policy=self.policy,
+                encoder=self.encoder,
+                store=store,
+                namespace=self.namespace,
+                cold=cold,
+                cache_dir=cache_dir or self.folder.path,
+                dtype=self.dtype,
+            )
+
+
+def at_least_1(settings: object, *names: str) -> None:
+    """ValueError for numbers below 1 among the named fields."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")

@@ -1,0 +1,34 @@
+"""bench planner: does loading-or-computing get decided right?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragcachekit.cli.console import show
+from ragcachekit.cli.options import Json, Plot
+
+
+def planner(
+    draws: Annotated[int, typer.Option("--draws", min=1, help="Requests per cell of the grid.")] = 3,
+    noise: Annotated[
+        float, typer.Option("--noise", min=0.0, help="Spread of measured prefills; of reads five times.")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """How often the planner takes the quicker way, over simulated tiers and models."""
+    from ragcachekit.bench import planner as module
+    from ragcachekit.bench.report import table
+
+    report = module.run(draws=draws, noise=noise, seed=seed)
+    show(table("By bandwidth", module.summary(report, ("bandwidth_mb_s",))))
+    show(table("By latency", module.summary(report, ("latency_ms",))))
+    show(table("By chunks in the prompt", module.summary(report, ("chunks",))))
+    show(table("All", module.summary(report)))
+    if json is not None:
+        report.write_json(json)
+    if plot is not None:
+        module.plot(report, plot)

@@ -1,0 +1,78 @@
+"""Behind the answer: what a request computed exactly goes into the knowledge tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ragcachekit.generate.background import Background
+from ragcachekit.generate.run import Generated
+from ragcachekit.link.capture import captured, turn_of
+from ragcachekit.model.rope import Rope
+from ragcachekit.tree.knowledge import KnowledgeTree
+
+MOST_WAITING = 8
+"""Requests whose caches may wait to be copied from; each holds its cache until then."""
+
+
+class TreeKeeper:
+    """Copies exact rows out of the caches of answered requests. Costs no forward.
+
+    Parameters
+    ----------
+    tree : KnowledgeTree
+    rope : Rope
+    unchanged : callable
+        False once the model is not the one that the tree's KV is of: then nothing is kept.
+    when : {"background", "now"}
+        In a thread, or before the answer is returned.
+    """
+
+    def __init__(
+        self,
+        tree: KnowledgeTree,
+        rope: Rope,
+        unchanged: Callable[[], bool],
+        when: Literal["background", "now"] = "background",
+    ) -> None:
+        self.tree = tree
+        self._rope = rope
+        self._unchanged = unchanged
+        self._when = when
+        self._background = Background[Generated](self._keep, MOST_WAITING, "ragcachekit-tree")
+
+    def after(self, generated: Generated) -> None:
+        """A batch of requests is done. What comes while many wait is dropped: it may be computed again."""
+        if self._when == "now":
+            self._keep(generated)
+        else:
+            self._background.submit(generated)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing waits; False if ``timeout`` seconds did not suffice."""
+        return self._background.flush(timeout)
+
+    def close(self) -> None:
+        """End the thread; the tree stays open."""
+        self._background.close()
+
+    def _keep(self, generated: Generated) -> None:
+        if not self._unchanged():
+            return
+        for item, plan in enumerate(generated.plans):
+            if plan.beginning is None:
+                continue
+            offset = generated.width - len(plan.token_ids)
+            kvs = captured(plan, generated.cache, item, offset, self._rope)
+            new = len(plan.token_ids) - plan.beginning.tokens
+            self.tree.insert(plan.beginning.match, kvs, new=new)
+            self._keep_turn(generated, item, offset)
+
+    def _keep_turn(self, generated: Generated, item: int, offset: int) -> None:
+        plan, turns = generated.plans[item], self.tree.turns
+        if not turns.budget or plan.beginning is None:
+            return
+        answer = generated.token_ids[item]
+        turn = turn_of(plan, answer, generated.cache, item, offset, self._rope, turns.budget)
+        if turn is not None:
+            turns.keep(turn, plan.beginning.epoch)

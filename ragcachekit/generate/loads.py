@@ -1,0 +1,107 @@
+"""The load path of one engine: what reads ahead, what decides, and what they learn from answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.config import LoadConfig
+from ragcachekit.generate.background import Background
+from ragcachekit.generate.run import Generated
+from ragcachekit.link.lookup import MEMORY_TIERS, Fetch
+from ragcachekit.link.planned import LinkPlan
+from ragcachekit.link.planner import LoadPlanner
+from ragcachekit.model.profiling import measure_profile, store_profile, stored_profile
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.loader import Loader
+from ragcachekit.types import KVKey
+
+MOST_JOBS = 64
+"""Calls of prefetch that may wait; later ones are left out."""
+
+
+class LoadPath:
+    """Loads in the background, plans by what loads and prefills take, prefetches.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    store : KVStore
+    config : LoadConfig
+    fingerprint : str
+    folder : Path
+        Where it is kept how long prefills take.
+    context : int
+        Tokens that the model can hold.
+    """
+
+    def __init__(
+        self, model: Any, store: KVStore, config: LoadConfig, *, fingerprint: str, folder: Path, context: int
+    ) -> None:
+        self._model, self._fingerprint = model, fingerprint
+        self._folder, self._context = folder, context
+        self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
+        self.planner: LoadPlanner | None = None
+        if config.when == "auto" and self._slow:
+            self.planner = LoadPlanner(stored_profile(folder, fingerprint, model), config.threads)
+        self._loader = Loader(
+            store,
+            threads=config.threads,
+            deadline=config.deadline,
+            bytes_in_flight=config.bytes_in_flight,
+            observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
+        )
+        self._jobs = Background[Callable[[], object]](lambda job: job(), MOST_JOBS, "ragcachekit-prefetch")
+        self._measured = False
+
+    def fetch(self) -> Fetch:
+        """How one prompt's entries are found."""
+        return Fetch(self._loader, self.planner)
+
+    def prefetch(self, find: Callable[[], Iterable[KVKey]]) -> None:
+        """Load what ``find`` will name, if it lies in a slow tier; both happen in the background."""
+        if self._slow:
+            self._jobs.submit(lambda: self._loader.prefetch(find()))
+
+    def learn(self, generated: Generated) -> None:
+        """After an answer: hear what its prefill took, and :meth:`follow` its plans."""
+        plan = generated.plans[0]
+        if self.planner is not None and generated.prefill is not None:
+            self.planner.observe_prefill(plan.kept, len(plan.rows), generated.prefill)
+        self.follow(generated.plans)
+
+    def follow(self, plans: Sequence[LinkPlan]) -> None:
+        """Load now what was quicker to compute than to load; measure prefills, where that is still to do.
+
+        Loading keeps the tier's speed current, and brings entries into a faster tier where there is one.
+        """
+        if self.planner is None:
+            return
+        self._loader.prefetch(key for plan in plans for key in plan.skipped)
+        if self.planner.profile is None and not self._measured and any(plan.loads for plan in plans):
+            self._measured = self._jobs.submit(self._measure)
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
+        """Give up what ``store.forget`` with the same arguments is about; call it before that."""
+        self._loader.forget(namespace, chunk_ids)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for everything prefetched; False if ``timeout`` seconds did not suffice."""
+        return self._jobs.flush(timeout) and self._loader.flush(timeout)
+
+    def close(self) -> None:
+        """End the threads; what is being read is given up."""
+        self._jobs.close()
+        self._loader.close()
+
+    def _measure(self) -> None:
+        assert self.planner is not None
+        profile = measure_profile(self._model, context=self._context)
+        store_profile(self._folder, self._fingerprint, self._model, profile)
+        self.planner.profile = profile
+
+
+def load_config(load: str | LoadConfig) -> LoadConfig:
+    """``"auto"`` or ``"always"`` alone stands for its configuration."""
+    return load if isinstance(load, LoadConfig) else LoadConfig(load)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Take the exact beginning of a prompt out of the cache that computed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ragcachekit.link.planned import LinkPlan
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope import Rope
+from ragcachekit.tree.turns import Turn
+
+
+def exact_rows(plan: LinkPlan) -> int:
+    """How many rows from the start are what an ordinary prefill of the same tokens computes.
+
+    Those that were computed behind exact rows alone, and exact pieces whose keys nobody turned back and
+    forth. A cached row that a policy recomputes is computed like any other, unless the policy's rows get
+    fewer from layer to layer.
+    """
+    computed = set(plan.rows)
+    layerwise = plan.beginning is not None and plan.beginning.layerwise
+    for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
+        if chunk.exempt and piece.kv.start is not None and not piece.kv.quantised:
+            continue
+        for row in range(piece.start, piece.stop):
+            if layerwise or row not in computed:
+                return row
+    return len(plan.token_ids)
+
+
+def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
+    """KV of the steps behind what the tree knew, as far as it is exact; copies.
+
+    Parameters
+    ----------
+    plan : LinkPlan
+        As it ran.
+    cache : transformers.Cache
+        After generate. A cache that the model did not fill (Phi-3 drops it where its frequencies change)
+        gives nothing.
+    item, offset : int
+        The prompt's place in the batch, and the column of its first row.
+    rope : Rope
+        Of the model.
+    """
+    if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
+        return []
+    match = plan.beginning.match
+    last, start = exact_rows(plan), match.tokens
+    out: list[ChunkKV] = []
+    for step in match.path[len(match) :]:
+        stop = start + step.tokens
+        if stop > last or not _holds(cache, offset + stop):
+            break
+        rows = slice(offset + start, offset + stop)
+        keys, values = zip(
+            *((x.keys[item, :, rows].clone(), x.values[item, :, rows].clone()) for x in cache.layers),
+            strict=True,
+        )
+        out.append(ChunkKV(keys, values, start))
+        start = stop
+    return out
+
+
+def turn_of(
+    plan: LinkPlan, answer: Sequence[int], cache: Any, item: int, offset: int, rope: Rope, most: int
+) -> Turn | None:
+    """The prompt with its answer as the next turn may reuse it, a copy in host memory; None if there is none.
+
+    ``answer`` are the generated ids, the last of which no forward has seen. ``most`` are the bytes that it
+    may take. What follows an approximate row is approximate.
+    """
+    beginning = plan.beginning
+    rows = (*plan.token_ids, *answer[:-1])
+    if beginning is None or rope.depends_on_length or not _holds(cache, offset + len(rows)):
+        return None
+    columns = slice(offset, offset + len(rows))
+    keys = [layer.keys[item, :, columns] for layer in cache.layers]
+    values = [layer.values[item, :, columns] for layer in cache.layers]
+    if sum(t.numel() * t.element_size() for t in (*keys, *values)) > most:
+        return None
+    exact = exact_rows(plan)
+    copied = [tuple(t.to("cpu", copy=True) for t in of) for of in (keys, values)]
+    return Turn(
+        beginning.match.root,
+        rows,
+        ChunkKV(copied[0], copied[1], 0),
+        len(rows) if exact == len(plan.token_ids) else exact,
+        beginning.members,
+    )
+
+
+def _between_frequencies(tokens: int, rope: Rope) -> bool:
+    """Whether a prefill without the prompt's last token turns its keys by other frequencies."""
+    return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
+
+
+def _holds(cache: Any, columns: int) -> bool:
+    layers = getattr(cache, "layers", None) or ()
+    return len(layers) > 0 and all(
+        getattr(layer, "keys", None) is not None and layer.keys.shape[-2] >= columns for layer in layers
+    )

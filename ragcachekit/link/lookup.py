@@ -1,0 +1,102 @@
+"""Find one prompt's entries, and begin to load those in slow tiers that are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ragcachekit.link.planner import Candidate, LoadPlanner
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.loading import Hit, LoadingKV
+from ragcachekit.types import KVKey
+
+if TYPE_CHECKING:
+    from ragcachekit.link.variants import Entry
+
+MEMORY_TIERS = ("gpu", "host")
+"""Tiers whose entries are there when they are found."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the entries of a prompt.
+
+    Attributes
+    ----------
+    entries : tuple
+        Those to use, in order; None where rows are computed.
+    skipped : tuple of KVKey
+        Found, and quicker to compute than to load.
+    resident : int
+        Layers that should be there before the forward begins, so that it then runs without gaps.
+    """
+
+    entries: tuple[Entry | None, ...]
+    skipped: tuple[KVKey, ...] = ()
+    resident: int = 0
+
+
+class Fetch:
+    """Looks entries up for one prompt; every entry once, however often it is asked for.
+
+    Parameters
+    ----------
+    store : KVStore or Loader
+        From a bare store everything is read while it is looked up.
+    planner : LoadPlanner, optional
+        Says what is not worth loading; without one everything found is used.
+    """
+
+    def __init__(self, store: KVStore | Loader, planner: LoadPlanner | None = None) -> None:
+        self._store = store
+        self._planner = planner
+        self._known: dict[KVKey, Hit | None] = {}
+
+    def get(self, key: KVKey) -> Hit | None:
+        """What there is under ``key``; layers of a slow tier's entry are not being read yet."""
+        if key not in self._known:
+            self._known[key] = self._look(key)
+        return self._known[key]
+
+    def without(self, lost: frozenset[KVKey]) -> Fetch:
+        """The same, where these are not found; what was found already is not looked up again."""
+        if not lost:
+            return self
+        other = Fetch(self._store, self._planner)
+        other._known = {**self._known, **dict.fromkeys(lost)}
+        return other
+
+    def decide(
+        self, entries: Sequence[Entry | None], spared: Callable[[int], int], total: int, computed: int
+    ) -> Decision:
+        """Begin to load what is quicker to load than to compute; leave out the rest.
+
+        ``spared`` gives the rows that using the entry with this index spares. ``total`` are the prompt's
+        rows, ``computed`` those that are computed whatever is decided.
+        """
+        slow: dict[LoadingKV, list[int]] = {}
+        for number, entry in enumerate(entries):
+            if entry is not None and isinstance(entry.found.kv, LoadingKV):
+                slow.setdefault(entry.found.kv, []).append(number)
+        if not slow or not isinstance(self._store, Loader):
+            return Decision(tuple(entries))
+        candidates = [Candidate.of(kv, sum(map(spared, at))) for kv, at in slow.items()]
+        if self._planner is None:
+            wanted, resident = [True] * len(candidates), 1
+        else:
+            wanted, resident = self._planner.choose(candidates, total, computed)
+        unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
+        self._store.begin(kv for kv in slow if kv not in unwanted)
+        self._store.release(unwanted)
+        for kv in unwanted:
+            self._known.pop(kv.key, None)  # given back: a later plan opens it anew
+        left = [None if entry is not None and entry.found.kv in unwanted else entry for entry in entries]
+        return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
+
+    def _look(self, key: KVKey) -> Hit | None:
+        if isinstance(self._store, Loader):
+            return self._store.open(key)
+        found = self._store.get(key)
+        return Hit(found.kv, found.tier) if found is not None else None

@@ -1,0 +1,245 @@
+"""How long a prefill takes, as a table over (cached, new) tokens (RAGCache section 5.1, Algorithm 1)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+SCHEMA = 1
+CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
+NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
+MOST_DRIFT = 16.0
+"""What is observed may scale the table by at most this factor, up or down."""
+
+_SMOOTHING = 0.1
+
+
+class PrefillProfile:
+    """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
+
+    Bilinear between the points of the grid, linear beyond them, with the slope of the outermost cells.
+    Never negative, and never less for more tokens: where measured points say otherwise, that was noise,
+    and the greater of the two neighbours counts. The table itself never changes; :meth:`observed`
+    scales all of it, so that a machine under load, or at another clock, keeps a true profile.
+
+    One thread may observe while others read; of two observations at the same instant one may be lost.
+
+    Parameters
+    ----------
+    cached, new : sequence of int
+        The grid, ascending: cached from 0 or more, new from 1 or more.
+    seconds : array ``[len(cached), len(new)]``
+    scale : float
+        What all of it is multiplied by.
+
+    Raises
+    ------
+    ValueError
+        If the grid does not ascend, the table has another shape, or a time is not a positive number.
+    """
+
+    __slots__ = ("_beyond_cached", "_beyond_new", "_cached", "_given", "_new", "_rows", "_scale")
+
+    def __init__(
+        self, cached: Sequence[int], new: Sequence[int], seconds: ArrayLike, *, scale: float = 1.0
+    ) -> None:
+        table = _checked(cached, new, seconds)
+        if not 0 < scale < math.inf:
+            raise ValueError(f"the scale of a profile must be a number > 0, got {scale}")
+        self._given = (tuple(map(int, cached)), tuple(map(int, new)), table.tolist())
+        self._scale = float(scale)
+        table, self._cached = _from_zero(table, cached, axis=0)
+        table, self._new = _from_zero(table, new, axis=1)
+        table = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
+        self._rows: list[list[float]] = table.tolist()
+        self._beyond_cached = _last_slopes(table, self._cached)
+        self._beyond_new = _last_slopes(table.T, self._new)
+
+    @classmethod
+    def measured(cls, points: Iterable[tuple[int, int, float]]) -> PrefillProfile:
+        """From measured points ``(cached, new, seconds)`` that fill a grid; the median of repeated ones.
+
+        Raises
+        ------
+        ValueError
+            If a place of the grid was not measured.
+        """
+        found: dict[tuple[int, int], list[float]] = {}
+        for cached, new, seconds in points:
+            found.setdefault((cached, new), []).append(seconds)
+        rows, columns = sorted({c for c, _ in found}), sorted({n for _, n in found})
+        lacking = [(c, n) for c in rows for n in columns if (c, n) not in found]
+        if not found or lacking:
+            raise ValueError(f"measure every cached with every new token count; lacking: {lacking or 'all'}")
+        return cls(rows, columns, [[float(np.median(found[c, n])) for n in columns] for c in rows])
+
+    @classmethod
+    def of_shape(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        inter: int,
+        heads: int,
+        kv_heads: int,
+        flops_per_second: float,
+        bytes_per_second: float,
+        bytes_per_weight: float = 2,
+        overhead: float = 0.0,
+        cached: Sequence[int] = CACHED_GRID,
+        new: Sequence[int] = NEW_GRID,
+    ) -> PrefillProfile:
+        """By arithmetic, for simulations: weights are read once, every row attends to all before it.
+
+        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``, where a token costs two
+        operations per weight and, per layer, four per head dimension and key: new (cached + new / 2)
+        pairs. Embedding and output head are left out, as a prefill needs one row of them.
+
+        Parameters
+        ----------
+        layers, hidden, inter, heads, kv_heads
+            Of a decoder with gated MLP, as its configuration has them.
+        flops_per_second, bytes_per_second : float
+            What the machine attains, not its peak.
+        overhead : float
+            Seconds per forward.
+        """
+        kv_width = hidden * kv_heads // heads
+        weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
+        loading = weights * bytes_per_weight / bytes_per_second
+
+        def seconds(behind: int, count: int) -> float:
+            flops = 2.0 * weights * count + 4.0 * layers * hidden * count * (behind + count / 2)
+            return overhead + max(loading, flops / flops_per_second)
+
+        return cls(cached, new, [[seconds(c, n) for n in new] for c in cached])
+
+    @property
+    def scale(self) -> float:
+        """What the table is multiplied by, after all that was observed."""
+        return self._scale
+
+    def seconds(self, cached: float, new: float) -> float:
+        """Estimated time of one prefill; 0 for no new tokens.
+
+        Raises
+        ------
+        ValueError
+            For negative counts.
+        """
+        if cached < 0 or new < 0:
+            raise ValueError(f"token counts must be >= 0, got {cached} cached and {new} new")
+        return self._scale * self._table(cached, new) if new else 0.0
+
+    def per_token(self, cached: float, new: float) -> float:
+        """Seconds per new token; 0 for no new tokens."""
+        return self.seconds(cached, new) / new if new else 0.0
+
+    def observed(self, cached: float, new: float, seconds: float) -> None:
+        """Hear how long a prefill took: the whole table follows slowly, by at most :data:`MOST_DRIFT`.
+
+        Raises
+        ------
+        ValueError
+            If no token was new or the time is not a positive number.
+        """
+        if new <= 0 or cached < 0 or not 0 < seconds < math.inf:
+            raise ValueError(f"no prefill takes {seconds} s for {new} new tokens behind {cached}")
+        expected = self._table(cached, new)
+        if expected <= 0:
+            return  # noisy points extrapolate to nothing down there; a ratio to it says nothing
+        ratio = min(max(seconds / expected, 1 / MOST_DRIFT), MOST_DRIFT)
+        self._scale = math.exp((1 - _SMOOTHING) * math.log(self._scale) + _SMOOTHING * math.log(ratio))
+
+    def to_json(self) -> str:
+        """The grid, the table as given, and the scale."""
+        cached, new, seconds = self._given
+        return json.dumps(
+            {"schema": SCHEMA, "cached": cached, "new": new, "seconds": seconds, "scale": self._scale}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> PrefillProfile:
+        """Read what :meth:`to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If it is anything else.
+        """
+        found: Any = json.loads(text)
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise ValueError(f"this is no prefill profile of schema {SCHEMA}; measure it again")
+        try:
+            return cls(found["cached"], found["new"], found["seconds"], scale=found["scale"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a damaged prefill profile ({error!r}); measure it again") from error
+
+    def _table(self, cached: float, new: float) -> float:
+        last_cached, last_new = self._cached[-1], self._new[-1]
+        x, y = min(cached, last_cached), min(new, last_new)
+        i, u = _cell(self._cached, x)
+        j, v = _cell(self._new, y)
+        upper, lower = self._rows[i], self._rows[min(i + 1, len(self._rows) - 1)]
+        value = (1 - u) * _between(upper, j, v) + u * _between(lower, j, v)
+        if cached > x:
+            value += (cached - x) * _between(self._beyond_cached, j, v)
+        if new > y:
+            value += (new - y) * _between(self._beyond_new, i, u)
+        return value
+
+
+def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> np.ndarray[Any, Any]:
+    for name, grid, first in (("cached", cached, 0), ("new", new, 1)):
+        ascending = len(grid) > 0 and all(a < b for a, b in itertools.pairwise(grid))
+        if not ascending or grid[0] < first:
+            raise ValueError(f"{name} token counts must ascend from {first} or more, got {list(grid)}")
+    table = np.asarray(seconds, np.float64)
+    if table.shape != (len(cached), len(new)):
+        raise ValueError(
+            f"seconds must have one row per cached and one column per new count, got {table.shape}"
+        )
+    if not (np.isfinite(table).all() and (table > 0).all()):
+        raise ValueError("every time in a profile must be a positive number of seconds")
+    return table
+
+
+def _from_zero(
+    table: np.ndarray[Any, Any], grid: Sequence[int], axis: int
+) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """The line through the first two points goes on to zero tokens, where the grid starts later."""
+    if grid[0] == 0:
+        return table, list(grid)
+    first = np.take(table, [0], axis)
+    if len(grid) > 1:
+        slope = (np.take(table, [1], axis) - first) / (grid[1] - grid[0])
+        first = np.clip(first - slope * grid[0], 0, first)
+    return np.concatenate([first, table], axis), [0, *grid]
+
+
+def _last_slopes(table: np.ndarray[Any, Any], grid: list[int]) -> list[float]:
+    """Slopes beyond the last row, made to grow along the other axis, or the sum might shrink with it."""
+    if len(grid) == 1:
+        return [0.0] * table.shape[1]
+    slopes = (table[-1] - table[-2]) / (grid[-1] - grid[-2])
+    out: list[float] = np.maximum.accumulate(slopes).tolist()
+    return out
+
+
+def _cell(grid: list[int], at: float) -> tuple[int, float]:
+    """The cell that a place lies in and how far into it, 0 to 1."""
+    if len(grid) == 1:
+        return 0, 0.0
+    cell = min(bisect_right(grid, at) - 1, len(grid) - 2)
+    return cell, (at - grid[cell]) / (grid[cell + 1] - grid[cell])
+
+
+def _between(values: list[float], at: int, share: float) -> float:
+    return (1 - share) * values[at] + share * values[min(at + 1, len(values) - 1)]

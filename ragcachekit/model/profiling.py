@@ -1,0 +1,157 @@
+"""Measure how long prefills take on this machine, once per model."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProfile
+
+log = logging.getLogger(__name__)
+
+BUDGET_SECONDS = 1.5
+"""About how long measuring may take; slow models are measured at fewer tokens."""
+
+CACHED = 256
+NEW = (16, 64, 256, 1024)
+REPEATS = 2
+
+
+Point = tuple[int, int, float]
+"""Cached tokens, new tokens, seconds."""
+
+
+@torch.no_grad()
+def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
+    """Time prefills of growing length, behind nothing and behind some cached tokens, within a budget.
+
+    At least two lengths are measured, so that there is a slope, however slow the model is (4 and 16
+    tokens where even 64 would take too long).
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    context : int
+        Tokens that it can hold.
+    budget : float
+        Seconds; the longest prefill begun is the one that was expected to end within it.
+    """
+    begun = time.perf_counter()
+    cached = min(CACHED, max(1, context // 2))
+    sample = _sample(model)
+    _prefill(model, sample, 0, 4)  # the first forward of a size allocates
+    points = [_timed(model, sample, behind, 4) for behind in (0, cached)]
+    for new in (count for count in NEW if count + cached < context):
+        last = points[-1]
+        expected = 2 * REPEATS * last[2] * new / last[1]
+        if len(points) > 2 and time.perf_counter() - begun + expected > budget:
+            break
+        points += [_timed(model, sample, behind, new) for behind in (0, cached) for _ in range(REPEATS)]
+    return extended(points)
+
+
+def extended(points: Sequence[Point]) -> PrefillProfile:
+    """A profile of what was measured, and of more tokens by the cost of a transformer fitted to it.
+
+    Straight lines beyond the measured points would miss that every row attends to all before it:
+    ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, none of them negative, each point
+    weighted by the inverse of its time.
+    """
+    seconds = np.array([point[2] for point in points])
+    coefficients = _never_negative(_costs(points) / seconds[:, None])
+    cached, new = {point[0] for point in points}, {point[1] for point in points}
+    measured = set(itertools.product(cached, new))
+    wider = itertools.product(cached | set(CACHED_GRID), new | set(NEW_GRID))
+    added: list[Point] = [(c, n, 0.0) for c, n in wider if (c, n) not in measured]
+    guesses = _costs(added) @ coefficients
+    filled: list[Point] = [
+        (c, n, max(float(guess), 1e-9)) for (c, n, _), guess in zip(added, guesses, strict=True)
+    ]
+    return PrefillProfile.measured([*points, *filled])
+
+
+def _never_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of ``relative @ coefficients = 1`` over coefficients that are not negative.
+
+    With three of them, the best of those subsets of columns whose plain solution is not negative.
+    """
+    best, least = np.zeros(3), np.inf
+    for chosen in itertools.product((False, True), repeat=3):
+        columns = np.flatnonzero(chosen)
+        solution, *_ = np.linalg.lstsq(relative[:, columns], np.ones(len(relative)), rcond=None)
+        residual = float(np.square(relative[:, columns] @ solution - 1).sum())
+        if (solution >= 0).all() and residual < least:
+            best, least = np.zeros(3), residual
+            best[columns] = solution
+    return best
+
+
+def _costs(points: Sequence[Point]) -> NDArray[np.float64]:
+    return np.array([[1.0, new, new * (cached + new / 2)] for cached, new, _ in points])
+
+
+def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
+    """The profile that this machine has measured for this model, if it has."""
+    try:
+        return PrefillProfile.from_json(_file(folder, fingerprint, model).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillProfile) -> None:
+    """Keep it; a folder that cannot be written only costs measuring again."""
+    file = _file(folder, fingerprint, model)
+    temp = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(profile.to_json())
+        temp.replace(file)
+    except OSError as error:
+        log.warning("could not keep how long prefills take: %s", error)
+
+
+def _file(folder: Path, fingerprint: str, model: Any) -> Path:
+    """By model and by what decides its speed."""
+    device = model.device
+    speed = [platform.node(), platform.machine(), str(device), torch.__version__]
+    speed += [torch.cuda.get_device_name(device)] if device.type == "cuda" else [str(torch.get_num_threads())]
+    name = hashlib.sha256(json.dumps([fingerprint, *speed]).encode()).hexdigest()[:32]
+    return folder / "prefill" / f"{name}.json"
+
+
+def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
+    return cached, new, _prefill(model, sample, cached, new)
+
+
+def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
+    """Seconds of one forward of ``new`` tokens behind ``cached`` ones, until the device is done."""
+    cache = DynamicCache()
+    for number, layer in enumerate(sample.layers if cached else ()):
+        kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
+        cache.update(*kv, number)
+    ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
+    begun = time.perf_counter()
+    out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    out[0][0, -1, 0].item()
+    return time.perf_counter() - begun
+
+
+def _sample(model: Any) -> DynamicCache:
+    """One token's cache, which has every layer's shape."""
+    cache = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return cache

@@ -1,0 +1,256 @@
+"""What one engine has in stock, and how it comes there: store, tree, load path, background encoding."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tqdm.auto import tqdm
+
+from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig
+from ragcachekit.errors import ModelChanged
+from ragcachekit.generate.keep import TreeKeeper
+from ragcachekit.generate.loads import LoadPath, load_config
+from ragcachekit.generate.run import Generated
+from ragcachekit.link.base import SelectionPolicy
+from ragcachekit.link.beginning import BeginningReader
+from ragcachekit.link.contextual import NeighbourEncoder
+from ragcachekit.link.in_prompt import InPromptEncoder
+from ragcachekit.link.neighbours import Neighbours
+from ragcachekit.link.observed import ObservedCache
+from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.link.warm import Warmer
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.profiling import stored_profile
+from ragcachekit.model.rope import Rope
+from ragcachekit.prepare import MODEL_CHANGED, Preparer
+from ragcachekit.prompt.registry import forms
+from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.factory import open_store
+from ragcachekit.tree.factory import open_tree
+from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.types import chunk_id
+
+_Item = TypeVar("_Item")
+
+
+class Stock:
+    """Keeps KV for one model: what was given ahead, what prompts missed, what answers left behind.
+
+    Parameters
+    ----------
+    model, tokenizer, policy, encoder, store, cold, load, tree
+        As :class:`ragcachekit.RagCache` takes them; ``policy`` opened.
+    rope : Rope
+    fingerprint : str
+    folder : Path
+        Where timings are kept, and with them what the tree's nodes cost.
+    neighbours : mapping of str to Neighbours
+        By namespace.
+
+    Attributes
+    ----------
+    cold : {"background", "now", "never"}
+    store : KVStore
+    tree : KnowledgeTree or None
+    loads : LoadPath
+        Brings entries from slow tiers.
+    prompts : Preparer
+        Looks prompts up here.
+    warmer : Warmer
+        Encodes what is missing.
+    keeper : TreeKeeper or None
+        Copies what was computed exactly into the tree.
+
+    Raises
+    ------
+    ValueError
+        If the encoder ``similar:n`` has no neighbours, or another one has them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        policy: SelectionPolicy,
+        *,
+        rope: Rope,
+        fingerprint: str,
+        folder: Path,
+        encoder: str | None,
+        neighbours: Mapping[str, Neighbours],
+        store: StoreConfig | KVStore | None,
+        cold: Literal["background", "now", "never"],
+        load: Literal["auto", "always"] | LoadConfig,
+        tree: TreeConfig | KnowledgeTree | None,
+    ) -> None:
+        self._policy = policy
+        self.cold = cold
+        self._owns_store = store is None or isinstance(store, StoreConfig)
+        self.store: KVStore = open_store(store or StoreConfig()) if self._owns_store else store  # type: ignore[assignment, arg-type]
+        config, context = load_config(load), rope.context
+        self.loads = LoadPath(
+            model, self.store, config, fingerprint=fingerprint, folder=folder, context=context
+        )
+        self._owns_tree = isinstance(tree, TreeConfig)
+        if isinstance(tree, TreeConfig):
+            disk = store.disk_path if isinstance(store, StoreConfig) else None
+            tree = _new_tree(tree, model, fingerprint, folder, disk)
+        self.tree = tree
+        self.prompts = Preparer(
+            model,
+            tokenizer,
+            rope=rope,
+            store=self.store,
+            fingerprint=fingerprint,
+            encoder=encoder,
+            neighbours=neighbours,
+            fetch=self.loads.fetch,
+            tree=BeginningReader(tree, rope) if tree is not None else None,
+        )
+        self.keeper: TreeKeeper | None = None
+        if tree is not None:
+            when: Literal["now", "background"] = "now" if cold == "now" else "background"
+            self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, when)
+        if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+
+    # -- what is given ahead -----------------------------------------------------------------------
+
+    def register(self, texts: Iterable[str], space: str) -> int:
+        """Make texts known as chunks; how many of them prompts can be searched for."""
+        texts = several(texts, "texts")
+        self.prompts.neighbours.welcome(space, texts)
+        result = self.prompts.registry.add(space, texts)
+        return result.added + result.known
+
+    def prefetch(
+        self, chunks: Iterable[str], space: str, policy: SelectionPolicy, system: str | None
+    ) -> None:
+        """Begin to load chunks (texts or ids) for a prompt that will come."""
+        chunks = several(chunks, "chunks")
+        if policy.reads_cache:
+            self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
+
+    def encode(self, texts: Iterable[str], space: str, system: str | None, progress: bool) -> list[str]:
+        """Register chunks and encode those that are not stored; ids in order.
+
+        Raises
+        ------
+        ValueError, ModelChanged
+        """
+        if not self.prompts.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
+        texts = several(texts, "texts")
+        self.prompts.neighbours.welcome(space, texts)
+        missing = self.prompts.missing(texts, space, self._policy, system)
+        self.prompts.registry.add(space, texts)
+        todo = self.warmer.complete(item for item in missing if item.key not in self.store)
+        with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
+            self.warmer.now(todo, bar.update)
+        return [item.key.chunk_id for item in missing]
+
+    def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
+        """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
+        if ids is None and texts is None:
+            self.prompts.registry.clear(space)
+            self.prompts.forget(space)
+            return self._forget(space)
+        ids, texts = several(ids or (), "ids"), several(texts or (), "texts")
+        self.prompts.registry.discard(space, texts)
+        tokens = [self.prompts.tokens.chunk(form) for text in texts for form in forms(text)]
+        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
+
+    def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
+        """First whoever could bring an entry back, then the entries."""
+        self.prompts.neighbours.forget(space, gone)
+        self.warmer.forget(space, gone)
+        self.prompts.variants.forget(space, gone)
+        self.loads.forget(space, gone)
+        from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
+        return from_tree + self.store.forget(space, gone)
+
+    # -- what requests leave behind ----------------------------------------------------------------
+
+    def after(self, generated: Generated) -> None:
+        """A batch of requests was answered."""
+        self.loads.learn(generated)
+        if self.keeper is not None:
+            self.keeper.after(generated)
+        self._warm([item for plan in generated.plans for item in plan.missing])
+
+    def after_link(self, plan: LinkPlan) -> None:
+        """A prompt was linked for somebody else's generate call."""
+        self.loads.follow([plan])
+        self._warm(plan.missing)
+
+    def _warm(self, missing: Iterable[Missing]) -> None:
+        if self.cold == "background":
+            self.warmer.later(missing)
+        elif self.cold == "now":
+            self.warmer.now(missing)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record per tier of the store, then of the tree."""
+        return (*self.store.stats(), *(self.tree.stats() if self.tree is not None else ()))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
+        end = None if timeout is None else time.monotonic() + timeout
+        waits = [
+            self.warmer.flush,
+            self.loads.flush,
+            *([self.keeper.flush] if self.keeper is not None else []),
+        ]
+        done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in waits]
+        return all(done)
+
+    def close(self) -> None:
+        """End the threads, and close the store and the tree that were opened here."""
+        self.warmer.close()
+        self.loads.close()
+        if self.keeper is not None:
+            self.keeper.close()
+        if self.tree is not None and self._owns_tree:
+            self.tree.close()
+        if self._owns_store:
+            self.store.close()
+
+
+def _new_tree(
+    config: TreeConfig, model: Any, fingerprint: str, folder: Path, disk: str | os.PathLike[str] | None
+) -> KnowledgeTree:
+    profile = stored_profile(folder, fingerprint, model)
+    return open_tree(
+        config,
+        model.device,
+        folder=None if disk is None else Path(disk),
+        cost=None if profile is None else profile.seconds,
+    )
+
+
+def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer) -> Warmer:
+    chunks = ChunkEncoder(model, rope, ObservedCache)
+    behind = NeighbourEncoder(model, rope, chunks, store)
+    in_prompts = InPromptEncoder(model, rope)
+    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored)
+
+
+def checked_namespace(namespace: str) -> str:
+    """It, or a ValueError: an empty name would be everybody's."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
+    return namespace
+
+
+def several(items: Iterable[_Item], what: str) -> list[_Item]:
+    """A list of them, or a TypeError: one string would be taken for its letters."""
+    if isinstance(items, str):
+        raise TypeError(f"{what} must be a list of strings, not one string")
+    return list(items)

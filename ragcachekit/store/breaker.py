@@ -1,0 +1,64 @@
+"""Leaving a service alone after failures in a row.
+
+Forty lines of our own rather than pybreaker, which has no clock that tests can set and lets concurrent
+callers all try at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Lock
+
+
+class Breaker:
+    """Closed: all may pass. Open after ``failures`` in a row: nobody; after ``cooldown`` seconds one may try.
+
+    Parameters
+    ----------
+    failures : int
+    cooldown : float
+    clock : callable
+        Seconds that only grow.
+    """
+
+    def __init__(self, failures: int, cooldown: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if failures < 1 or cooldown < 0:
+            raise ValueError(f"failures must be >= 1 and cooldown >= 0, got {failures} and {cooldown}")
+        self._limit, self._cooldown, self._clock = failures, cooldown, clock
+        self._lock = Lock()
+        self._row = 0
+        self._until: float | None = None
+        self._trying = False
+        self.opened = 0
+        """Times that it opened, or stayed open after a trial."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last word was a failure too many."""
+        return self._until is not None
+
+    def allow(self) -> bool:
+        """Whether an operation may pass; whoever may, has to :meth:`record` how it went."""
+        with self._lock:
+            if self._until is None:
+                return True
+            if self._trying or self._clock() < self._until:
+                return False
+            self._trying = True
+            return True
+
+    def record(self, success: bool) -> bool:
+        """Hear how an operation went; True if that has just opened a closed breaker."""
+        with self._lock:
+            self._trying = False
+            if success:
+                self._row, self._until = 0, None
+                return False
+            self._row += 1
+            if self._row < self._limit:
+                return False
+            closed = self._until is None
+            self._until = self._clock() + self._cooldown
+            self.opened += 1
+            return closed

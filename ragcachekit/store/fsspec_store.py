@@ -1,0 +1,79 @@
+"""The bulk tier: one object per entry on any fsspec file system."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store.guard import Guard
+from ragcachekit.store.remote_store import PATIENCE, RemoteStore
+from ragcachekit.store.seal import Seal
+
+
+class FsspecStore(RemoteStore):
+    """Chunk KV as objects in a folder of a local, network or object store.
+
+    The budget is this process's own account: it lists the folder when it is opened and counts what it
+    writes and reads from then on. Several writers on one folder can together pass the budget; give each
+    its share, or its own folder.
+
+    Parameters
+    ----------
+    url : str
+        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other that fsspec knows.
+    budget : int
+        Bytes of sealed entries; > 0.
+    key : bytes, str or None
+        What entries are signed with: bytes, or the name of an environment variable.
+    deadline : float
+        Seconds per operation; a large entry takes its time to come, and to be verified.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take; ``*`` stands for every other one.
+    options : mapping
+        For the file system (``endpoint_url`` of S3 and the like).
+    failures, cooldown, clock
+        After how many failures in a row it is left alone, and for how many seconds.
+
+    Raises
+    ------
+    ValueError
+        For a budget, url or key that cannot be used.
+    StoreError
+        If fsspec, or what it needs for this url, is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        budget: int,
+        *,
+        key: bytes | str | None,
+        deadline: float = 2.0,
+        quotas: Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+        failures: int = 3,
+        cooldown: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget <= 0:
+            raise ValueError(
+                f"the bulk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
+            )
+        seal = Seal(key)
+        try:
+            from fsspec.core import url_to_fs
+
+            from ragcachekit.store.fsspec_backend import FsspecBackend
+
+            fs, root = url_to_fs(url, **dict(options or {}))
+        except ImportError as error:
+            raise StoreError(
+                f"the bulk tier needs fsspec and what it names for this url ({error}): "
+                "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
+            ) from error
+        guard = Guard("bulk", deadline, failures=failures, cooldown=cooldown, clock=clock)
+        backend = FsspecBackend(fs, root, budget, dict(quotas or {}), deadline)
+        super().__init__("bulk", backend, seal, guard, budget, quotas=quotas)
+        guard.run(backend.open, 0, PATIENCE * deadline)

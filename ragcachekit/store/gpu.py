@@ -1,0 +1,51 @@
+"""The GPU memory tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Evicted
+from ragcachekit.store.eviction.base import EvictionPolicy
+from ragcachekit.store.memory import Cost, MemoryStore
+from ragcachekit.types import KVKey
+
+
+class GpuStore(MemoryStore):
+    """Chunk KV in a device's memory, the part of it that the model and its requests leave.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes that all keys and values may take together; > 0.
+    device : str or torch.device
+        Where the model runs.
+    policy, quotas, cost
+        As :class:`~ragcachekit.store.memory.MemoryStore`.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        device: str | torch.device = "cuda",
+        *,
+        policy: EvictionPolicy | None = None,
+        quotas: Mapping[str, int] | None = None,
+        cost: Cost = lambda kv: float(kv.tokens),
+    ) -> None:
+        super().__init__("gpu", budget, policy=policy, quotas=quotas, cost=cost)
+        self._device = torch.device(device)
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, with whom it evicted; a device without room for it is a refusal."""
+        try:
+            return super().admit(key, kv)
+        except torch.OutOfMemoryError as error:
+            self._counters.count("failed_writes")
+            self._counters.warn_once("memory", "no room on %s: %s", self._device, error)
+            return False, ()
+
+    def _placed(self, kv: ChunkKV) -> ChunkKV:
+        return kv.to(self._device)

@@ -1,0 +1,227 @@
+"""Operations on something that may hang: a deadline for each, and an end to asking after failures.
+
+Threads of our own rather than a thread pool of the standard library: that one waits at the end of the
+process for every thread, and a thread that hangs in a dead file system never ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Any, TypeVar
+
+from ragcachekit.store.breaker import Breaker
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GuardStats:
+    """What a guard has seen.
+
+    Attributes
+    ----------
+    calls : int
+        Operations asked for.
+    timeouts, errors : int
+        How many of them took too long, or raised.
+    refused : int
+        How many were not tried, because the breaker was open or every thread hung.
+    opened : int
+        Times that the breaker opened.
+    stuck : int
+        Threads that still wait for an operation that was given up.
+    is_open : bool
+        Whether operations are refused at present.
+    """
+
+    calls: int
+    timeouts: int
+    errors: int
+    refused: int
+    opened: int
+    stuck: int
+    is_open: bool
+
+
+class _Job:
+    def __init__(self, operation: Callable[[], Any]) -> None:
+        self.operation = operation
+        self.future: Future[Any] = Future()
+        self.given_up = False
+
+
+class Guard:
+    """Runs operations in a few daemon threads and answers in time, whatever they do.
+
+    An operation that is late is given up, not stopped: its thread goes on, and is replaced as long as
+    there are no more than ``spares`` such threads. After that everything is refused at once. Operations
+    therefore have to bear that nobody waits for them any more.
+
+    Parameters
+    ----------
+    name : str
+        For the log.
+    deadline : float
+        Seconds that :meth:`run` waits for an operation; > 0.
+    failures, cooldown, clock
+        As in :class:`~ragcachekit.store.breaker.Breaker`.
+    workers : int
+        Operations that run at the same time.
+    spares : int
+        Threads that may hang beyond those.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deadline: float,
+        *,
+        failures: int = 3,
+        cooldown: float = 5.0,
+        workers: int = 4,
+        spares: int = 12,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not deadline > 0:
+            raise ValueError(f"the deadline must be > 0 seconds, got {deadline}")
+        self.deadline = deadline
+        self._name = name
+        self._workers, self._spares = workers, spares
+        self._breaker = Breaker(failures, cooldown, clock)
+        self._counts = {"calls": 0, "timeouts": 0, "errors": 0, "refused": 0}
+        self._closed = self._warned = False
+        self._start()
+
+    def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
+        """What ``operation`` returns, or ``default`` if it raises, is late, or is not worth trying."""
+        if self._pid != os.getpid():
+            self._start()  # a fork took the threads away, and perhaps left the lock held
+        self._count("calls")
+        if self._closed or not self._breaker.allow():
+            self._count("refused")
+            return default
+        # Not a success unless it returns: an interrupt while waiting must not leave a trial open for ever.
+        failure: str = "interrupted"
+        try:
+            failure, result = self._outcome(operation, default, deadline or self.deadline)
+        finally:
+            if self._breaker.record(not failure):
+                _log.warning(
+                    "%s tier: left alone for a while after failures in a row: %s", self._name, failure
+                )
+        return result
+
+    def stats(self) -> GuardStats:
+        """Counts since it was made."""
+        with self._ready:
+            return GuardStats(
+                **self._counts, opened=self._breaker.opened, stuck=self._stuck, is_open=self._breaker.is_open
+            )
+
+    def close(self) -> None:
+        """Let idle threads end; further operations are refused."""
+        self._closed = True
+        with self._ready:
+            self._ready.notify_all()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._ready = Condition()
+        self._jobs: deque[_Job] = deque()
+        self._threads = self._idle = self._stuck = 0
+
+    def _count(self, event: str) -> None:
+        with self._ready:
+            self._counts[event] += 1
+
+    def _outcome(self, operation: Callable[[], T], default: T, deadline: float) -> tuple[str, T]:
+        """Why it failed (empty: it did not), and what to return."""
+        job = self._submit(operation)
+        if job is None:
+            self._count("refused")
+            return "every thread hangs", default
+        try:
+            wait((job.future,), deadline)
+        finally:
+            late = self._give_up(job)
+        if late:
+            self._count("timeouts")
+            return f"no answer within {deadline:g} s", default
+        error = job.future.exception()
+        if error is None:
+            return "", job.future.result()
+        self._count("errors")
+        return f"{type(error).__name__}: {error}", default
+
+    def _submit(self, operation: Callable[[], Any]) -> _Job | None:
+        job = _Job(operation)
+        with self._ready:
+            if self._idle <= len(self._jobs):
+                self._add_thread()
+            if self._threads == self._stuck:
+                return None
+            self._jobs.append(job)
+            self._ready.notify()
+        return job
+
+    def _add_thread(self) -> None:
+        if self._threads - self._stuck >= self._workers or self._threads >= self._workers + self._spares:
+            return
+        thread = Thread(target=self._work, args=(self._ready,), name=f"ragcachekit-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%s tier: no thread to be had: %s", self._name, error)
+            return
+        self._threads += 1
+
+    def _give_up(self, job: _Job) -> bool:
+        """Stop waiting for a job; False if it is done."""
+        with self._ready:
+            if job.future.done():
+                return False
+            if not job.future.cancel():  # it runs; one that waits in the queue costs no thread
+                job.given_up = True
+                self._stuck += 1
+            return True
+
+    def _work(self, ready: Condition) -> None:
+        while (job := self._next(ready)) is not None:
+            if job.future.set_running_or_notify_cancel():
+                self._finish(job, ready)
+
+    def _next(self, ready: Condition) -> _Job | None:
+        """The next job for the thread that asks; None if it is to end."""
+        with ready:
+            # Asked before waiting, not after: a thread that was woken for a job has to take it.
+            if self._threads - self._stuck <= self._workers:
+                self._idle += 1
+                while not self._jobs and not self._closed:
+                    ready.wait()
+                self._idle -= 1
+                if not self._closed:
+                    return self._jobs.popleft()
+            self._threads -= 1
+            return None
+
+    def _finish(self, job: _Job, ready: Condition) -> None:
+        result, raised = None, None
+        try:
+            result = job.operation()
+        except BaseException as error:
+            raised = error
+        with ready:  # whoever gives a job up holds this too, so that it is either done or given up
+            self._stuck -= job.given_up
+            if raised is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(raised)

@@ -1,0 +1,203 @@
+"""What the memory tiers have in common: entries by reference, ranked by an eviction policy."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from threading import RLock
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
+from ragcachekit.store.counters import Counters
+from ragcachekit.store.eviction.base import Access, EvictionPolicy
+from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.types import KVKey
+
+Cost = Callable[[ChunkKV], float]
+"""Seconds that having an entry not would cost; any unit, as long as it is one."""
+
+
+class MemoryStore:
+    """Chunk KV in memory, kept by reference (tensors are shared and never written to).
+
+    What ``get`` returned is in use until the caller lets go of it: evicting it would free no byte, so it
+    stays, and stays counted. A put that would need such bytes is refused.
+
+    Parameters
+    ----------
+    tier : str
+        Its name in reports.
+    budget : int
+        Bytes that all keys and values may take together; > 0.
+    policy : EvictionPolicy, optional
+        This tier's own; default least recently used.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take (``*``: every other one).
+    cost : callable
+        What cost-aware policies weigh; default the number of tokens.
+
+    Notes
+    -----
+    ``ChunkKV.nbytes`` is what counts. Tensors that are slices of a larger buffer keep all of that
+    buffer alive, so an encoder that works in batches hands over copies.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        budget: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        quotas: Mapping[str, int] | None = None,
+        cost: Cost = lambda kv: float(kv.tokens),
+    ) -> None:
+        if budget <= 0:
+            raise ValueError(
+                f"the {tier} tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
+            )
+        self._tier = tier
+        self._budget = budget
+        self._quotas = dict(quotas or {})
+        self._cost = cost
+        self._entries: dict[KVKey, ChunkKV] = {}
+        self._ranking: Ranking[KVKey] = Ranking(policy or Lru(), groups=bool(self._quotas))
+        self._lent: dict[KVKey, weakref.ref[ChunkKV]] = {}
+        self._returned: deque[tuple[KVKey, weakref.ref[ChunkKV]]] = deque()
+        self._closed = False
+        self._lock = RLock()
+        self._counters = Counters(tier)
+
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+        """The entry under ``key``, or None."""
+        with self._lock:
+            kv = self._entries.get(key)
+            if worth:
+                self._counters.count("misses" if kv is None else "hits")
+                self._ranking.touch(key, Access(worth=worth))
+            return None if kv is None else Found(self._lend(key, kv), self._tier)
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`: nothing is left to be read."""
+        return self.get(key, worth)
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Keep ``kv``, evicting the lowest entries; False if it would not fit even so."""
+        return self.admit(key, kv)[0]
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, with whom it evicted."""
+        kv = self._placed(kv)
+        with self._lock:
+            if self._closed or not self._may_fit(key, kv):
+                return False, ()
+            self._let_go(key)
+            self._entries[key] = kv
+            access = Access(False, self._cost(kv), kv.tokens)
+            # Ranked before anybody leaves: it starts from the clock at which it came (RAGCache, Algorithm 1).
+            self._ranking.add(key, kv.nbytes, kv.tokens, key.namespace, access)
+            evicted = self._make_room(key)
+            return True, evicted
+
+    def __contains__(self, key: KVKey) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """As :meth:`forget`, returning the digests of the dropped keys."""
+        with self._lock:
+            doomed = [key for key in self._entries if concerns(key, namespace, chunk_ids)]
+            for key in doomed:
+                self._let_go(key)
+                del self._entries[key]
+                self._ranking.remove(key)
+        return frozenset(key.digest() for key in doomed)
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """Drop the namespace's entries that hold, or were encoded behind, one of ``chunk_ids``."""
+        return len(self.drop(namespace, chunk_ids))
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record."""
+        with self._lock:
+            return (
+                self._counters.stats(
+                    entries=len(self._entries), nbytes=self._ranking.nbytes, budget=self._budget
+                ),
+            )
+
+    def close(self) -> None:
+        """Let go of all entries; further calls are misses."""
+        with self._lock:
+            self._closed = True
+            for table in (self._entries, self._ranking, self._lent, self._returned):
+                table.clear()
+
+    def _placed(self, kv: ChunkKV) -> ChunkKV:
+        """The KV as this tier holds it."""
+        return kv
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _may_fit(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Whether it would fit if all but what is in use were evicted."""
+        self._take_back()
+        quota = quota_of(self._quotas, key.namespace)
+        held = {k: self._entries[k].nbytes for k in self._lent if k != key}
+        own = sum(size for k, size in held.items() if k.namespace == key.namespace)
+        for what, limit, kept in (("budget", self._budget, sum(held.values())), ("quota", quota, own)):
+            if limit is not None and kept + kv.nbytes > limit:
+                self._counters.count("failed_writes")
+                self._counters.warn_once(
+                    what,
+                    "entry of %d bytes does not fit into the %s of %d beside the %d in use",
+                    *(kv.nbytes, what, limit, kept),
+                )
+                return False
+        return True
+
+    def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
+        """Evict until all is within its limits; the entry under ``key`` does not evict itself."""
+        evicted: list[tuple[KVKey, ChunkKV]] = []
+        space, quota = key.namespace, quota_of(self._quotas, key.namespace)
+        self._ranking.hold(key)
+        while quota is not None and self._ranking.nbytes_of(space) > quota:
+            evicted += self._evict(space)
+        while self._ranking.nbytes > self._budget:
+            evicted += self._evict()
+        self._ranking.release(key)
+        return evicted
+
+    def _evict(self, namespace: str | None = None) -> list[tuple[KVKey, ChunkKV]]:
+        victim = self._ranking.evict(namespace)
+        assert victim is not None, "_may_fit counted what can leave"
+        self._counters.count("evictions")
+        return [(victim, self._entries.pop(victim))]
+
+    # -- what callers hold -------------------------------------------------------------------------
+
+    def _lend(self, key: KVKey, kv: ChunkKV) -> ChunkKV:
+        """A view of the entry whose life says how long it is in use."""
+        self._take_back()
+        known = self._lent.get(key)
+        view = known() if known is not None else None
+        if view is None:
+            self._let_go(key)
+            view = copy.copy(kv)  # shares the tensors
+            # The callback may come in the middle of anything, so it only leaves a note.
+            self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))
+            self._ranking.hold(key)
+        return view
+
+    def _take_back(self) -> None:
+        """Release what nobody holds any more."""
+        while self._returned:
+            key, ref = self._returned.popleft()
+            if self._lent.get(key) is ref:
+                self._let_go(key)
+
+    def _let_go(self, key: KVKey) -> None:
+        if self._lent.pop(key, None) is not None:
+            self._ranking.release(key)

@@ -1,0 +1,185 @@
+"""KV rounded to eight bits at rest: half (of bf16) or a quarter (of float32) of the bytes.
+
+Keys without RoPE differ far more between channels than between tokens (rotation mixes pairs of channels
+and hides that, so it matters that it was removed); values differ more between tokens. Hence one scale per
+head and channel for keys, one per head and token for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
+from ragcachekit.store.tiered import Tier
+from ragcachekit.types import ENCODING_PREFIX, KVKey
+
+KINDS: dict[str, tuple[torch.dtype, float]] = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
+"""What eight bits there are: their torch dtype and the largest number they hold."""
+
+EXACT_ONLY = (ENCODING_PREFIX, "path")
+"""Encodings that are only ever reused exactly; rounding would leave them without a use."""
+
+_KEYS, _VALUES, _LIKE = "scale.k.", "scale.v.", "like"
+_OVER_TOKENS, _OVER_CHANNELS = 1, 2
+
+
+def pack(kv: ChunkKV, kind: str) -> ChunkKV:
+    """``kv`` in eight bits, its scales among the ``sums``.
+
+    With s = max|x| / largest over what shares a scale, the error of an element x after :func:`unpack`
+    (and before the rounding to its own dtype) is at most
+
+    - ``int8``: s / 2 = max|x| / 254;
+    - ``fp8`` (e4m3, 3 bits of mantissa): |x| / 16, and s / 1024 where x is below the normal numbers.
+
+    Values that are not finite cannot be scaled: ValueError.
+    """
+    layers = range(kv.layers)
+    packed = [
+        (*_round(kv.keys[i], kind, _OVER_TOKENS), *_round(kv.values[i], kind, _OVER_CHANNELS)) for i in layers
+    ]
+    scales = {f"{_KEYS}{i}": packed[i][1] for i in layers} | {f"{_VALUES}{i}": packed[i][3] for i in layers}
+    like = torch.empty(0, dtype=kv.keys[0].dtype)
+    keys, values = tuple(p[0] for p in packed), tuple(p[2] for p in packed)
+    return ChunkKV(keys, values, kv.start, {**kv.sums, **scales, _LIKE: like})
+
+
+def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
+    """The reverse of :func:`pack`, marked as ``quantised``."""
+    layers = [_layer(i, packed.keys[i], packed.values[i], packed.sums) for i in range(packed.layers)]
+    keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
+    return ChunkKV(keys, values, packed.start, _own(packed.sums), kind)
+
+
+def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight bits and the float32 scale along dimension ``over`` of ``[kv_heads, tokens, head_dim]``."""
+    dtype, largest = KINDS[kind]
+    wide = x.float()
+    scale = wide.abs().amax(over, keepdim=True) / largest
+    if not torch.isfinite(scale).all():
+        raise ValueError("KV with infinities or NaN cannot be quantised")
+    scaled = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)).clamp(-largest, largest)
+    return (scaled.round() if kind == "int8" else scaled).to(dtype), scale
+
+
+def _layer(
+    number: int, keys: torch.Tensor, values: torch.Tensor, sums: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = sums[_LIKE].dtype
+    wide = keys.float() * sums[f"{_KEYS}{number}"].to(keys.device)
+    return wide.to(dtype), (values.float() * sums[f"{_VALUES}{number}"].to(values.device)).to(dtype)
+
+
+def _own(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in sums.items() if not n.startswith((_KEYS, _VALUES)) and n != _LIKE}
+
+
+class QuantisedStore:
+    """A tier that rounds what it is given to eight bits, and gives it back marked as rounded.
+
+    Rounded KV has keys of its own (the encoding says ``+int8``), so a tier that is opened without
+    rounding, or by a process with another configuration, does not find it. KV that is only ever reused
+    exactly (a prompt's prefix) passes through as it is.
+
+    Parameters
+    ----------
+    tier : Tier
+        Where the bytes go; its budget counts rounded bytes.
+    kind : {"int8", "fp8"}
+    """
+
+    def __init__(self, tier: Tier, kind: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"unknown quantisation {kind!r}; known: {', '.join(KINDS)}")
+        self._tier = tier
+        self._kind: str = kind
+
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+        """The entry under ``key``, or None."""
+        found = self._tier.get(self._key(key), worth)
+        if found is None or _exact(key):
+            return found
+        return Found(unpack(found.kv, self._kind), found.tier)
+
+    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+        """As :meth:`get`, layer by layer where the tier reads so."""
+        opened = self._tier.open(self._key(key), worth)
+        if opened is None or _exact(key):
+            return opened
+        if isinstance(opened, Found):
+            return Found(unpack(opened.kv, self._kind), opened.tier)
+        return _Unpacking(opened, self._kind)
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Keep ``kv`` rounded; KV that cannot be rounded is refused."""
+        return self.admit(key, kv)[0]
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, with whom it evicted."""
+        if not _exact(key):
+            try:
+                kv = pack(kv, self._kind)
+            except ValueError:
+                return False, ()
+        kept, evicted = self._tier.admit(self._key(key), kv)
+        return kept, [(_plain(k), kv if _exact(k) else unpack(kv, self._kind)) for k, kv in evicted]
+
+    def __contains__(self, key: KVKey) -> bool:
+        return self._key(key) in self._tier
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """As :meth:`forget`, returning digests. A rounded copy is an entry of its own: it counts apart."""
+        return self._tier.drop(namespace, chunk_ids)
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """As the tier."""
+        return self._tier.forget(namespace, chunk_ids)
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """As the tier; bytes are the rounded ones."""
+        return self._tier.stats()
+
+    def close(self) -> None:
+        """Close the tier."""
+        self._tier.close()
+
+    def _key(self, key: KVKey) -> KVKey:
+        return key if _exact(key) else replace(key, encoding=f"{key.encoding}+{self._kind}")
+
+
+def _exact(key: KVKey) -> bool:
+    return key.encoding.partition("@")[0] in EXACT_ONLY
+
+
+def _plain(key: KVKey) -> KVKey:
+    return key if _exact(key) else replace(key, encoding=key.encoding.rpartition("+")[0])
+
+
+class _Unpacking:
+    """A rounded entry, read layer by layer."""
+
+    def __init__(self, source: LayerSource, kind: str) -> None:
+        self._source = source
+        self._scales = source.sums
+        dtype = source.sums[_LIKE].dtype
+        self.tier, self.nbytes = source.tier, source.nbytes
+        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
+        self.sums: Mapping[str, torch.Tensor] = _own(source.sums)
+        self.quantised: str = kind
+        self.shapes = tuple(((dtype, k), (dtype, v)) for (_, k), (_, v) in source.shapes)
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _layer(number, *self._source.layer(number), self._scales)
+
+    def finished(self, kv: ChunkKV) -> None:
+        self._source.finished(kv)
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,125 @@
+"""What the Redis server does in one step each (Lua, atomic): no crash or race leaves sums wrong.
+
+One hash ``info`` knows of each entry its namespace, size and the ids it holds traces of; from it follow
+the order of use (sorted sets over all and per namespace), the sums of sizes and the sets of entries per
+id. Namespaces and ids are hashed, so that they are single words. ``gen`` holds a token per namespace that
+every forget changes: a write that was sent before a forget and arrives after it (a hung server still
+works off what its socket holds) brings an outdated token and is refused.
+
+All keys share one hash tag, so that a cluster keeps them in one slot.
+"""
+
+_COMMON = """
+local root = KEYS[1]
+local INFO, USE, SUMS, GEN = root .. ':info', root .. ':use', root .. ':sums', root .. ':gen'
+local function of_ns(ns) return root .. ':ns:' .. ns end
+local function of_id(ns, id) return root .. ':id:' .. ns .. ':' .. id end
+local function blob_of(digest) return root .. ':e:' .. digest end
+
+local function words_of(digest)
+  local info = redis.call('HGET', INFO, digest)
+  if not info then return nil end
+  local words = {}
+  for word in string.gmatch(info, '%S+') do words[#words + 1] = word end
+  return words
+end
+
+local function drop(digest)
+  local words = words_of(digest)
+  redis.call('DEL', blob_of(digest))
+  if not words then return end
+  local ns, size = words[1], tonumber(words[2])
+  redis.call('HDEL', INFO, digest)
+  redis.call('ZREM', USE, digest)
+  redis.call('ZREM', of_ns(ns), digest)
+  for i = 3, #words do redis.call('SREM', of_id(ns, words[i]), digest) end
+  redis.call('HINCRBY', SUMS, 'all', -size)
+  if redis.call('HINCRBY', SUMS, ns, -size) <= 0 then redis.call('HDEL', SUMS, ns) end
+end
+
+local function used(digest, ns)
+  local now = redis.call('HINCRBY', SUMS, 'clock', 1)
+  redis.call('ZADD', USE, now, digest)
+  redis.call('ZADD', of_ns(ns), now, digest)
+end
+
+local function make_room(order, sum, needed, limit)
+  local gone = 0
+  while tonumber(redis.call('HGET', SUMS, sum) or 0) + needed > limit do
+    local lowest = redis.call('ZRANGE', order, 0, 0)[1]
+    if not lowest then
+      redis.call('HSET', SUMS, sum, 0)
+      break
+    end
+    drop(lowest)
+    gone = gone + 1
+  end
+  return gone
+end
+"""
+
+SAVE = (
+    _COMMON
+    + """
+local digest, ns, token, blob = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local budget, quota, size = tonumber(ARGV[5]), tonumber(ARGV[6]), string.len(ARGV[4])
+local current = redis.call('HGET', GEN, ns) or ''
+if current ~= token then return {-1, current} end
+drop(digest)
+local gone = 0
+if quota > 0 then gone = make_room(of_ns(ns), ns, size, quota) end
+gone = gone + make_room(USE, 'all', size, budget)
+redis.call('SET', blob_of(digest), blob)
+local info = ns .. ' ' .. size
+for i = 7, #ARGV do
+  info = info .. ' ' .. ARGV[i]
+  redis.call('SADD', of_id(ns, ARGV[i]), digest)
+end
+redis.call('HSET', INFO, digest, info)
+redis.call('HINCRBY', SUMS, 'all', size)
+redis.call('HINCRBY', SUMS, ns, size)
+used(digest, ns)
+return {gone}
+"""
+)
+"""ARGV: digest, namespace, token, blob, budget, quota (0: none), ids... Returns {evicted} or {-1, token}."""
+
+TOUCH = (
+    _COMMON
+    + """
+local words = words_of(ARGV[1])
+if words and redis.call('EXISTS', blob_of(ARGV[1])) == 1 then
+  used(ARGV[1], words[1])
+  return 1
+end
+drop(ARGV[1])
+return 0
+"""
+)
+"""ARGV: digest. 1 if the entry is whole; else what is left of it goes: its forget would not be known."""
+
+DROP = _COMMON + "drop(ARGV[1])"
+"""ARGV: digest."""
+
+TRIM = _COMMON + "return make_room(USE, 'all', 0, tonumber(ARGV[1]))"
+"""ARGV: budget. Returns how many were evicted."""
+
+FORGET = (
+    _COMMON
+    + """
+local ns, token, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
+redis.call('HSET', GEN, ns, token)
+local found = {}
+if #ARGV == 3 then found = redis.call('ZRANGE', of_ns(ns), 0, most - 1) end
+for i = 4, #ARGV do
+  if #found < most then
+    for _, digest in ipairs(redis.call('SRANDMEMBER', of_id(ns, ARGV[i]), most - #found)) do
+      found[#found + 1] = digest
+    end
+  end
+end
+for _, digest in ipairs(found) do drop(digest) end
+return found
+"""
+)
+"""ARGV: namespace, new token, most at once, ids (none: all). Returns digests; again until there is none."""

@@ -1,0 +1,222 @@
+"""The nodes of the tree in memory, and which of them are in which tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.eviction.base import HIT, Access
+from ragcachekit.tree.base import Path, Reused, Root, Step
+from ragcachekit.tree.node import Node
+from ragcachekit.tree.replicas import Replicas
+from ragcachekit.tree.tier import MemoryTier
+
+Leave = Callable[[Node, ChunkKV], object]
+"""Hears of KV that leaves memory."""
+
+
+class Levels:
+    """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
+
+    Always true (:meth:`check`): a node is in some tier; what is in the GPU tier has its parent there.
+
+    Not thread safe: it belongs to a tree and its lock.
+
+    Parameters
+    ----------
+    gpu, host : MemoryTier or None
+    replicate_bytes : int
+        Part of the host's budget for copies that stay.
+    leave : callable
+        Hears of what leaves memory and was not forgotten.
+    """
+
+    def __init__(
+        self, gpu: MemoryTier | None, host: MemoryTier | None, replicate_bytes: int, leave: Leave
+    ) -> None:
+        self.gpu, self.host = gpu, host
+        self.tiers = [tier for tier in (gpu, host) if tier is not None]
+        self._replicas = Replicas(replicate_bytes, host) if host is not None and replicate_bytes else None
+        self._leave = leave
+        self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
+        """Nodes along a path, as far as they are here and at most so many."""
+        children = self._roots.get(root, {})
+        for step in islice(path, most):
+            node = children.get(step.ids)
+            if node is None:
+                return
+            yield node
+            children = node.children
+
+    def child(self, root: Root, parent: Node | None, step: Step) -> Node | None:
+        """The node of ``step`` below ``parent`` (None: at the start of the prompt)."""
+        return self._siblings(root, parent).get(step.ids)
+
+    def holds(self, node: Node) -> bool:
+        """Whether the node has not been dropped, by itself or with what it stands below."""
+        return self.child(node.root, node.parent, node.step) is node
+
+    def copy(self, node: Node) -> tuple[ChunkKV, MemoryTier]:
+        """The node's KV in the fastest tier that has it."""
+        for tier in self.tiers:
+            kv = tier.get(node)
+            if kv is not None:
+                return kv, tier
+        raise AssertionError("a node is in some tier as long as it is in the tree")
+
+    def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
+        """The uppermost nodes of a namespace with one of these ids (None: all)."""
+        roots = [children for root, children in self._roots.items() if root.namespace == namespace]
+        stack, out = [node for children in roots for node in children.values()], []
+        while stack:
+            node = stack.pop()
+            if chunk_ids is None or not chunk_ids.isdisjoint(node.step.ids):
+                out.append(node)
+            else:
+                stack.extend(node.children.values())
+        return out
+
+    def __iter__(self) -> Iterator[Node]:
+        tops = [node for children in self._roots.values() for node in children.values()]
+        return (node for top in tops for node in top.subtree())
+
+    # -- using -------------------------------------------------------------------------------------
+
+    def use(self, node: Node, access: Access = HIT) -> Reused:
+        """Count an access, and give what there is."""
+        node.uses += 1
+        if not access.hit:
+            node.missed = access
+        for tier in self.tiers:
+            tier.touch(node, access)
+        kv, tier = self.copy(node)
+        return Reused(node.step, kv, tier.name)
+
+    def count(self, asked: int, found: Sequence[Reused]) -> None:
+        """Count hits and misses of a look-up of so many steps, tier by tier."""
+        for tier in self.tiers:
+            here = sum(reused.tier == tier.name for reused in found)
+            tier.counters.count("hits", here)
+            tier.counters.count("misses", asked - here)
+            asked -= here
+
+    def pin(self, node: Node, by: int = 1) -> None:
+        """One request more (or less) holds the node."""
+        before, node.pins = node.pins, node.pins + by
+        if not before or not node.pins:
+            for tier in self.tiers:
+                tier.settle(node)
+
+    # -- changing ----------------------------------------------------------------------------------
+
+    def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
+        """A new node in the fastest tier that can have it, or None if none can; pin the parent before."""
+        node = Node(root, parent, step, kv.nbytes)
+        node.uses, node.missed = 1, access
+        for tier in self.tiers:
+            beside = tier is self.host or parent is None or parent in tier
+            if beside and self._take(tier, node, kv):
+                siblings = self._roots.setdefault(root, {}) if parent is None else parent.children
+                siblings[step.ids] = node
+                return node
+        return None
+
+    def promote(self, path: Sequence[Node]) -> None:
+        """Have pinned nodes in GPU memory as far as there is room, from the top, and replicate them."""
+        if self.gpu is None:
+            return
+        for node in path:
+            if node not in self.gpu and not self._take(self.gpu, node, self.copy(node)[0]):
+                break
+        if self._replicas is None or self.host is None:
+            return
+        for node in self._replicas.choose(path):
+            if node not in self.host and not self._take(self.host, node, self.copy(node)[0]):
+                break
+            self._replicas.add(node)
+
+    def drop(self, top: Node, *, forgotten: bool = True) -> int:
+        """Take a node and all below it out of the tree; returns how many."""
+        nodes = list(top.subtree())
+        for node in reversed(nodes):
+            if not forgotten and not self._nowhere(node):
+                self._leave(node, self.copy(node)[0])
+            for tier in self.tiers:
+                tier.remove(node)
+            if self._replicas is not None:
+                self._replicas.discard(node)
+            node.children.clear()
+        siblings = self._siblings(top.root, top.parent)
+        del siblings[top.step.ids]
+        if top.parent is None and not siblings:
+            del self._roots[top.root]
+        return len(nodes)
+
+    def lose(self, tier: MemoryTier) -> int:
+        """Let go of all copies of a tier; returns how many nodes are left nowhere."""
+        nodes = list(tier)
+        for node in nodes:
+            tier.remove(node)
+            if tier is self.host and self._replicas is not None:
+                self._replicas.discard(node)
+        lost = 0
+        for node in nodes:
+            if self._nowhere(node) and self.holds(node):
+                lost += self.drop(node, forgotten=False)
+        return lost
+
+    def check(self) -> None:
+        """Assert what must always hold."""
+        nodes = list(self)
+        for node in nodes:
+            assert not self._nowhere(node)
+            if self.gpu is not None and node in self.gpu:
+                assert node.parent is None or node.parent in self.gpu
+        for tier in self.tiers:
+            assert set(tier) <= set(nodes)
+            tier.check()
+        if self._replicas is not None:
+            self._replicas.check()
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV) -> bool:
+        return self._make_room(tier, node.nbytes) and tier.add(node, kv)
+
+    def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:
+        if nbytes > tier.budget:
+            tier.counters.count("failed_writes")
+            return False
+        while not tier.spare(nbytes):
+            victim = tier.lowest()
+            if victim is None:  # all of it is in use
+                return False
+            self._evict(tier, victim)
+        return True
+
+    def _evict(self, tier: MemoryTier, victim: Node) -> None:
+        """Algorithm 1, and multi-level eviction: to the host the first time, later only let go of."""
+        kv, host = self.copy(victim)[0], self.host
+        room = (
+            tier is self.gpu
+            and host is not None
+            and victim not in host
+            and self._make_room(host, victim.nbytes)
+        )
+        tier.evict()
+        if room and host is not None:
+            host.add(victim, kv)
+        if self._nowhere(victim):
+            self._leave(victim, kv)
+            self.drop(victim, forgotten=False)
+
+    def _nowhere(self, node: Node) -> bool:
+        return not any(node in tier for tier in self.tiers)
+
+    def _siblings(self, root: Root, parent: Node | None) -> dict[tuple[str, ...], Node]:
+        return parent.children if parent is not None else self._roots.get(root, {})

@@ -1,0 +1,190 @@
+"""rag.prefetch and what runs beside a request: loads before the prompt, loads while others compute."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
+from families import greedy, plain
+from loading_kit import WAIT, Gate, SlowStore
+
+from ragcachekit import LoadConfig, Prompt, RagCache
+from ragcachekit.model.prefill_profile import PrefillProfile
+from ragcachekit.types import chunk_id
+
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+SECOND = Prompt([text(9, 1), chunk(21, 7), chunk(30, 8), text(5, 9)])
+
+
+def ids_of_chunks(prompt):
+    return [chunk_id(s.token_ids, "default") for s in prompt.segments if type(s).__name__ == "Chunk"]
+
+
+def slow(name="llama", policy="lego:4", load="always", **options):
+    store = SlowStore()
+    warmed(name, PROMPT, SECOND, policy=policy, store=store, **options)
+    store.log.clear()
+    store.sources.clear()
+    return rag_for(name, policy=policy, store=store, load=load, cold="never", **options), store
+
+
+@pytest.mark.parametrize("encoder", ["standalone", "system"])
+def test_a_prompt_takes_over_what_was_prefetched(encoder):
+    rag, store = slow(encoder=encoder)
+    rag.generate(SECOND, **ASKED)  # tells the system text
+    del store.log[:], store.sources[:]
+    rag.prefetch(ids_of_chunks(PROMPT))
+    assert rag.flush(WAIT)
+    assert sorted(source.tokens for source in store.sources) == [9, 25, 33]
+    link = rag.generate(PROMPT, **ASKED).report.link
+    assert {use.source for use in link.chunks} == {"disk"}
+    assert len(store.sources) == 3  # nothing was opened again
+    assert link.loaded_bytes == sum(source.nbytes for source in store.sources)
+    assert link.overlap > 0
+    rag.close()
+
+
+def test_a_prefetch_returns_before_anything_is_read():
+    rag, store = slow()
+    store.before_read = gate = Gate()
+    rag.prefetch(ids_of_chunks(PROMPT))
+    assert store.log == []
+    assert gate.reached.wait(WAIT)
+    gate.open()
+    assert rag.generate(PROMPT, **ASKED).report.link.loaded_bytes
+    rag.close()
+
+
+def test_forgetting_reaches_what_was_prefetched():
+    rag, _ = slow()
+    (first, second) = ids_of_chunks(PROMPT)
+    rag.prefetch([first, second])
+    assert rag.flush(WAIT)
+    assert rag.forget([first]) == 1
+    uses = rag.generate(PROMPT, **ASKED).report.link.chunks
+    assert [use.source for use in uses] == ["disk", "computed", "disk"]
+    rag.close()
+
+
+def test_namespaces_are_kept_apart():
+    rag, store = slow()
+    rag.prefetch(ids_of_chunks(PROMPT), namespace="another")
+    assert rag.flush(WAIT)
+    assert store.sources == []
+    rag.close()
+
+
+def test_what_is_not_a_list_of_strings():
+    with rag_for("llama") as rag, pytest.raises(TypeError, match="list"):
+        rag.prefetch("one text")
+
+
+def test_memory_alone_is_left_in_peace():
+    rag = warmed("llama", PROMPT)
+    before = rag.stats()
+    rag.prefetch(ids_of_chunks(PROMPT))
+    assert rag.flush(WAIT)
+    assert rag.stats() == before
+    rag.close()
+
+
+def test_a_waiting_request_loads_while_another_computes():
+    """The first request stays inside the model until everything of the second was read."""
+    rag, store = slow()
+    expected = [rag.generate(p, **ASKED).token_ids for p in (PROMPT, SECOND)]
+    del store.log[:], store.sources[:]
+    model = threading.Lock()  # the queue in front of the model
+    first_is_in, second_is_loaded = threading.Event(), threading.Event()
+    answers = {}
+
+    def enter(module, args):
+        model.acquire()
+        if not first_is_in.is_set():
+            first_is_in.set()
+            assert second_is_loaded.wait(WAIT)
+        model.release()
+
+    hook = rag.model.base_model.layers[0].register_forward_pre_hook(enter)
+
+    def ask(number, prompt):
+        answers[number] = rag.generate(prompt, **ASKED)
+
+    def read(key, layer):
+        if first_is_in.is_set() and layer == 2 and store.inner.get(key).kv.tokens == 30:
+            second_is_loaded.set()
+
+    store.before_read = read
+    try:
+        threads = [threading.Thread(target=ask, args=(0, PROMPT))]
+        threads[0].start()
+        assert first_is_in.wait(WAIT)
+        threads.append(threading.Thread(target=ask, args=(1, SECOND)))
+        threads[1].start()
+        for thread in threads:
+            thread.join(WAIT)
+    finally:
+        hook.remove()
+    assert [answers[n].token_ids for n in (0, 1)] == expected
+    rag.close()
+
+
+def slow_profile(seconds_per_token):
+    return PrefillProfile([0, 512], [1, 512], [[seconds_per_token, seconds_per_token * 512]] * 2)
+
+
+@pytest.mark.parametrize(("per_token", "source"), [(1e-9, "computed"), (10.0, "disk")])
+def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
+    rag, store = slow(load="auto")
+    first = rag.generate(PROMPT, **ASKED)
+    assert {use.source for use in first.report.link.chunks} == {"disk"}  # nothing known: load
+    assert rag.flush(WAIT)
+    for _ in range(10):
+        rag._stock.loads.planner.observe_read("disk", 1000, 0.01)
+    rag._stock.loads.planner.profile = slow_profile(per_token)
+    del store.log[:], store.sources[:]
+    answer = rag.generate(PROMPT, **ASKED)
+    assert {use.source for use in answer.report.link.chunks} == {source}
+    if source == "computed":
+        assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
+        assert answer.report.link.loaded_bytes == 0
+        assert rag.flush(WAIT)
+        # Loaded after the answer: a faster tier would have it now, and the tier's speed stays current.
+        assert len(store.finished) >= 3
+        assert {source.tokens for source in store.sources} == {9, 33, 25}
+    rag.close()
+
+
+def test_always_loads_whatever_it_costs():
+    rag, _ = slow(load="always")
+    assert rag._stock.loads.planner is None
+    rag.close()
+
+
+def test_prefills_are_measured_once_per_machine(tmp_path, monkeypatch):
+    rag, store = slow()
+    rag.close()
+    auto = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
+    auto.generate(PROMPT, **ASKED)
+    assert auto.flush(WAIT)
+    profile = auto._stock.loads.planner.profile
+    assert 0 < profile.seconds(0, 4) <= profile.seconds(256, 1024)
+    (file,) = (tmp_path / "prefill").iterdir()
+    auto.close()
+    again = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
+    assert again._stock.loads.planner.profile.seconds(0, 100) == pytest.approx(
+        PrefillProfile.from_json(file.read_text()).seconds(0, 100)
+    )
+    again.close()
+
+
+@pytest.mark.parametrize("load", ["sometimes", 3])
+def test_bad_load_options(load):
+    with pytest.raises(ValueError, match="auto"):
+        rag_for("llama", load=load)
+
+
+@pytest.mark.parametrize("field", ["deadline", "threads", "bytes_in_flight"])
+def test_bad_load_settings(field):
+    with pytest.raises(ValueError, match=field):
+        LoadConfig(**{field: 0})

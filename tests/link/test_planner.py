@@ -1,0 +1,193 @@
+"""Loading or computing: formulas by hand, picks against trying everything, speeds from noisy reads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from ragcachekit.link.planner import (
+    LEAST_READS,
+    TIE,
+    Candidate,
+    LoadPlanner,
+    TierSpeed,
+    pipelined,
+    preload_depth,
+)
+from ragcachekit.model.prefill_profile import PrefillProfile
+
+LAYERS = 8
+
+
+def linear(per_row, fixed=0.0):
+    """A model whose prefill costs ``fixed + per_row * new``, whatever is cached."""
+    return PrefillProfile([0, 10**6], [1, 10**6], [[fixed + per_row, fixed + per_row * 10**6]] * 2)
+
+
+def planner(per_row, bandwidth, *, latency=0.0, readers=1, tier="disk"):
+    made = LoadPlanner(linear(per_row), readers)
+    for number in range(4 * LEAST_READS):
+        nbytes = 1000 + 500 * (number % 7)
+        made.observe_read(tier, nbytes, latency + nbytes / bandwidth)
+    return made
+
+
+def candidate(rows, nbytes=1000.0, reads=LAYERS, tier="disk"):
+    return Candidate(tier, reads, nbytes, LAYERS, rows)
+
+
+@pytest.mark.parametrize(
+    ("layers", "prefill", "load", "depth"),
+    [
+        (5, 1, 2, 3),
+        (5, 1, 1, 1),
+        (5, 2, 1, 1),
+        (28, 0, 1, 28),
+        (28, 1, 1e9, 28),
+        (1, 1, 9, 1),
+        (32, 3, 4, 9),
+    ],
+)
+def test_depth_of_preloading(layers, prefill, load, depth):
+    """The first case is figure 19 of Cache-Craft: L = 5 at 1:2 needs 3 layers."""
+    assert preload_depth(layers, prefill, load) == depth
+
+
+@pytest.mark.parametrize("load", [0.0, 0.3, 1.0, 2.5, 40.0])
+@pytest.mark.parametrize("compute", [0.01, 1.0, 7.0])
+@pytest.mark.parametrize("layers", [1, 2, 8, 31])
+def test_pipelined_time_is_what_stepping_through_gives(load, compute, layers):
+    done = 0.0
+    for layer in range(layers):
+        done = max(done, (layer + 1) * load / layers) + compute / layers
+    assert pipelined(load, compute, layers) == pytest.approx(done)
+
+
+@pytest.mark.parametrize("load", [0.5, 2.0, 5.0])
+def test_with_that_depth_no_layer_is_waited_for(load):
+    layers, compute = 24, 1.0
+    depth = preload_depth(layers, compute, load)
+    loaded = [(layer + 1) * load / layers for layer in range(layers)]
+    begin = loaded[depth - 1]
+    starts = [begin + layer * compute / layers for layer in range(layers)]
+    assert all(start >= there - 1e-9 for start, there in zip(starts, loaded, strict=True))
+    if depth > 1:
+        begin = loaded[depth - 2]
+        assert any(begin + layer * compute / layers < there - 1e-9 for layer, there in enumerate(loaded)), (
+            "less would do"
+        )
+
+
+class TestTierSpeed:
+    @pytest.mark.parametrize(("latency", "bandwidth"), [(0.0, 1e6), (0.01, 1e8), (0.002, 5e9)])
+    def test_latency_and_bandwidth_come_apart(self, latency, bandwidth):
+        speed, rng = TierSpeed(), random.Random(1)
+        for _ in range(300):
+            nbytes, beside = rng.randrange(10**6, 10**7), rng.choice([0, 3 * 10**6])
+            noise = rng.lognormvariate(0, 0.05)
+            speed.observe(nbytes, (latency + (nbytes + beside) / bandwidth) * noise, beside)
+        assert speed.latency == pytest.approx(latency, abs=0.15 * (latency + 5e6 / bandwidth))
+        assert speed.bandwidth == pytest.approx(bandwidth, rel=0.2)
+
+    def test_reads_of_one_size_are_put_down_to_bandwidth(self):
+        speed = TierSpeed()
+        for _ in range(20):
+            speed.observe(1000, 0.5)
+        assert (speed.latency, speed.bandwidth) == (0.0, pytest.approx(2000))
+
+    def test_it_follows_a_tier_that_changes(self):
+        speed, rng = TierSpeed(), random.Random(2)
+        for bandwidth in (1e9, 1e7):
+            for _ in range(700):
+                nbytes = rng.randrange(10**5, 10**6)
+                speed.observe(nbytes, nbytes / bandwidth)
+        assert speed.bandwidth == pytest.approx(1e7, rel=0.05)
+
+    def test_never_negative(self):
+        speed = TierSpeed()
+        for nbytes, seconds in [(1000, 1.0), (9000, 0.1), (1000, 1.0), (9000, 0.1)]:
+            speed.observe(nbytes, seconds)
+        assert speed.latency > 0
+        assert speed.bandwidth == math.inf
+
+    def test_nothing_read_yet(self):
+        assert (TierSpeed().latency, TierSpeed().bandwidth) == (0.0, math.inf)
+
+
+class TestChoice:
+    def test_without_a_profile_or_a_known_tier_all_is_loaded(self):
+        two = [candidate(10), candidate(20)]
+        assert LoadPlanner().choose(two, 40, 10) == ([True, True], 1)
+        assert LoadPlanner(linear(1e-9)).choose(two, 40, 10) == ([True, True], 1)
+        elsewhere = planner(1e-9, 1.0, tier="redis")
+        assert elsewhere.choose(two, 40, 10) == ([True, True], 1)
+
+    def test_a_slow_tier_is_left_alone_and_a_fast_one_used(self):
+        two = [candidate(100), candidate(200)]
+        assert planner(1e-6, 100.0).choose(two, 310, 10)[0] == [False, False]
+        assert planner(1.0, 1e9).choose(two, 310, 10)[0] == [True, True]
+
+    def test_equal_times_compute(self):
+        # One row costs as much as all reads: whichever way, 2 s of one beside nothing of the other.
+        one = [candidate(1, nbytes=1000)]
+        assert planner(1.0, 8000.0).choose(one, 1, 0)[0] == [False]
+        assert planner(1.0 * (1 + 20 * TIE), 8000.0).choose(one, 1, 0)[0] == [True]
+
+    def test_what_was_prefetched_already_costs_nothing(self):
+        there = candidate(100, reads=0)
+        assert planner(1e-6, 100.0).choose([there, candidate(100)], 210, 10)[0] == [True, False]
+
+    def test_several_readers_hide_latencies(self):
+        two = [candidate(1), candidate(1)]
+        alone, both = (planner(1.0, 1e12, latency=1.0, readers=readers) for readers in (1, 2))
+        assert alone.load_seconds(two) == pytest.approx(16, rel=1e-3)
+        assert both.load_seconds(two) == pytest.approx(8, rel=1e-3)
+        assert both.load_seconds(two[:1]) == pytest.approx(8, rel=1e-3)
+
+    @pytest.mark.parametrize("count", [1, 3, 6, 8])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_against_all_subsets(self, count, seed):
+        rng = random.Random(100 * count + seed)
+        sizes = [rng.randrange(50, 900) for _ in range(count)]
+        per_row, bandwidth = 10 ** rng.uniform(-5, -2), 10 ** rng.uniform(4, 7)
+        chunks = [candidate(n, nbytes=64.0 * n) for n in sizes]
+        picked, depth = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
+
+        def seconds(loaded):
+            load = sum(LAYERS * 64 * n for n, use in zip(sizes, loaded, strict=True) if use) / bandwidth
+            compute = per_row * (30 + sum(n for n, use in zip(sizes, loaded, strict=True) if not use))
+            return max(compute + load / LAYERS, load + compute / LAYERS)
+
+        best = min(map(seconds, itertools.product([False, True], repeat=count)))
+        assert seconds(picked) <= best * (1 + TIE) * 1.001
+        assert 1 <= depth <= LAYERS
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_many_chunks_come_near_the_bound(self, seed):
+        """With 30 chunks loading and computing can be balanced nearly perfectly; no way beats that."""
+        rng = random.Random(seed)
+        sizes = [rng.randrange(50, 900) for _ in range(30)]
+        per_row, bandwidth = 1e-3, 64.0 * LAYERS * 10 ** rng.uniform(2.5, 3.5)
+        chunks = [candidate(n, nbytes=64.0 * n) for n in sizes]
+        picked, _ = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
+        loaded = sum(n for n, use in zip(sizes, picked, strict=True) if use)
+        load, compute = loaded * LAYERS * 64 / bandwidth, per_row * (30 + sum(sizes) - loaded)
+        cost = LAYERS * 64 / bandwidth  # seconds to load a row
+        balanced = per_row * (30 + sum(sizes)) / (per_row + cost)
+        bound = min(balanced, sum(sizes)) * cost
+        assert max(load, compute) <= max(bound, per_row * 30) * 1.03 + per_row * 30
+
+    def test_observed_prefills_move_the_choice(self):
+        made = planner(1e-4, 5e5)  # 16 ms to load, 10 ms to compute
+        one = [candidate(100, nbytes=1000)]
+        assert made.choose(one, 110, 10)[0] == [False]
+        before = made.profile.seconds(0, 110)
+        for _ in range(50):
+            made.observe_prefill(0, 110, 4 * before)
+        assert made.profile.seconds(0, 110) == pytest.approx(4 * before, rel=0.05)
+        assert made.choose(one, 110, 10)[0] == [True]
+        made.observe_prefill(0, 0, 1.0)  # no rows: nothing to learn
+        assert made.choose(one, 110, 10)[0] == [True]

@@ -1,0 +1,267 @@
+"""Eviction policies against plain re-derivations that look at every entry and at the whole past."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy
+from ragcachekit.store.eviction.gdsf import Gdsf
+from ragcachekit.store.eviction.lfu import Lfu
+from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.pgdsf import Pgdsf
+from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.eviction.registry import known_evictions, open_eviction
+from ragcachekit.store.eviction.reuse import FrequencyReuse
+
+ITEMS = "abcdefghijkl"
+GROUPS = ("acme", "globex")
+
+
+class Oracle:
+    """A tier as lists: every access is written down, every priority is worked out from what is written.
+
+    ``score(past, now, clock)`` gets an item's accesses as ``(number, access, clock then)``.
+    """
+
+    def __init__(self, score):
+        self.score, self.past, self.live, self.holds = score, {}, {}, {}
+        self.now, self.clock, self.known = 0, 0.0, []
+
+    def access(self, item, access):
+        self.now += 1
+        if not access.hit and access.seconds and access.new_tokens:
+            self.known.append(access.seconds / access.new_tokens)
+        mine = self.past.setdefault(item, [])
+        mine.append((self.now, access))
+        self.live[item]["clock"] = self.clock
+        self.live[item]["priority"] = self.score(self, mine)
+
+    def add(self, item, size, group, access):
+        self.live[item] = {"size": size, "group": group}
+        self.access(item, access)
+
+    def remove(self, item):
+        for table in (self.past, self.live, self.holds):
+            table.pop(item, None)
+
+    def lowest(self, group=None):
+        free = [
+            i
+            for i, e in self.live.items()
+            if not self.holds.get(i) and (group is None or e["group"] == group)
+        ]
+        return min(free, key=lambda i: (self.live[i]["priority"], self.past[i][-1][0]), default=None)
+
+    def evict(self, group=None):
+        item = self.lowest(group)
+        if item is not None:
+            self.clock = max(self.clock, self.live.pop(item)["priority"])
+        return item
+
+
+def lru(oracle, past):
+    return past[-1][0]
+
+
+def since_it_came(past):
+    """Accesses from the last miss on."""
+    hits = [access.hit for _, access in past]
+    return len(past) - max((at for at, hit in enumerate(hits) if not hit), default=0)
+
+
+def lfu(oracle, past):
+    return since_it_came(past)
+
+
+def windowed(oracle, past, window):
+    """This bucket's accesses, and those of the one before by the share that the window still covers."""
+    bucket = oracle.now // window
+    share = 1 - (oracle.now - bucket * window) / window
+    numbers = [number // window for number, _ in past]
+    return numbers.count(bucket) + share * numbers.count(bucket - 1)
+
+
+def gdsf(oracle, past):
+    return oracle.clock + since_it_came(past)
+
+
+def cost(oracle, past):
+    mine = [a.seconds / a.new_tokens for _, a in past if not a.hit and a.seconds and a.new_tokens]
+    if not oracle.known:
+        return 1.0
+    costs = mine or oracle.known
+    return sum(costs) / len(costs) / oracle.known[0]
+
+
+def pgdsf(oracle, past):
+    """The window is longer than the test."""
+    return oracle.clock + len(past) * cost(oracle, past)
+
+
+def pgdsf_windowed(oracle, past):
+    return oracle.clock + windowed(oracle, past, 25) * cost(oracle, past)
+
+
+def f_r(oracle, past):
+    """Each use's worth, halved every 40 accesses since; in the form that compares over time."""
+    worth = sum(a.worth * 0.5 ** ((oracle.now - number) / 40) for number, a in past)
+    return math.log2(worth) + oracle.now / 40
+
+
+CASES = {
+    "lru": (Lru, lru),
+    "lfu": (Lfu, lfu),
+    "lfu:25": (lambda: Lfu(25), lambda o, p: windowed(o, p, 25)),
+    "gdsf": (Gdsf, gdsf),
+    "gdsf:25": (lambda: Gdsf(25), lambda o, p: o.clock + windowed(o, p, 25)),
+    "pgdsf": (Pgdsf, pgdsf),
+    "pgdsf:25": (lambda: Pgdsf(25), pgdsf_windowed),
+    "pgdsf, forgetting": (
+        lambda: Pgdsf(None),
+        lambda o, p: o.clock + since_it_came(p) * cost(o, p),
+    ),
+    "f_r:40": (lambda: FrequencyReuse(40), f_r),
+}
+
+
+def some_access(draw):
+    if draw.random() < 0.5:
+        return Access(worth=draw.uniform(0.5, 20))
+    known = draw.random() < 0.8
+    return Access(
+        hit=False,
+        seconds=draw.uniform(0.1, 5) if known else 0.0,
+        new_tokens=draw.randint(1, 900) if known else 0,
+        worth=draw.uniform(0.5, 20),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", CASES)
+def test_any_sequence_evicts_whom_the_definition_says(case, seed):
+    make, score = CASES[case]
+    ranking, oracle = Ranking(make(), groups=True), Oracle(score)
+    draw = random.Random(seed)
+    left = 0
+    for _ in range(900):
+        step, item = draw.random(), draw.choice(ITEMS)
+        if step < 0.3:
+            size, group, access = draw.randint(1, 9), draw.choice(GROUPS), some_access(draw)
+            ranking.add(item, size, size, group, access)
+            oracle.add(item, size, group, access)
+        elif step < 0.6:
+            access = some_access(draw)
+            ranking.touch(item, access)
+            if item in oracle.live:
+                oracle.access(item, access)
+        elif step < 0.64:
+            ranking.remove(item)
+            oracle.remove(item)
+        elif step < 0.74 and item in oracle.live:
+            ranking.hold(item)
+            oracle.holds[item] = oracle.holds.get(item, 0) + 1
+        elif step < 0.88:
+            ranking.release(item)
+            oracle.holds[item] = max(0, oracle.holds.get(item, 0) - 1)
+        elif step >= 0.88:
+            group = draw.choice((None, *GROUPS))
+            expected = oracle.evict(group)
+            assert ranking.evict(group) == expected
+            left += expected is not None
+        for group in (None, *GROUPS):
+            assert ranking.lowest(group) == oracle.lowest(group)
+        for entry, facts in oracle.live.items():
+            assert ranking.priority(entry) == pytest.approx(facts["priority"], rel=1e-9)
+    assert left > 50
+
+
+@pytest.mark.parametrize("name", known_evictions())
+def test_every_name_opens_its_own_policy(name):
+    policy = open_eviction(name)
+    assert policy.name == name
+    assert isinstance(policy, EvictionPolicy)
+    assert open_eviction(name) is not policy, "a clock belongs to one tier"
+
+
+def test_a_number_behind_the_name_is_the_window():
+    record_of = {}
+    for name in ("pgdsf:2", "pgdsf:100"):
+        ranking = Ranking(open_eviction(name))
+        for item in "abacadae":
+            ranking.add(item, 1)
+        record_of[name] = ranking.priority("a")
+    assert record_of["pgdsf:2"] < record_of["pgdsf:100"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mru", "unknown eviction policy 'mru'; known: lru, lfu, gdsf, pgdsf, f_r"),
+        ("lru:5", "takes no number"),
+        ("pgdsf:x", "no whole number"),
+        ("pgdsf:", "no whole number"),
+        ("pgdsf:0", "at least 1 access"),
+        ("f_r:0", "at least 1 access"),
+    ],
+)
+def test_what_cannot_be_opened_says_what_to_write(name, says):
+    with pytest.raises(ValueError, match=says):
+        open_eviction(name)
+
+
+def test_pgdsf_keeps_what_is_dear_to_compute():
+    """Algorithm 1, by hand: costs 0.01 and 0.03 per token, then their means and two clocks."""
+    ranking = Ranking(Pgdsf())
+    ranking.add("cheap", 1, 100, access=Access(False, 1.0, 100))
+    ranking.add("dear", 1, 100, access=Access(False, 3.0, 100))
+    assert ranking.priority("dear") == pytest.approx(3 * ranking.priority("cheap"))
+    ranking.touch("cheap")
+    assert ranking.priority("cheap") == pytest.approx(2)
+    assert ranking.evict() == "cheap"
+    ranking.add("cheap", 1, 100, access=Access(False, 5.0, 100))
+    assert ranking.priority("cheap") == pytest.approx(2 + 3 * (1 + 5) / 2), "clock 2, third access, mean 3"
+    assert ranking.lowest() == "dear"
+
+
+def test_pgdsf_without_any_cost_is_gdsf():
+    pgdsf, gdsf = Ranking(Pgdsf(10_000)), Ranking(Gdsf(10_000))
+    draw = random.Random(5)
+    for _ in range(500):
+        item = draw.choice(ITEMS)
+        for ranking in (pgdsf, gdsf):
+            ranking.add(item, 1, access=MISS)
+        if len(gdsf) > 6:
+            assert pgdsf.evict() == gdsf.evict()
+
+
+def test_an_unknown_cost_counts_as_the_average_of_the_known():
+    ranking = Ranking(Pgdsf())
+    for item, seconds in (("a", 1.0), ("b", 4.0), ("c", 0.0)):
+        ranking.add(item, 1, access=Access(False, seconds, 10))
+    assert ranking.priority("c") == pytest.approx(2.5)
+
+
+def test_an_old_favourite_leaves_in_the_end_but_not_under_lfu():
+    left = {}
+    for name in ("lru", "lfu", "gdsf", "pgdsf", "f_r:50"):
+        ranking = Ranking(open_eviction(name))
+        ranking.add("old", 1)
+        for _ in range(30):
+            ranking.touch("old", HIT)
+        for number in range(400):
+            ranking.add(f"new{number % 40}", 1)
+            if len(ranking) > 4:
+                ranking.evict()
+        left[name] = "old" not in ranking
+    assert left == {"lru": True, "lfu": False, "gdsf": True, "pgdsf": True, "f_r:50": True}
+
+
+def test_uses_without_worth_go_first():
+    ranking = Ranking(FrequencyReuse())
+    ranking.add("useless", 1, access=Access(worth=0.0))
+    ranking.add("useful", 1, access=Access(worth=0.01))
+    ranking.touch("useless", Access(worth=0.0))
+    assert ranking.evict() == "useless"

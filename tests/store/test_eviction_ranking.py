@@ -1,0 +1,210 @@
+"""The ranking itself: any sequence against a dict, its cost in comparisons, and its memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ragcachekit.store.eviction.base import Access, Record
+from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.ranking import Ranking
+
+items = st.sampled_from("abcdefg")
+groups = st.sampled_from(["", "acme", "globex"])
+
+
+class Given:
+    """A policy whose numbers the test chooses: ``worth`` is the priority."""
+
+    name = "given"
+
+    def __init__(self):
+        self.left = []
+
+    def accessed(self, record: Record, access: Access, now: int) -> None:
+        record.priority = access.worth
+
+    def evicted(self, record: Record) -> None:
+        self.left.append(record)
+
+
+class RankingMachine(RuleBasedStateMachine):
+    """``self.model``: item -> [priority, number of last access, bytes, group, holds]."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy = Given()
+        self.ranking = Ranking(self.policy, groups=True)
+        self.model, self.now, self.left = {}, 0, 0
+
+    @rule(item=items, priority=st.integers(0, 5), nbytes=st.integers(0, 9), group=groups)
+    def add(self, item, priority, nbytes, group):
+        self.ranking.add(item, nbytes, group=group, access=Access(worth=priority))
+        self.now += 1
+        holds = self.model[item][4] if item in self.model else 0
+        self.model[item] = [priority, self.now, nbytes, group, holds]
+
+    @rule(item=items, priority=st.integers(0, 5))
+    def touch(self, item, priority):
+        self.ranking.touch(item, Access(worth=priority))
+        if item in self.model:
+            self.now += 1
+            self.model[item][:2] = [priority, self.now]
+
+    @rule(item=items)
+    def remove(self, item):
+        self.ranking.remove(item)
+        self.model.pop(item, None)
+
+    @rule(item=items)
+    def hold(self, item):
+        self.ranking.hold(item)
+        if item in self.model:
+            self.model[item][4] += 1
+
+    @rule(item=items)
+    def release(self, item):
+        self.ranking.release(item)
+        if item in self.model:
+            self.model[item][4] = max(0, self.model[item][4] - 1)
+
+    @rule(group=st.one_of(st.none(), groups))
+    def evict(self, group):
+        expected = self.expected(group)
+        assert self.ranking.evict(group) == expected
+        if expected is not None:
+            self.left += 1
+            assert self.policy.left[-1].priority == self.model.pop(expected)[0]
+
+    @precondition(lambda self: len(self.model) > 5)
+    @rule()
+    def clear(self):
+        self.ranking.clear()
+        self.model.clear()
+
+    def expected(self, group):
+        free = [(*e[:2], i) for i, e in self.model.items() if not e[4] and group in (None, e[3])]
+        return min(free)[2] if free else None
+
+    @invariant()
+    def agrees(self):
+        assert set(self.ranking) == set(self.model)
+        assert len(self.ranking) == len(self.model)
+        assert self.ranking.nbytes == sum(e[2] for e in self.model.values())
+        for group in (None, "", "acme", "globex"):
+            assert self.ranking.lowest(group) == self.expected(group)
+            if group is not None:
+                assert self.ranking.nbytes_of(group) == sum(
+                    e[2] for e in self.model.values() if e[3] == group
+                )
+        for item, entry in self.model.items():
+            assert item in self.ranking
+            assert (self.ranking.priority(item), self.ranking.size(item)) == (entry[0], entry[2])
+        assert len(self.policy.left) == self.left
+
+
+RankingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRankingMachine = RankingMachine.TestCase
+
+
+class Counted(float):
+    """A number that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __lt__(self, other):
+        Counted.comparisons += 1
+        return float(self) < float(other)
+
+    def __eq__(self, other):
+        Counted.comparisons += 1
+        return float(self) == float(other)
+
+    __hash__ = float.__hash__
+
+
+def work(size, rounds=2000):
+    """Comparisons per operation in a tier of ``size`` entries with holds, touches, misses and evictions."""
+    ranking, draw = Ranking(Given(), groups=True), random.Random(size)
+    for item in range(size):
+        ranking.add(item, 1, group=str(item % 3), access=Access(worth=Counted(draw.random())))
+    Counted.comparisons = 0
+    for number in range(rounds):
+        item = draw.randrange(size)
+        ranking.hold(item)
+        ranking.touch(draw.randrange(size), Access(worth=Counted(draw.random())))
+        ranking.evict(draw.choice([None, "0", "1", "2"]))
+        ranking.release(item)
+        new = Access(worth=Counted(draw.random()))
+        ranking.add(size + number, 1, group=str(number % 3), access=new)
+    return Counted.comparisons / (5 * rounds)
+
+
+def test_an_operation_is_logarithmic_in_comparisons():
+    """Doubling the entries eight times adds a constant each time; linear work would be 256-fold."""
+    small, large = work(128), work(32768)
+    assert large < 3 * small
+    assert large < 8 * 15, "log2(32768) is 15"
+
+
+def test_many_holds_of_the_lowest_cost_no_search_each_time():
+    """Who is held and lowest is passed over once, not at every look."""
+    ranking = Ranking(Given())
+    for item in range(1000):
+        ranking.add(item, 1, access=Access(worth=Counted(item)))
+        ranking.hold(item)
+    ranking.add("free", 1, access=Access(worth=Counted(5000)))
+    assert ranking.lowest() == "free"
+    Counted.comparisons = 0
+    for _ in range(100):
+        assert ranking.lowest() == "free"
+    assert Counted.comparisons <= 300
+
+
+def heap_entries(ranking):
+    return sum(map(len, ranking._heaps.values()))
+
+
+def test_neither_touches_nor_holds_nor_groups_let_it_grow():
+    ranking = Ranking(Lru(), groups=True)
+    for item in range(20):
+        ranking.add(item, 1, group="kept")
+    for number in range(20_000):
+        ranking.touch(number % 20)
+        ranking.hold(number % 20)
+        ranking.release(number % 20)
+        ranking.add("passing", 1, group=f"tenant {number}")
+        ranking.remove("passing")
+    assert heap_entries(ranking) < 500
+    assert len(ranking._heaps) <= 3
+
+
+def test_what_was_known_survives_eviction_for_a_while_but_not_removal():
+    ranking = Ranking(_Counting())
+    for item in range(6000):
+        ranking.add(item, 1)
+        ranking.touch(item)
+        ranking.evict()
+    ranking.add(5999, 1)
+    ranking.add(0, 1)
+    assert (ranking.priority(5999), ranking.priority(0)) == (3, 1), "4,096 are remembered"
+    ranking.remove(5999)
+    ranking.add(5999, 1)
+    assert ranking.priority(5999) == 1
+
+
+class _Counting(Given):
+    def accessed(self, record, access, now):
+        record.frequency += 1
+        record.priority = record.frequency
+
+
+def test_groups_must_be_asked_for():
+    ranking = Ranking(Lru())
+    ranking.add("a", 1, group="acme")
+    with pytest.raises(ValueError, match="groups=True"):
+        ranking.evict("acme")

@@ -1,0 +1,186 @@
+"""Eight bits at rest: error bounds, honesty about being rounded, identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from store_kit import KEY, contents, key_of, kv_of
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Found, LayerSource
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.quantised import QuantisedStore, pack, unpack
+from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.types import KVKey
+
+BUDGET = 1 << 22
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Relative error of one rounding to the type itself."""
+
+TIERS: dict[str, Callable[[Path], Tier]] = {
+    "host": lambda path: HostStore(BUDGET),
+    "disk": lambda path: DiskStore(path / "kv", BUDGET),
+}
+
+
+def wild(seed: int, dtype: torch.dtype, layers: int = 3) -> ChunkKV:
+    """Channels of very different size, some of them zero, as keys without RoPE have."""
+    rng = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-4, 2, 16)
+    spread[3] = 0
+    tensors = [torch.randn(2, 40, 16, generator=rng) * spread for _ in range(2 * layers)]
+    return ChunkKV(
+        tuple(t.to(dtype) for t in tensors[:layers]),
+        tuple(t.to(dtype) for t in tensors[layers:]),
+        None,
+        {"attended": torch.rand(40, generator=rng)},
+    )
+
+
+def bound(x: np.ndarray, axis: int, kind: str) -> np.ndarray:
+    """The docstring's bound, from the numbers alone."""
+    largest = np.abs(x).max(axis, keepdims=True)
+    if kind == "int8":
+        return np.broadcast_to(largest / 254, x.shape)
+    return np.maximum(np.abs(x) / 16, largest / 448 / 1024)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_errors_stay_within_the_stated_bound(kind, dtype, seed) -> None:
+    kv = wild(seed, dtype)
+    back = unpack(pack(kv, kind), kind)
+    for axis, before, after in ((1, kv.keys, back.keys), (2, kv.values, back.values)):
+        for one, other in zip(before, after, strict=True):
+            assert other.dtype == dtype
+            x, y = one.double().numpy(), other.double().numpy()
+            info = torch.finfo(dtype)
+            rounding = np.maximum(np.abs(y) * HALF_ULP[dtype], info.tiny * info.eps / 2)  # or subnormal
+            allowed = bound(x, axis, kind) * (1 + 1e-5) + rounding * 1.01
+            assert (np.abs(x - y) <= allowed).all()
+    assert back.quantised == kind
+    assert torch.equal(back.sums["attended"], kv.sums["attended"])
+    assert set(back.sums) == {"attended"}
+
+
+def test_channels_of_keys_have_scales_of_their_own() -> None:
+    """One scale per token would drown the small channels: the bound above tells the two apart."""
+    kv = wild(0, torch.float32)
+    small = slice(0, 2)
+    back = unpack(pack(kv, "int8"), "int8")
+    relative = (kv.keys[0][..., small] - back.keys[0][..., small]).norm() / kv.keys[0][..., small].norm()
+    assert relative < 0.01
+    assert pack(kv, "int8").nbytes < 0.45 * kv.nbytes
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_rounded_entry_comes_back_the_same_every_time_and_marked(kind, tier, tmp_path) -> None:
+    store = QuantisedStore(TIERS[tier](tmp_path), kind)
+    kv = kv_of(1, tokens=50)
+    assert store.put(KEY, kv)
+    assert KEY in store
+    first, second = store.get(KEY), store.get(KEY)
+    assert first is not None
+    assert second is not None
+    assert contents(first.kv) == contents(second.kv) == contents(unpack(pack(kv, kind), kind))
+    assert first.kv.quantised == kind
+    opened = store.open(KEY)
+    if isinstance(opened, LayerSource):
+        layers = [opened.layer(i) for i in range(opened.layers)]
+        assert opened.quantised == kind
+        assert [(k.dtype, tuple(k.shape)) for k, _ in layers] == [keys for keys, _ in opened.shapes]
+        read = ChunkKV(tuple(k for k, _ in layers), tuple(v for _, v in layers), opened.start)
+        opened.finished(read)
+        opened.close()
+    else:
+        assert isinstance(opened, Found)
+        read = opened.kv
+    assert contents(read) == contents(first.kv)
+    assert store.stats()[0].nbytes < 0.7 * kv.nbytes
+    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
+    assert store.get(KEY) is None
+    store.close()
+
+
+def test_another_configuration_does_not_find_it(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path / "kv", BUDGET)
+    QuantisedStore(disk, "int8").put(KEY, kv_of(1))
+    assert disk.get(KEY) is None
+    assert QuantisedStore(disk, "fp8").get(KEY) is None
+    assert QuantisedStore(disk, "int8").get(KEY) is not None
+    assert disk.stats()[0].damaged == 0
+    disk.close()
+
+
+@pytest.mark.parametrize("encoding", ["prefix", "prefix@long", "path"])
+def test_kv_that_is_only_reused_exactly_is_not_rounded(encoding: str) -> None:
+    inner = HostStore(BUDGET)
+    store = QuantisedStore(inner, "int8")
+    key = key_of(1, encoding=encoding)
+    store.put(key, kv_of(1, start=0))
+    found, plain = store.get(key), inner.get(key)
+    assert found is not None
+    assert plain is not None
+    assert contents(found.kv) == contents(plain.kv) == contents(kv_of(1, start=0))
+    assert found.kv.quantised == ""
+
+
+def test_what_was_rounded_once_stays_marked_in_faster_tiers(tmp_path: Path) -> None:
+    host, disk = HostStore(BUDGET), DiskStore(tmp_path / "kv", BUDGET)
+    store = TieredStore([host, QuantisedStore(disk, "int8")])
+    QuantisedStore(disk, "int8").put(KEY, kv_of(1))
+    tiers = []
+    for _ in range(2):
+        found = store.get(KEY)
+        assert found is not None
+        assert found.kv.quantised == "int8"
+        tiers.append(found.tier)
+    assert tiers == ["disk", "host"]
+    store.close()
+
+
+def test_what_is_evicted_is_handed_down_under_its_own_key() -> None:
+    one = pack(kv_of(1), "int8").nbytes
+    fast = QuantisedStore(HostStore(one), "int8")
+    slow = HostStore(BUDGET)
+    store = TieredStore([fast, slow])
+    fast.put(key_of(1), kv_of(1))
+    fast_only = store.get(key_of(1))
+    assert fast_only is not None
+    del fast_only
+    store.put(key_of(2), kv_of(2))
+    found = slow.get(key_of(1))
+    assert found is not None
+    assert found.kv.quantised == "int8"
+
+
+def test_kv_that_is_not_finite_is_refused() -> None:
+    kv = kv_of(1)
+    kv.values[0][0, 0, 0] = float("inf")
+    store = QuantisedStore(HostStore(BUDGET), "int8")
+    assert store.put(KEY, kv) is False
+    assert store.get(KEY) is None
+    with pytest.raises(ValueError, match="NaN"):
+        pack(kv, "int8")
+
+
+def test_empty_channels_and_unknown_kinds() -> None:
+    zeros = ChunkKV((torch.zeros(1, 3, 4),), (torch.zeros(1, 3, 4),))
+    assert torch.equal(unpack(pack(zeros, "fp8"), "fp8").keys[0], zeros.keys[0])
+    with pytest.raises(ValueError, match="unknown quantisation 'int4'; known: int8, fp8"):
+        QuantisedStore(HostStore(BUDGET), "int4")  # type: ignore[arg-type]
+
+
+def test_two_namespaces_do_not_meet() -> None:
+    store = QuantisedStore(HostStore(BUDGET), "int8")
+    store.put(KEY, kv_of(1))
+    other = KVKey(KEY.fingerprint, "globex/docs", KEY.chunk_id, KEY.encoding, KEY.context)
+    assert store.get(other) is None
+    assert other not in store

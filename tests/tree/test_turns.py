@@ -1,0 +1,144 @@
+"""Conversations: the next turn reuses the rows of the last one as what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_kit import chunk, ids, rag_for, text
+from families import plain, tokens
+from tree_kit import ROOT, kv_of, path_of
+
+from ragcachekit import Chunk, Prompt, Text
+from ragcachekit.tree.base import Root
+from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.tree.turns import Turn, Turns
+from ragcachekit.types import chunk_id
+
+SYSTEM, QUESTION, A, B = text(9, 1), text(6, 4), chunk(33, 11), chunk(25, 12)
+FIRST = Prompt([SYSTEM, A, B, QUESTION])
+ANSWER = 5
+
+
+def tree_of() -> KnowledgeTree:
+    return KnowledgeTree(host_bytes=1 << 28, turns_bytes=1 << 28)
+
+
+def next_turn(answer: tuple[int, ...], *more: Text | Chunk) -> Prompt:
+    asked = Text(token_ids=(*QUESTION.token_ids, *answer, *tokens(8, 77)))  # type: ignore[misc]
+    return Prompt([SYSTEM, A, B, asked, *more])
+
+
+def greedy(name: str, prompt: Prompt) -> tuple[int, ...]:
+    given = torch.tensor([ids(prompt)])
+    out = plain(name).generate(given, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
+    return tuple(out[0, given.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_an_exact_turn_is_gone_on_from_exactly(name: str) -> None:
+    with rag_for(name, policy="prefix", tree=tree_of(), cold="now") as rag:
+        first = rag.generate(FIRST, max_new_tokens=ANSWER, do_sample=False)
+        second = next_turn(first.token_ids)
+        answer = rag.generate(second, max_new_tokens=ANSWER, do_sample=False)
+        report = answer.report.link
+        assert report.exact_tokens == len(ids(FIRST)) + ANSWER - 1, "the last token was never run"
+        assert (report.tree_tokens, report.approximate_tokens) == (9 + 33 + 25, 0)
+        assert (report.chunks[-1].source, report.chunks[-1].exact) == ("turn", True)
+        assert report.computed_tokens == 8 + 1
+        assert answer.token_ids == greedy(name, second)
+        third = next_turn((*first.token_ids, *tokens(8, 77), *answer.token_ids), chunk(20, 30), QUESTION)
+        assert rag.generate(third, max_new_tokens=ANSWER, do_sample=False).token_ids == greedy(name, third)
+
+
+def test_an_approximate_turn_stays_approximate_and_out_of_the_tree() -> None:
+    tree = tree_of()
+    with rag_for("llama", policy="reuse", tree=tree, cold="now") as rag:
+        for part in (A, B):
+            rag.generate(Prompt([text(4, 50), part, QUESTION]), max_new_tokens=1)
+        first = rag.generate(FIRST, max_new_tokens=ANSWER, do_sample=False)
+        assert first.report.link.approximate_tokens == 33 + 25
+        prompt = next_turn(first.token_ids)
+        for _ in range(2):
+            report = rag.generate(prompt, max_new_tokens=ANSWER).report.link
+            assert report.exact_tokens == 9, "the system text"
+            assert report.approximate_tokens >= len(ids(FIRST)) - 9 + ANSWER - 1
+            assert [(use.source, use.exact) for use in report.chunks][-1] == ("turn", False)
+        assert not any(A.token_ids and chunk_id(A.token_ids, "default") in n.step.ids and n.start == 9
+                       for n in tree._levels)  # fmt: skip
+        # Who asks for exactness gets it: approximate rows of a turn are computed again.
+        answer = rag.generate(prompt, max_new_tokens=ANSWER, do_sample=False, policy="prefix")
+        assert answer.report.link.approximate_tokens == 0
+        assert answer.token_ids == greedy("llama", prompt)
+
+
+def test_a_beginning_that_ends_inside_a_chunk_ends_before_it() -> None:
+    longer = Chunk(token_ids=(*(B.token_ids or ())[:12], *tokens(9, 90)))
+    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
+        rag.generate(FIRST, max_new_tokens=1)
+        prompt = Prompt([SYSTEM, A, longer, QUESTION])
+        answer = rag.generate(prompt, max_new_tokens=ANSWER, do_sample=False)
+        assert answer.report.link.exact_tokens == 9 + 33
+        assert answer.token_ids == greedy("llama", prompt)
+
+
+def test_forgetting_reaches_turns_and_tenants_share_none() -> None:
+    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
+        first = rag.generate(FIRST, max_new_tokens=ANSWER)
+        second = next_turn(first.token_ids)
+        other = rag.generate(second, max_new_tokens=1, namespace="globex").report.link
+        assert other.reused_tokens == 0
+        rag.forget([chunk_id(B.token_ids or (), "default")])
+        report = rag.generate(second, max_new_tokens=1).report.link
+        assert report.exact_tokens == 9 + 33
+        assert "turn" not in {use.source for use in report.chunks}
+
+
+# -- the shelf by itself ---------------------------------------------------------------------------
+
+
+def turn(count: int, seed: int, *, root: Root = ROOT, members: frozenset[str] = frozenset()) -> Turn:
+    return Turn(root, tokens(count, seed), kv_of(root, path_of(f"a{count}")), count, members)
+
+
+def test_the_longest_common_beginning_wins_and_short_ones_do_not_count() -> None:
+    turns = Turns(1 << 20)
+    short, long = turn(20, 1), turn(30, 1)
+    assert turns.keep(long, turns.epoch)
+    assert turns.keep(short, turns.epoch)
+    asked = (*tokens(30, 1)[:25], 3, 4)
+    found = turns.longest(ROOT, asked)
+    assert found is not None
+    assert (found.turn, found.tokens) == (long, 25)
+    assert turns.longest(ROOT, (*tokens(30, 1)[:15], 3, 4)) is None
+    assert turns.longest(Root("weights-2", "acme"), asked) is None
+
+
+def test_a_turn_replaces_the_one_that_it_goes_on_from() -> None:
+    turns = Turns(1 << 20)
+    for count in (20, 30, 40):
+        turns.keep(turn(count, 1), turns.epoch)
+    assert turns.stats()[0].entries == 1
+    turns.keep(turn(40, 2), turns.epoch)
+    assert turns.stats()[0].entries == 2
+
+
+def test_the_budget_holds_and_the_least_recently_used_leaves() -> None:
+    size = turn(20, 1).kv.nbytes
+    turns = Turns(2 * size)
+    for seed in (1, 2):
+        turns.keep(turn(20, seed), turns.epoch)
+    assert turns.longest(ROOT, tokens(20, 1)) is not None
+    turns.keep(turn(20, 3), turns.epoch)
+    assert [turns.longest(ROOT, tokens(20, seed)) is None for seed in (1, 2, 3)] == [False, True, False]
+    assert not turns.keep(turn(50, 4), turns.epoch)
+    assert turns.stats()[0].nbytes == 2 * size
+
+
+def test_what_began_before_a_forget_is_not_kept_after_it() -> None:
+    turns = Turns(1 << 20)
+    epoch = turns.epoch
+    turns.keep(turn(20, 1, members=frozenset({"x"})), epoch)
+    assert turns.forget("acme", frozenset({"y"})) == 0
+    assert turns.forget("acme", frozenset({"x"})) == 1
+    assert not turns.keep(turn(20, 1), epoch)
+    assert turns.longest(ROOT, tokens(20, 1)) is None
