@@ -18,6 +18,7 @@ from ragcachekit.store.entry_header import (
     encode_header,
     header_size,
 )
+from ragcachekit.store.entry_tensors import as_tensor, split
 from ragcachekit.types import KVKey
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,16 +63,16 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
     if start + header.nbytes != len(image):
         raise EntryDamaged(f"{len(image)} bytes instead of {start + header.nbytes}")
     raw = torch.from_numpy(np.frombuffer(image, np.uint8, offset=start).copy())
-    keys, values, offset = [], [], 0
+    keys, values = split(raw[: sum(layer.nbytes for layer in header.layers)], header.layers)
+    offset = 0
     for layer in header.layers:
         _check(raw[offset : offset + layer.nbytes], layer.crc32c)
-        keys.append(_tensor(raw, offset, layer.keys))
-        values.append(_tensor(raw, offset + layer.keys.nbytes, layer.values))
         offset += layer.nbytes
     sums = {}
     for sealed in header.sums:
-        _check(raw[offset : offset + sealed.nbytes], sealed.crc32c)
-        sums[sealed.name] = _tensor(raw, offset, sealed.tensor)
+        part = raw[offset : offset + sealed.nbytes]
+        _check(part, sealed.crc32c)
+        sums[sealed.name] = as_tensor(part, sealed.tensor)
         offset += sealed.nbytes
     return ChunkKV(tuple(keys), tuple(values), header.start, sums, header.quantised)
 
@@ -92,13 +93,6 @@ def key_in(beginning: memoryview, size: int) -> KVKey | None:
 def _header(image: memoryview, size: int) -> tuple[EntryHeader, int]:
     end = header_size(bytes(image[:8]), size)
     return decode_header(bytes(image[:end])), end
-
-
-def _tensor(raw: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    part = raw[offset : offset + spec.nbytes]
-    if part.data_ptr() % spec.dtype.itemsize:
-        part = part.clone()  # a wider type behind an odd number of narrower ones
-    return part.view(spec.dtype).reshape(spec.shape)
 
 
 def _raw(tensor: torch.Tensor) -> Bytes:

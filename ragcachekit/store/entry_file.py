@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -25,11 +25,10 @@ from ragcachekit.store.entry_bytes import to_bytes
 from ragcachekit.store.entry_header import (
     EntryDamaged,
     EntryHeader,
-    LayerSpec,
-    TensorSpec,
     decode_header,
     header_size,
 )
+from ragcachekit.store.entry_tensors import as_tensor, split
 from ragcachekit.store.folder import temp_file, write_all
 from ragcachekit.types import KVKey
 
@@ -149,7 +148,7 @@ class EntryReader:
             if google_crc32c.value(array[at : at + spec.nbytes]) != spec.crc32c:
                 raise EntryDamaged(f"layer {number} does not match its CRC")
             at += spec.nbytes
-        return zip(*_split(raw, specs), strict=True)
+        return zip(*split(raw, specs), strict=True)
 
     def close(self) -> None:
         """Close the file; also twice."""
@@ -183,7 +182,7 @@ class EntryReader:
         raw = self._read(self._offsets[len(self.header.layers) + number], sealed.nbytes)
         if _crc(raw) != sealed.crc32c:
             raise EntryDamaged(f"{sealed.name} does not match its CRC")
-        return _tensor(raw, sealed.tensor)
+        return as_tensor(raw, sealed.tensor)
 
     def _read(self, offset: int, nbytes: int) -> torch.Tensor:
         if self._direct:
@@ -274,30 +273,6 @@ def read_key(path: Path) -> KVKey:
     if key.digest() != path.stem:
         raise EntryDamaged(f"{path.name} holds the entry of another key")
     return key
-
-
-def _split(
-    raw: torch.Tensor, specs: tuple[LayerSpec, ...]
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Keys and values of the layers that lie in ``raw`` one behind the other."""
-    kinds = {spec for layer in specs for spec in (layer.keys, layer.values)}
-    if len(kinds) == 1:  # as of almost every model: all tensors in one step, not three for each
-        (kind,) = kinds
-        every = _tensor(raw, TensorSpec(kind.dtype, (2 * len(specs), *kind.shape))).unbind()
-        return every[::2], every[1::2]
-    keys, values, at = [], [], 0
-    for layer in specs:
-        middle, behind = at + layer.keys.nbytes, at + layer.nbytes
-        keys.append(_tensor(raw[at:middle], layer.keys))
-        values.append(_tensor(raw[middle:behind], layer.values))
-        at = behind
-    return keys, values
-
-
-def _tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if raw.data_ptr() % spec.dtype.itemsize:
-        raw = raw.clone()  # a wider type behind an odd number of narrower ones
-    return raw.view(spec.dtype).reshape(spec.shape)
 
 
 def _crc(raw: torch.Tensor) -> int:
