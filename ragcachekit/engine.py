@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from ragcachekit.link.policies import open_policy
 from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
 from ragcachekit.model.rope_probe import describe_rope
+from ragcachekit.model.rotary_guard import guard_rotary
 from ragcachekit.prepare import PromptLike
 from ragcachekit.shadow import Shadow, shadow_config
 from ragcachekit.stock import Stock, checked_namespace, several
@@ -113,6 +115,8 @@ class RagCache:
         self.tokenizer = tokenizer
         self.namespace = checked_namespace(namespace)
         self._rope = describe_rope(model)
+        if self._rope.depends_on_length:
+            guard_rotary(model)
         folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(
             model, tokenizer, source=_weights, cache=folder / "digests.json"
@@ -132,17 +136,22 @@ class RagCache:
             load=load,
             tree=tree,
         )
-        self._prompts = self._stock.prompts
-        self._budgets = Budgets(folder, self.fingerprint, self._prompts.encodings(open_policy("full")).name)
-        self._budgets.resolve(self._policy, self.namespace)  # what there is to warn of, warn of now
-        self.shadow = Shadow(
-            shadow_config(shadow),
-            model,
-            self._rope,
-            pad=self._prompts.pad,
-            decode=self._prompts.decode,
-            unchanged=self._prompts.unchanged,
-        )
+        with ExitStack() as opened:  # closed again if a later step raises
+            opened.callback(self._stock.close)
+            self._prompts = self._stock.prompts
+            self._budgets = Budgets(
+                folder, self.fingerprint, self._prompts.encodings(open_policy("full")).name
+            )
+            self._budgets.resolve(self._policy, self.namespace)  # what there is to warn of, warn of now
+            self.shadow = Shadow(
+                shadow_config(shadow),
+                model,
+                self._rope,
+                pad=self._prompts.pad,
+                decode=self._prompts.decode,
+                unchanged=self._prompts.unchanged,
+            )
+            opened.pop_all()
 
     @classmethod
     def from_pretrained(
@@ -260,7 +269,8 @@ class RagCache:
         """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
         Until it is registered or encoded again, a forgotten chunk is nobody's neighbour either.
-        Another process that runs on the same disk folder keeps what its own host memory holds.
+        Another process that runs on the same disk folder keeps what its own host memory holds; its
+        knowledge tree there, if it has one with a disk, follows at its next request in the namespace.
 
         Parameters
         ----------
@@ -444,8 +454,8 @@ class RagCache:
         self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
     ) -> LinkPlan:
         space = self._space(namespace)
-        chosen = self._chosen(policy, space)
-        return self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named)
+        chosen, epoch = self._chosen(policy, space), self._stock.warmer.epoch(space)
+        return self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
 
     def _chosen(self, policy: str | SelectionPolicy | None, space: str) -> Chosen:
         chosen = self._budgets.resolve(self._policy if policy is None else open_policy(policy), space)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelChanged
+from ragcachekit.generate.background import attempt
 from ragcachekit.generate.keep import TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
 from ragcachekit.generate.run import Generated
@@ -89,35 +91,44 @@ class Stock:
     ) -> None:
         self._policy = policy
         self.cold = cold
-        self._owns_store = store is None or isinstance(store, StoreConfig)
-        self.store: KVStore = open_store(store or StoreConfig()) if self._owns_store else store  # type: ignore[assignment, arg-type]
-        config, context = load_config(load), rope.context
-        self.loads = LoadPath(
-            model, self.store, config, fingerprint=fingerprint, folder=folder, context=context
-        )
-        self._owns_tree = isinstance(tree, TreeConfig)
-        if isinstance(tree, TreeConfig):
-            disk = store.disk_path if isinstance(store, StoreConfig) else None
-            tree = _new_tree(tree, model, fingerprint, folder, disk)
-        self.tree = tree
-        self.prompts = Preparer(
-            model,
-            tokenizer,
-            rope=rope,
-            store=self.store,
-            fingerprint=fingerprint,
-            encoder=encoder,
-            neighbours=neighbours,
-            fetch=self.loads.fetch,
-            tree=BeginningReader(tree, rope) if tree is not None else None,
-        )
-        self.keeper: TreeKeeper | None = None
-        if tree is not None:
-            when: Literal["now", "background"] = "now" if cold == "now" else "background"
-            self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, when)
-        if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
-            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+        with ExitStack() as opened:  # closed again if a later step raises
+            self.store: KVStore
+            if store is None or isinstance(store, StoreConfig):
+                self.store = open_store(store or StoreConfig())
+                opened.callback(self.store.close)
+            else:
+                self.store = store
+            config, context = load_config(load), rope.context
+            self.loads = LoadPath(
+                model, self.store, config, fingerprint=fingerprint, folder=folder, context=context
+            )
+            opened.callback(self.loads.close)
+            if isinstance(tree, TreeConfig):
+                disk = store.disk_path if isinstance(store, StoreConfig) else None
+                tree = _new_tree(tree, model, fingerprint, folder, disk)
+                opened.callback(tree.close)
+            self.tree = tree
+            self.prompts = Preparer(
+                model,
+                tokenizer,
+                rope=rope,
+                store=self.store,
+                fingerprint=fingerprint,
+                encoder=encoder,
+                neighbours=neighbours,
+                fetch=self.loads.fetch,
+                tree=BeginningReader(tree, rope) if tree is not None else None,
+            )
+            self.keeper: TreeKeeper | None = None
+            if tree is not None:
+                when: Literal["now", "background"] = "now" if cold == "now" else "background"
+                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, when)
+                opened.callback(self.keeper.close)
+            if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
+                raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+            self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+            opened.callback(self.warmer.close)
+            self._opened = opened.pop_all()
 
     # -- what is given ahead -----------------------------------------------------------------------
 
@@ -166,13 +177,15 @@ class Stock:
         return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
 
     def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
-        """First whoever could bring an entry back, then the entries."""
+        """The entries, while nobody stores any; then whatever was begun before and would bring them back."""
         self.prompts.neighbours.forget(space, gone)
-        self.warmer.forget(space, gone)
-        self.prompts.variants.forget(space, gone)
-        self.loads.forget(space, gone)
-        from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
-        return from_tree + self.store.forget(space, gone)
+        with self.warmer.forgetting(space, gone):
+            self.prompts.variants.forget(space, gone)
+            from_store = self.store.forget(space, gone)
+            # After the store: requests that still found something there began before the tree forgets.
+            from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
+            self.loads.forget(space, gone)
+        return from_tree + from_store
 
     # -- what requests leave behind ----------------------------------------------------------------
 
@@ -192,7 +205,7 @@ class Stock:
         if self.cold == "background":
             self.warmer.later(missing)
         elif self.cold == "now":
-            self.warmer.now(missing)
+            attempt(self.warmer.now, missing)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
@@ -213,14 +226,7 @@ class Stock:
 
     def close(self) -> None:
         """End the threads, and close the store and the tree that were opened here."""
-        self.warmer.close()
-        self.loads.close()
-        if self.keeper is not None:
-            self.keeper.close()
-        if self.tree is not None and self._owns_tree:
-            self.tree.close()
-        if self._owns_store:
-            self.store.close()
+        self._opened.close()
 
 
 def _new_tree(

@@ -62,6 +62,9 @@ class PhantomDisk:
     As the disk does it, so that what is copied into faster tiers is copied at the same moment.
     """
 
+    shared = True
+    remote = False
+
     def __init__(self) -> None:
         self._entries: dict[KVKey, ChunkKV] = {}
 

@@ -10,10 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ragcachekit.store.process import PerProcess
+
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
 """How long the thread waits for more before it ends."""
+
+END_SECONDS = 10.0
+"""How long the end (also that of the process) waits for the job in work."""
 
 Job = TypeVar("Job")
 
@@ -46,40 +51,48 @@ class Background(Generic[Job]):
         self._work = work
         self._most = most
         self._name = name
-        self._state = _State[Job]()
+        self._states = PerProcess(_State[Job])
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
-        self._end = weakref.finalize(self, _end, self._state)
+        self._end = weakref.finalize(self, _end, self._states)
 
     @property
     def waiting(self) -> int:
         """Jobs in the queue, without the one in work."""
-        return len(self._state.jobs)
+        return len(self._states.get().jobs)
 
     def submit(self, job: Job) -> bool:
-        """Queue a job; False if there is no room for it, or after :meth:`close`."""
-        state = self._state
+        """Queue a job; False if there is no room or no thread for it, or after :meth:`close`."""
+        state = self._states.get()
         with state.condition:
             if state.closed or len(state.jobs) >= self._most:
                 return False
+            if state.thread is None or not state.thread.is_alive():  # a job may have ended it
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.warning("%s: no thread to be had, a job is dropped: %s", self._name, error)
+                    return False
+                state.thread = thread
             state.jobs.append(job)
             state.condition.notify_all()
-            if state.thread is None:
-                state.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                state.thread.start()
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing waits or is in work; False if ``timeout`` seconds did not suffice."""
-        state = self._state
+        state = self._states.get()
         with state.condition:
             return state.condition.wait_for(lambda: not state.jobs and not state.busy, timeout)
 
     def close(self) -> None:
-        """Finish the job in work, drop the rest, end the thread."""
+        """Finish the job in work, drop the rest, end the thread.
+
+        A job that takes longer than :data:`END_SECONDS` is left to itself.
+        """
         self._end()
 
     def _run(self) -> None:
-        state = self._state
+        state = self._states.get()
         while True:
             with state.condition:
                 state.condition.wait_for(lambda: state.jobs or state.closed, IDLE_SECONDS)
@@ -89,20 +102,35 @@ class Background(Generic[Job]):
                     return
                 job, state.busy = state.jobs.popleft(), True
             try:
-                self._work(job)
-            except Exception:
-                log.warning("a job in the background failed", exc_info=True)
+                attempt(self._work, job)
             finally:
+                del job  # a cache, perhaps: not while waiting for more
                 with state.condition:
                     state.busy = False
                     state.condition.notify_all()
 
 
-def _end(state: _State[Job]) -> None:
+def attempt(work: Callable[[Job], object], job: Job) -> None:
+    """Do a job; what it raises is logged. The answer that it comes behind is there already."""
+    try:
+        work(job)
+    except Exception:
+        log.warning("a job behind an answer failed", exc_info=True)
+
+
+def ended(thread: threading.Thread) -> None:
+    """Wait for a thread that was told to end, though not for ever."""
+    thread.join(END_SECONDS)
+    if thread.is_alive():
+        log.warning("%s has not ended within %g s; not waited for any longer", thread.name, END_SECONDS)
+
+
+def _end(states: PerProcess[_State[Job]]) -> None:
+    state = states.get()
     with state.condition:
         state.closed = True
         state.jobs.clear()
         state.condition.notify_all()
         thread = state.thread
     if thread is not None and thread is not threading.current_thread():
-        thread.join()
+        ended(thread)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from ragcachekit.generate.background import Background
+from ragcachekit.generate.background import Background, attempt
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.capture import captured, turn_of
 from ragcachekit.model.rope import Rope
@@ -44,7 +44,7 @@ class TreeKeeper:
     def after(self, generated: Generated) -> None:
         """A batch of requests is done. What comes while many wait is dropped: it may be computed again."""
         if self._when == "now":
-            self._keep(generated)
+            attempt(self._keep, generated)
         else:
             self._background.submit(generated)
 

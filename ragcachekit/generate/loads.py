@@ -83,7 +83,7 @@ class LoadPath:
             self._measured = self._jobs.submit(self._measure)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Give up what ``store.forget`` with the same arguments is about; call it before that."""
+        """Give up what ``store.forget`` with the same arguments was about; call it after that."""
         self._loader.forget(namespace, chunk_ids)
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from ragcachekit.generate.background import ended
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
 from ragcachekit.types import Answer
 
@@ -42,6 +43,8 @@ class AnswerStream:
         )
         self._thread.start()
         weakref.finalize(self, self._cancel.set)
+        # The thread's, not this object's: it may be in the model although the stream was dropped.
+        weakref.finalize(self._thread, _leave, self._cancel, weakref.ref(self._thread))
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -96,6 +99,13 @@ def _run(
         outcome.error = error
     finally:
         tokens.end()
+
+
+def _leave(cancel: threading.Event, thread: weakref.ref[threading.Thread]) -> None:
+    """At exit: an interpreter that goes while a thread is inside the model may crash."""
+    cancel.set()
+    if (running := thread()) is not None:
+        ended(running)
 
 
 def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> Iterator[str]:

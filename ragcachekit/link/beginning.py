@@ -47,7 +47,7 @@ class Beginning:
     past : tuple of Stretch
         What the turn before this one has behind that, in order.
     members : frozenset of str
-        Ids of the prompt's segments up to its last chunk.
+        Ids of the prompt's segments up to its last chunk, and the members of the turn that ``past`` is of.
     epoch : int
         Of the turns, when this was read.
     """
@@ -123,27 +123,31 @@ class BeginningReader:
         length = sum(len(segment.token_ids) for segment in segments)
         regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
         match = self.tree.match(Root(fingerprint, namespace, regime), path_of(segments, wanted))
-        past = self._past(match, segments, namespace)
-        members = frozenset(i for want in wanted for i in (*want.before, want.key.chunk_id))
+        past, former = self._past(match, segments, namespace)
+        members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
         return Beginning(match, ms, layerwise, past, members, epoch)
 
-    def _past(self, match: Match, segments: Sequence[TokenSegment], namespace: str) -> tuple[Stretch, ...]:
-        """What the last turn has behind the match: its exact rows, then those that are not."""
+    def _past(
+        self, match: Match, segments: Sequence[TokenSegment], namespace: str
+    ) -> tuple[tuple[Stretch, ...], frozenset[str]]:
+        """What the last turn has behind the match, its exact rows first, and that turn's members."""
+        nothing: tuple[tuple[Stretch, ...], frozenset[str]] = ((), frozenset())
         turns = self.tree.turns
         if not turns.budget or self._rope.depends_on_length:
-            return ()
+            return nothing
         ids = tuple(i for segment in segments for i in segment.token_ids)
         found = turns.longest(match.root, ids)
         if found is None:
-            return ()
+            return nothing
         stop = _not_inside_a_chunk(min(found.tokens, len(ids) - 1), segments)
         middle = min(max(found.turn.exact, match.tokens), stop)
-        return tuple(
+        past = tuple(
             Stretch(found.turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
             for a, b, exact in ((match.tokens, middle, True), (middle, stop, False))
             if a < b
         )
+        return (past, found.turn.members) if past else nothing
 
 
 def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:

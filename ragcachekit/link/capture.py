@@ -81,13 +81,14 @@ def turn_of(
     if sum(t.numel() * t.element_size() for t in (*keys, *values)) > most:
         return None
     exact = exact_rows(plan)
+    traces = (id for chunk in plan.placed for id in chunk.behind)
     copied = [tuple(t.to("cpu", copy=True) for t in of) for of in (keys, values)]
     return Turn(
         beginning.match.root,
         rows,
         ChunkKV(copied[0], copied[1], 0),
         len(rows) if exact == len(plan.token_ids) else exact,
-        beginning.members,
+        beginning.members.union(traces),
     )
 
 

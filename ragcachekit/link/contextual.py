@@ -29,11 +29,11 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
         return []
     system, out, at = encoding.behind, [], 0
     if system:
-        out.append((0, _entry(item.key, system, Encoding(ENCODING_PREFIX))))
+        out.append((0, _entry(item, system, Encoding(ENCODING_PREFIX))))
         at = len(system)
     for ids in encoding.neighbours:
         kind = Encoding("system", system) if system else Encoding("standalone")
-        out.append((at, _entry(item.key, ids, kind)))
+        out.append((at, _entry(item, ids, kind)))
         at += len(ids)
     return out
 
@@ -115,8 +115,9 @@ class _Attended:
         self.sums += scores[self._rows.start : self._rows.stop].float().cpu()
 
 
-def _entry(key: KVKey, ids: tuple[int, ...], encoding: Encoding) -> Missing:
-    """An entry of the same model and tenant as ``key``."""
+def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:
+    """An entry of the same model, tenant and epoch as ``item``."""
+    key = item.key
     context = (chunk_id(encoding.behind, key.namespace),) if encoding.behind else ()
     own = KVKey(key.fingerprint, key.namespace, chunk_id(ids, key.namespace), encoding.name, context)
-    return Missing(own, ids, encoding)
+    return Missing(own, ids, encoding, item.epoch)

@@ -180,7 +180,9 @@ def _report(lookup: _Lookup, parts: _Parts, tokens: int, load_ms: float) -> Link
 def _chosen(plan: LinkPlan, policy: SelectionPolicy, segments: Sequence[TokenSegment]) -> LinkPlan:
     """Decided by the policy, or open where it needs the model's help for that."""
     length = len(plan.token_ids)
-    question = tuple(range(_end_of_chunks(segments), length)) or (length - 1,)
+    # The turn before this one may hold the beginning of the question: those rows do not run again.
+    begin = max([_end_of_chunks(segments), *(piece.stop for piece in plan.pieces)])
+    question = tuple(range(begin, length)) or (length - 1,)
     if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in plan.placed):
         return replace(decided(plan, ()), policy=policy, question=question)
     chosen = policy.select(plan.placed)

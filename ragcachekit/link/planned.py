@@ -28,11 +28,16 @@ class TokenSegment:
 
 @dataclass(frozen=True)
 class Missing:
-    """An entry that this prompt would have used: what to encode, and under which key to keep it."""
+    """An entry that this prompt would have used: what to encode, and under which key to keep it.
+
+    ``epoch`` is how often the namespace had forgotten something when the prompt came: a later forgetting
+    is about this entry too. None for what is to be kept whatever was forgotten.
+    """
 
     key: KVKey
     token_ids: tuple[int, ...]
     encoding: Encoding
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +116,15 @@ class LinkPlan:
             self,
             report=change(self.report),
             again=None if again is None else lambda lost: again(lost).reported(change),
+        )
+
+    def since(self, epoch: int) -> LinkPlan:
+        """The plan of a prompt that came in this epoch of its namespace, also where it is made again."""
+        again = self.again
+        return replace(
+            self,
+            missing=tuple(replace(item, epoch=epoch) for item in self.missing),
+            again=None if again is None else lambda lost: again(lost).since(epoch),
         )
 
     @property

@@ -6,8 +6,10 @@ import logging
 import queue
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
@@ -16,6 +18,7 @@ from ragcachekit.link.planned import Missing
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.process import PerProcess
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -25,6 +28,27 @@ BATCH = 32
 
 IDLE_SECONDS = 0.5
 """How long the thread waits for more before it ends."""
+
+
+@dataclass(eq=False)
+class _State:
+    """What the thread and its users share.
+
+    ``keeping`` is held while an entry is stored, and while things are forgotten; ``condition`` guards
+    ``waiting``, ``threads`` and ``epochs`` (how often each namespace has forgotten something).
+    """
+
+    queue: queue.SimpleQueue[Missing | None] = field(default_factory=queue.SimpleQueue)
+    waiting: dict[KVKey, Missing] = field(default_factory=dict)
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    keeping: threading.Lock = field(default_factory=threading.Lock)
+    threads: list[threading.Thread] = field(default_factory=list)
+    closed: threading.Event = field(default_factory=threading.Event)
+    epochs: Counter[str] = field(default_factory=Counter)
+
+    def current(self, item: Missing) -> bool:
+        """Whether nothing was forgotten since the prompt came that missed it."""
+        return item.epoch in (None, self.epochs[item.key.namespace])
 
 
 class Warmer:
@@ -59,31 +83,28 @@ class Warmer:
         self._stored = stored
         self._store = store
         self._still_valid = still_valid
-        self._queue: queue.SimpleQueue[Missing | None] = queue.SimpleQueue()
-        self._waiting: dict[KVKey, Missing] = {}
-        self._condition = threading.Condition()
-        self._keeping = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._closed = threading.Event()
+        self._states = PerProcess(_State)
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
-        self._end = weakref.finalize(self, _end, self._closed, self._queue, self._threads)
+        self._end = weakref.finalize(self, _end, self._states)
 
     def now(
         self,
         missing: Iterable[Missing],
         done: Callable[[int], object] = lambda _: None,
-        wanted: Callable[[Missing], bool] = lambda _: True,
+        wanted: Callable[[Missing], bool] | None = None,
     ) -> int:
         """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
 
         What an entry is encoded behind comes first, where the store does not hold it (:meth:`complete`).
-        ``wanted`` is asked about each entry when it is about to be stored. Returns how many were kept.
+        ``wanted`` is asked about each entry when it is about to be stored; by default, whether its
+        namespace has forgotten nothing since the entry's epoch. Returns how many were kept.
         """
-        kept = 0
+        kept, state = 0, self._states.get()
+        wanted = wanted or state.current
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
                 return kept
-            with self._keeping:
+            with state.keeping:
                 if wanted(item) and self._store.put(item.key, kv):
                     self._stored(item.key, kv)
                     kept += 1
@@ -127,34 +148,55 @@ class Warmer:
 
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue for the background thread; what is queued already is not queued again."""
-        todo = self.complete(missing)
-        with self._condition:
-            if self._closed.is_set():
+        todo, state = self.complete(missing), self._states.get()
+        with state.condition:
+            if state.closed.is_set():
                 return
-            for item in todo:
-                if item.key not in self._waiting:
-                    self._waiting[item.key] = item
-                    self._queue.put(item)
-            if self._waiting and not self._threads:
-                self._threads.append(
-                    threading.Thread(target=self._work, name="ragcachekit-warm", daemon=True)
-                )
-                self._threads[0].start()
+            new = {i.key: i for i in todo if i.key not in state.waiting and state.current(i)}
+            if new and not state.threads and not self._started(state):
+                return
+            state.waiting.update(new)
+            for item in new.values():
+                state.queue.put(item)
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Give up what ``store.forget`` with the same arguments is about; call it before that.
+    def _started(self, state: _State) -> bool:
+        """Whether there is a thread now; where none can be started, later requests miss the same again."""
+        thread = threading.Thread(target=self._work, name="ragcachekit-warm", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("nothing is encoded in the background for now: %s", error)
+            return False
+        state.threads.append(thread)
+        return True
 
-        Otherwise a chunk that waits or is being encoded would be stored after it was forgotten.
+    def epoch(self, namespace: str) -> int:
+        """How often the namespace has forgotten something; ask before a prompt is looked up."""
+        return self._states.get().epochs[namespace]
+
+    @contextmanager
+    def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
+        """While inside, nothing is stored; at the end, whatever would bring entries back is given up.
+
+        That is what waits or is being encoded under these chunks, and what prompts that came before this
+        moment missed in the namespace. Leave it when ``store.forget`` with the same arguments is done.
         """
-        with self._keeping, self._condition:
-            for key in [k for k in self._waiting if concerns(k, namespace, chunk_ids)]:
-                del self._waiting[key]
-            self._condition.notify_all()
+        state = self._states.get()
+        with state.keeping:
+            try:
+                yield
+            finally:
+                with state.condition:
+                    state.epochs[namespace] += 1
+                    for key in [k for k in state.waiting if concerns(k, namespace, chunk_ids)]:
+                        del state.waiting[key]
+                    state.condition.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued; False if that took longer than ``timeout`` seconds."""
-        with self._condition:
-            return self._condition.wait_for(lambda: not self._waiting, timeout)
+        state = self._states.get()
+        with state.condition:
+            return state.condition.wait_for(lambda: not state.waiting, timeout)
 
     def close(self) -> None:
         """Finish the entries in work, drop the rest, end the thread."""
@@ -173,40 +215,41 @@ class Warmer:
     def _next_batch(self) -> list[Missing]:
         """What is queued, at most :data:`BATCH`; empty when the thread should end."""
         batch: list[Missing] = []
+        state = self._states.get()
         try:
             while len(batch) < BATCH:
-                item = self._queue.get(timeout=0 if batch else IDLE_SECONDS)
+                item = state.queue.get(timeout=0 if batch else IDLE_SECONDS)
                 if item is None:  # closed
                     break
                 batch.append(item)
         except queue.Empty:
             pass
-        if self._closed.is_set():
-            self._done(list(self._waiting.values()))
+        if state.closed.is_set():
+            self._done(list(state.waiting.values()))
             return []
-        with self._condition:
-            if not batch and self._queue.empty():
+        with state.condition:
+            if not batch and state.queue.empty():
                 # Idle: let go, so that a RagCache that was dropped without close can be freed.
-                self._threads.clear()
+                state.threads.clear()
             elif not batch:
                 return self._next_batch()
         return batch
 
     def _waits(self, item: Missing) -> bool:
-        return item.key in self._waiting
+        return item.key in self._states.get().waiting
 
     def _done(self, batch: Iterable[Missing]) -> None:
-        with self._condition:
+        state = self._states.get()
+        with state.condition:
             for item in batch:
-                self._waiting.pop(item.key, None)
-            self._condition.notify_all()
+                state.waiting.pop(item.key, None)
+            state.condition.notify_all()
 
 
-def _end(
-    closed: threading.Event, waiting: queue.SimpleQueue[Missing | None], threads: list[threading.Thread]
-) -> None:
-    closed.set()
-    waiting.put(None)
-    for thread in list(threads):
+def _end(states: PerProcess[_State]) -> None:
+    state = states.get()
+    state.closed.set()
+    state.queue.put(None)
+    for thread in list(state.threads):
         if thread is not threading.current_thread():
             thread.join()

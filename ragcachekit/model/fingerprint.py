@@ -18,8 +18,12 @@ from ragcachekit.model.weights_digest import hash_tensor, source_digest, state_d
 
 __all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint", "quick_check"]
 
-KV_SCHEMA = 2
-"""Raised when the library stores KV in another form, or computes it otherwise."""
+KV_SCHEMA = 3
+"""Raised when the library stores KV in another form, or computes it otherwise.
+
+3: what schema 2 stored for models whose frequencies depend on the length (longrope) may have been computed
+while another thread changed the frequencies.
+"""
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
 _LAYOUT = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -143,7 +144,7 @@ class KVStore(Protocol):
         ...
 
 
-def concerns(key: KVKey, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
+def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> bool:
     """Whether ``forget(namespace, chunk_ids)`` is about ``key``.
 
     Contextual KV holds traces of the chunks it was encoded behind, so those ids count as well.

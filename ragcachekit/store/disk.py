@@ -64,6 +64,7 @@ class DiskStore:
 
     Attributes
     ----------
+    folder : Path
     direct : bool
         Whether reads go past the page cache: asked for, and possible here.
 
@@ -72,6 +73,9 @@ class DiskStore:
     StoreError
         If the folder cannot be used; the message says what to do.
     """
+
+    shared = True
+    remote = False
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class DiskStore:
             raise ValueError(
                 f"the disk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
             )
-        self._folder = Path(path)
+        self.folder = self._folder = Path(path)
         self._budget = budget
         self._at = at
         self._counters = Counters("disk")

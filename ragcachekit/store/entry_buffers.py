@@ -8,6 +8,7 @@ give large blocks back to the kernel as soon as they are free.
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections import deque
 from threading import Lock
@@ -16,12 +17,16 @@ import numpy as np
 import torch
 
 PAGE = 4096
-_SMALL = 1 << 18  # below, the allocator recycles by itself
-_SLACK = 8  # a buffer may be larger than asked for by one eighth
+SMALL = 1 << 18  # bytes; below, the allocator recycles by itself
+_NEAR = 8  # memory that is larger than asked for by one eighth is cut to size; larger stays for others
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Python's default is shared with forked children: each would overwrite what the others have verified."""
 
 
 class Buffers:
     """Hands out byte tensors; their memory comes back when the last tensor over it is gone.
+
+    A forked child has copies of what is in use, and begins with nothing unused.
 
     Parameters
     ----------
@@ -31,21 +36,16 @@ class Buffers:
 
     def __init__(self, idle: int) -> None:
         self._idle = idle
-        self._lock = Lock()
-        self._free: list[mmap.mmap] = []  # latest use last
-        # Filled by finalizers, which run at any moment, also while this thread holds the lock.
-        self._returned: deque[mmap.mmap] = deque()
+        self._unused = _Unused()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` uint8 of any content; large ones begin at a page."""
-        if nbytes < _SMALL or not self._idle:
+        """``nbytes`` uint8 of any content; large ones begin at a page, and keep less than one page more."""
+        if nbytes < SMALL or not self._idle:
             return torch.empty(nbytes, dtype=torch.uint8)
         size = -(-nbytes // PAGE) * PAGE
-        with self._lock:
-            self._collect()
-            memory = self._fitting(size)
+        memory = self._own().take(size, self._idle)
         if memory is None:
-            memory = mmap.mmap(-1, size)
+            memory = mmap.mmap(-1, size, flags=_PRIVATE)
         array = np.frombuffer(memory, np.uint8)
         # torch keeps the array for as long as any tensor over it lives, and the array keeps the map.
         weakref.finalize(array, self._give, memory).atexit = False
@@ -53,23 +53,58 @@ class Buffers:
 
     def clear(self) -> None:
         """Give all that is unused back to the system."""
-        with self._lock:
-            self._idle = 0
-            self._collect()
+        self._idle = 0
+        self._own().shrink(0)
 
     def _give(self, memory: mmap.mmap) -> None:
         if self._idle:
-            self._returned.append(memory)
+            self._unused.returned.append(memory)
 
-    def _collect(self) -> None:
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        idle = sum(map(len, self._free))
-        while idle > self._idle:
-            idle -= len(self._free.pop(0))  # unmapped with its last reference
+    def _own(self) -> _Unused:
+        """This process's: at a fork, another thread may have held the lock, which then stays locked."""
+        unused = self._unused
+        if unused.pid != os.getpid():
+            unused = self._unused = _Unused()
+        return unused
 
-    def _fitting(self, size: int) -> mmap.mmap | None:
-        for place in range(len(self._free) - 1, -1, -1):
-            if size <= len(self._free[place]) <= size + size // _SLACK:
-                return self._free.pop(place)
+
+class _Unused:
+    """Memory of one process that nobody uses."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        # Filled by finalizers, which run at any moment, also while this thread holds the lock.
+        self.returned: deque[mmap.mmap] = deque()
+        self.free: list[mmap.mmap] = []  # latest use last
+        self._lock = Lock()
+
+    def take(self, size: int, idle: int) -> mmap.mmap | None:
+        """Memory of exactly ``size`` bytes, if there is some; ``idle`` bytes may be left."""
+        with self._lock:
+            self._collect(idle)
+            for place in range(len(self.free) - 1, -1, -1):
+                if size <= len(self.free[place]) <= size + size // _NEAR:
+                    return _cut(self.free.pop(place), size)
         return None
+
+    def shrink(self, idle: int) -> None:
+        """Give back to the system what exceeds ``idle`` bytes."""
+        with self._lock:
+            self._collect(idle)
+
+    def _collect(self, idle: int) -> None:
+        while self.returned:
+            self.free.append(self.returned.popleft())
+        held = sum(map(len, self.free))
+        while held > idle:
+            held -= len(self.free.pop(0))  # unmapped with its last reference
+
+
+def _cut(memory: mmap.mmap, size: int) -> mmap.mmap | None:
+    """``memory`` without what exceeds ``size`` bytes, which would count in nobody's budget."""
+    if len(memory) > size:
+        try:
+            memory.resize(size)
+        except (BufferError, SystemError):  # its last user is just about to let go; or this system cannot
+            return None
+    return memory

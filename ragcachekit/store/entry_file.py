@@ -20,7 +20,7 @@ import google_crc32c
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry_buffers import PAGE, Buffers
+from ragcachekit.store.entry_buffers import PAGE, SMALL, Buffers
 from ragcachekit.store.entry_bytes import to_bytes
 from ragcachekit.store.entry_header import (
     EntryDamaged,
@@ -198,7 +198,8 @@ class EntryReader:
         memory = self._buffers.take(whole + PAGE)
         memory = memory[-memory.data_ptr() % PAGE :][:whole]
         self._fill(memory, offset - before, before + nbytes)
-        return memory[before : before + nbytes]
+        part = memory[before : before + nbytes]
+        return part.clone() if nbytes < SMALL else part  # whose pages would be many times the entry
 
     def _fill(self, memory: torch.Tensor, offset: int, needed: int) -> None:
         """Read into ``memory`` until its first ``needed`` bytes are there."""

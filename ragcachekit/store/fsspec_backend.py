@@ -88,8 +88,8 @@ class FsspecBackend:
             try:
                 self._write(name, bytes(blob))
             except BaseException:
-                if name not in self._index:  # an object that nobody accounts for would escape the budget
-                    self._remove(name)
+                if name not in self._index:
+                    self._remove_or_count(name, len(blob), key)
                 raise
             with self._lock:
                 self._add(name, len(blob), key)
@@ -155,25 +155,32 @@ class FsspecBackend:
         self._fs.makedirs(path, exist_ok=True)
 
     def _make_room(self, name: str, nbytes: int) -> int:
-        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit."""
+        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
+        evicted = 0
+        while (victim := self._victim(name, nbytes)) is not None:
+            try:
+                self._discard(victim)  # it counts until the object has gone
+            except BaseException:
+                with self._lock:
+                    self._index.touch(victim)  # one that cannot be deleted is not asked for every time
+                raise
+            evicted += 1
+        return evicted
+
+    def _victim(self, name: str, nbytes: int) -> str | None:
+        """Who has to leave next for ``nbytes`` under ``name``; None once they fit."""
         group = name.partition("/")[0]
         quota = self._quotas.get(group, self._other_quota)
-        victims = []
         with self._lock:
             self._index.touch(name)  # now last in line: what it has now is not evicted for itself
             own = self._index.size(name) if name in self._index else 0
-            while quota and self._index.nbytes_of(group) - own + nbytes > quota:
-                victims.append(self._evict(group))
-            while self._index.nbytes - own + nbytes > self._budget:
-                victims.append(self._evict(None))
-        for victim in victims:
-            self._remove(victim)
-        return len(victims)
-
-    def _evict(self, group: str | None) -> str:
-        victim = self._index.evict(group)
+            if quota and self._index.nbytes_of(group) - own + nbytes > quota:
+                victim = self._index.lowest(group)
+            elif self._index.nbytes - own + nbytes > self._budget:
+                victim = self._index.lowest()
+            else:
+                return None
         assert victim is not None, "an entry within its limits never has to leave for itself"
-        self._keys.pop(victim, None)
         return victim
 
     def _add(self, name: str, nbytes: int, key: KVKey | None) -> None:
@@ -189,6 +196,14 @@ class FsspecBackend:
     def _remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
+
+    def _remove_or_count(self, name: str, nbytes: int, key: KVKey) -> None:
+        """After a failed write: an object that nobody accounts for would escape the budget."""
+        try:
+            self._remove(name)
+        except Exception:
+            with self._lock:
+                self._add(name, nbytes, key)
 
     def _discard(self, name: str) -> None:
         self._remove(name)
@@ -228,9 +243,8 @@ class FsspecBackend:
         with self._lock:
             for name, nbytes in found.items():
                 self._add(name, nbytes, None)
-        evicted = self._make_room("", 0)
-        self._listed = True
-        return evicted
+        self._listed = True  # also if not all of what is too much can be deleted: the next write goes on
+        return self._make_room("", 0)
 
     def _listing(self, group: str = "") -> dict[str, int]:
         """Name → size of every object, of one namespace where one is named, the last written last."""

@@ -20,6 +20,9 @@ from ragcachekit.store.breaker import Breaker
 
 _log = logging.getLogger(__name__)
 
+IDLE_SECONDS = 0.5
+"""How long a thread waits for more before it ends: a store that is dropped may never have been closed."""
+
 T = TypeVar("T")
 
 
@@ -60,7 +63,7 @@ class _Job:
 
 
 class Guard:
-    """Runs operations in a few daemon threads and answers in time, whatever they do.
+    """Runs operations in a few daemon threads, there while needed, and answers in time, whatever they do.
 
     An operation that is late is given up, not stopped: its thread goes on, and is replaced as long as
     there are no more than ``spares`` such threads. After that everything is refused at once. Operations
@@ -130,8 +133,9 @@ class Guard:
     def close(self) -> None:
         """Let idle threads end; further operations are refused."""
         self._closed = True
-        with self._ready:
-            self._ready.notify_all()
+        if self._pid == os.getpid():  # else a fork took the threads away, and perhaps left the lock held
+            with self._ready:
+                self._ready.notify_all()
 
     def _start(self) -> None:
         self._pid = os.getpid()
@@ -198,6 +202,7 @@ class Guard:
         while (job := self._next(ready)) is not None:
             if job.future.set_running_or_notify_cancel():
                 self._finish(job, ready)
+            del job  # it may hold the last reference to a store: not while waiting
 
     def _next(self, ready: Condition) -> _Job | None:
         """The next job for the thread that asks; None if it is to end."""
@@ -205,10 +210,9 @@ class Guard:
             # Asked before waiting, not after: a thread that was woken for a job has to take it.
             if self._threads - self._stuck <= self._workers:
                 self._idle += 1
-                while not self._jobs and not self._closed:
-                    ready.wait()
+                ready.wait_for(lambda: self._jobs or self._closed, IDLE_SECONDS)
                 self._idle -= 1
-                if not self._closed:
+                if self._jobs and not self._closed:
                     return self._jobs.popleft()
             self._threads -= 1
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ragcachekit.store.base import Found, KVStore, concerns
 from ragcachekit.store.loading import Hit, LoadingKV
+from ragcachekit.store.process import PerProcess
 from ragcachekit.store.reading import Desk, Observe, end
 from ragcachekit.types import KVKey
 
@@ -51,9 +52,13 @@ class Loader:
         if threads < 1 or deadline <= 0 or bytes_in_flight < 1:
             raise ValueError("threads and bytes_in_flight must be at least 1, and the deadline > 0 seconds")
         self._deadline = deadline
-        self._desk = desk = Desk(store, observe, bytes_in_flight, threads)
+        self._desks = desks = PerProcess(lambda: Desk(store, observe, bytes_in_flight, threads))
         # At exit too: an interpreter that goes while a thread is inside the store may crash.
-        self._end = weakref.finalize(self, end, desk)
+        self._end = weakref.finalize(self, lambda: end(desks.get()))
+
+    @property
+    def _desk(self) -> Desk:
+        return self._desks.get()
 
     def open(self, key: KVKey, worth: float = 1.0) -> Hit | None:
         """What the store has, without reading its layers: :meth:`begin` does, for all of a prompt at once."""
@@ -67,6 +72,9 @@ class Loader:
             opened = desk.store.open(key, worth)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
+            if desk.hopeless:
+                opened.close()
+                return None
             handle = desk.share(key, opened, lambda load: LoadingKV(load, self._deadline), forgets)
         return Hit(handle, handle.tier) if handle is not None else None
 
@@ -121,7 +129,10 @@ class Loader:
             self._desk.drop(lambda key: gone is None or key in gone)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Hand nothing out any more that ``store.forget`` with the same arguments is about."""
+        """Hand nothing out any more that ``store.forget`` with the same arguments was about.
+
+        Call it after that: what somebody opens in between would be handed out.
+        """
         desk = self._desk
         with desk.changed:
             desk.forgets += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -40,6 +40,8 @@ class Load:
 
     Attributes
     ----------
+    late : callable
+        To be told, with the condition held, that the request waited this many seconds for it in vain.
     pairs : list
         What has been read and verified, layer by layer; None for what has not.
     rank : float
@@ -51,6 +53,7 @@ class Load:
     key: KVKey
     source: LayerSource
     changed: threading.Condition
+    late: Callable[[Load, float], object]
     rank: float = float("inf")
     prefetched: bool = False
     busy: bool = False
@@ -165,10 +168,12 @@ class LoadingKV:
         begun = time.perf_counter()
         load = self.load
         with load.changed:
-            load.changed.wait_for(
+            there = load.changed.wait_for(
                 lambda: load.pairs[number] is not None or load.error is not None,
                 min(max(0.0, self._until - time.monotonic()), threading.TIMEOUT_MAX),
             )
+            if not there:
+                load.late(load, self._seconds)
         self.waited += time.perf_counter() - begun
         pair = load.pairs[number]
         if pair is None:

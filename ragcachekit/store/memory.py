@@ -45,6 +45,9 @@ class MemoryStore:
     buffer alive, so an encoder that works in batches hands over copies.
     """
 
+    shared = False
+    remote = False
+
     def __init__(
         self,
         tier: str,

@@ -100,6 +100,7 @@ class QuantisedStore:
             raise ValueError(f"unknown quantisation {kind!r}; known: {', '.join(KINDS)}")
         self._tier = tier
         self._kind: str = kind
+        self.shared, self.remote = tier.shared, tier.remote
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""

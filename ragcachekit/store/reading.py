@@ -28,6 +28,9 @@ HOLD_SECONDS = 30.0
 JOIN_SECONDS = 5.0
 """How long closing waits for reads in work; one that hangs is left to its (daemon) thread."""
 
+MOST_STUCK = 4
+"""Threads that hang in a read (a mount that is gone) and have another one in their place."""
+
 Observe = Callable[[str, int, float, int], object]
 """Hears of every read: the tier, its bytes, its seconds, and the bytes of others in work when it began."""
 
@@ -50,6 +53,11 @@ class Desk:
         What was prefetched, is complete, and waits for a prompt.
     queue : deque of KVKey
         To be prefetched.
+    alive : list of threading.Thread
+    doing : dict
+        What each thread works at, and since when by :func:`time.monotonic`; None while it opens an entry.
+    stuck : set of threading.Thread
+        Those that a request has given up waiting for; they do not count any more until they come back.
     reading : int
         Bytes that reads in work are about.
     forgets : int
@@ -67,6 +75,8 @@ class Desk:
     queue: deque[KVKey] = field(default_factory=deque)
     ranks: itertools.count[int] = field(default_factory=itertools.count)
     alive: list[threading.Thread] = field(default_factory=list)
+    doing: dict[threading.Thread, tuple[Load | None, float]] = field(default_factory=dict)
+    stuck: set[threading.Thread] = field(default_factory=set)
     reading: int = 0
     opening: int = 0
     forgets: int = 0
@@ -84,7 +94,7 @@ class Desk:
         with self.changed:
             load = self.findable.get(key)
             if load is None and not self.closed:
-                load = Load(key, source, self.changed)
+                load = Load(key, source, self.changed, self.late)
                 self.active.append(load)
                 if forgets == self.forgets:
                     self.findable[key] = load
@@ -96,11 +106,47 @@ class Desk:
     def wake(self) -> None:
         """Have as many threads as there is work for; the condition is held."""
         work = len(self.begun()) + bool(self.queue)
-        while not self.closed and len(self.alive) < min(self.threads, work):
+        most = self.threads + MOST_STUCK
+        while not self.closed and self.useful < min(self.threads, work) and len(self.alive) < most:
             thread = threading.Thread(target=_work, args=(self,), name="ragcachekit-load", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("no thread to load with: %s", error)
+                break
             self.alive.append(thread)
-            thread.start()
+        if not self.useful:
+            self.give_up("there is no thread that could read it")
         self.changed.notify_all()
+
+    @property
+    def useful(self) -> int:
+        """Threads that do not hang."""
+        return len(self.alive) - len(self.stuck)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether as many threads hang as may: nothing can be read."""
+        return len(self.stuck) >= self.threads + MOST_STUCK
+
+    def late(self, late: Load, seconds: float) -> None:
+        """A request has waited ``seconds`` for it in vain: find who hangs, and have others in their place."""
+        old = time.monotonic() - seconds
+        for thread, (load, since) in self.doing.items():
+            if load is late or since <= old:
+                self.stuck.add(thread)
+                if load is not None:
+                    self.hide(load)  # whoever asks for it next shall not wait for this read
+        self.wake()
+
+    def give_up(self, why: str) -> None:
+        """Nobody is there to read: whoever waits computes rows instead."""
+        self.queue.clear()
+        for load in [load for load in self.begun() if not load.busy]:
+            load.error = load.error or why
+            self.active.remove(load)
+            self.hide(load)
+            load.source.close()
 
     def begun(self) -> list[Load]:
         """Loads that somebody asked to be read; the condition is held, as for all below."""
@@ -161,9 +207,15 @@ class Desk:
 
 def _work(desk: Desk) -> None:
     """A thread: the most urgent layer, or the next key to prefetch, or an end after idling."""
+    me = threading.current_thread()
     while True:
         with desk.changed:
+            desk.doing.pop(me, None)
+            desk.stuck.discard(me)
             desk.sweep()
+            if desk.useful > desk.threads:  # others work in place of this one, which hung
+                desk.alive.remove(me)
+                return
             desk.changed.wait_for(lambda: desk.closed or desk.next() or desk.may_prefetch(), IDLE_SECONDS)
             desk.sweep()
             load = None if desk.closed else desk.next()
@@ -171,8 +223,9 @@ def _work(desk: Desk) -> None:
             key = desk.queue.popleft() if load is None and desk.may_prefetch() else None
             desk.opening += key is not None
             if load is None and key is None and (desk.closed or not desk.held):
-                desk.alive.remove(threading.current_thread())
+                desk.alive.remove(me)
                 return
+            desk.doing[me] = load, time.monotonic()
             if load is not None:
                 load.busy = True
                 beside, desk.reading = desk.reading, desk.reading + load.read_bytes

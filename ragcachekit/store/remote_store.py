@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from threading import Lock
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry_bytes import from_bytes, to_bytes
 from ragcachekit.store.entry_header import EntryDamaged, TensorSpec
 from ragcachekit.store.guard import Guard, GuardStats
+from ragcachekit.store.pending import PendingForgets
 from ragcachekit.store.remote_base import Backend, Saved, Usage
 from ragcachekit.store.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
 PATIENCE = 10
 """Deadlines that ``forget`` waits for: no answer is waiting for it."""
-
-
-@dataclass(eq=False)
-class _Forget:
-    """A forget that the service may not have heard of yet."""
-
-    namespace: str
-    chunk_ids: frozenset[str] | None
-    dropped: set[str] = field(default_factory=set)
-    done: bool = False
 
 
 class RemoteStore:
@@ -51,6 +42,9 @@ class RemoteStore:
         Bytes that single namespaces may take; ``*`` stands for every other one.
     """
 
+    shared = True
+    remote = True
+
     def __init__(
         self,
         tier: str,
@@ -68,8 +62,11 @@ class RemoteStore:
         self._closed = False
         self._lock = Lock()
         self._settling = Lock()
-        self._pending: list[_Forget] = []
+        self._pending = PendingForgets()
         self._forgets = 0
+        # Whoever drops a store without closing it leaves no connection open. Not at exit: that may hang.
+        self._end = weakref.finalize(self, _end, guard, backend)
+        self._end.atexit = False
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, its seal verified, now the most recently used one, or None."""
@@ -126,12 +123,15 @@ class RemoteStore:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         if self._closed:
             return frozenset()
-        forget = _Forget(namespace, chunk_ids)
         with self._lock:
             self._forgets += 1
-            self._pending.append(forget)
+            forget = self._pending.add(namespace, chunk_ids)
         patience = PATIENCE * self._guard.deadline
-        if not self._guard.run(lambda: self._settle(patience), False, patience) or not forget.done:
+        try:
+            self._guard.run(lambda: self._settle(patience), False, patience)
+        finally:
+            self._pending.leave(forget)
+        if not forget.done:
             self._counters.warn_once(
                 "forget", "does not answer; nothing forgotten is read from it, and it will be told later"
             )
@@ -158,19 +158,19 @@ class RemoteStore:
 
     @property
     def pending_forgets(self) -> int:
-        """Forgets that the service has not heard of. They are lost if this process ends before it does."""
-        with self._lock:
-            return len(self._pending)
+        """Namespaces with forgets that the service has not heard of.
+
+        They are lost if this process ends before it does.
+        """
+        return len(self._pending)
 
     def close(self) -> None:
         """Let go of connections; further calls are misses."""
         self._closed = True
-        self._guard.close()
-        self._backend.close()
+        self._end()
 
     def _forgotten(self, key: KVKey) -> bool:
-        with self._lock:
-            return any(concerns(key, pending.namespace, pending.chunk_ids) for pending in self._pending)
+        return self._pending.concern(key)
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self._backend.load(key) if self._settled(key) else None
@@ -209,11 +209,14 @@ class RemoteStore:
         if not self._settling.acquire(timeout=patience):
             return False
         try:
-            for forget in tuple(self._pending):
-                self._backend.forget(forget.namespace, forget.chunk_ids, forget.dropped)
-                forget.done = True
-                with self._lock:
-                    self._pending.remove(forget)
+            for forget in self._pending.all():
+                with self._pending.telling(forget) as chunk_ids:
+                    self._backend.forget(forget.namespace, chunk_ids, forget.dropped)
         finally:
             self._settling.release()
         return True
+
+
+def _end(guard: Guard, backend: Backend) -> None:
+    guard.close()
+    backend.close()

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from threading import RLock
 from typing import Protocol
 
 import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats
+from ragcachekit.store.moves import Moves
 from ragcachekit.types import KVKey
 
 
 class Tier(KVStore, Protocol):
-    """A store that can say which entries it dropped, so that copies in several tiers count once."""
+    """A store that can say which entries it dropped, so that copies in several tiers count once.
+
+    Attributes
+    ----------
+    shared : bool
+        Whether other processes put, evict and forget here, too.
+    remote : bool
+        Whether a call may wait for another machine.
+    """
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def remote(self) -> bool: ...
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As ``forget``, returning the digests of the dropped keys."""
@@ -32,6 +46,10 @@ class TieredStore:
     evicts is handed down to the next one, unless that has it: swapped out once, later evictions only
     free (RAGCache section 5.1).
 
+    Two kinds of tiers are spared what is only convenient. Nothing is handed down to a ``shared`` one: it
+    had the entry from the put, and if it has it no more, another process may have forgotten it. Nothing is
+    copied into a ``remote`` one for a hit, which would wait for a service that has nothing to do with it.
+
     Parameters
     ----------
     tiers : sequence of Tier
@@ -46,39 +64,34 @@ class TieredStore:
             raise ValueError("a tiered store needs at least one tier; use NullStore for none")
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
-        # Counts the ends of drops. Whoever moves an entry between tiers took this number before reading
-        # it, and lets it be if a drop came between or is under way: forgotten entries stay forgotten.
-        self._epoch = 0
-        self._dropping = 0
-        self._moving = RLock()
+        self._moves = Moves()
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry from the fastest tier that has it, or None."""
-        epoch = self._epoch
+        since = self._moves.now()
         for place, tier in enumerate(self._tiers):
             found = tier.get(key, worth)
             if found is not None:
-                self._promote(key, found.kv, place, epoch)
+                self._promote(key, found.kv, place, since)
                 return found
         return None
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones once it was read."""
-        epoch = self._epoch
+        since = self._moves.now()
         for place, tier in enumerate(self._tiers):
             opened = tier.open(key, worth)
             if isinstance(opened, Found):
-                self._promote(key, opened.kv, place, epoch)
+                self._promote(key, opened.kv, place, since)
                 return opened
             if opened is not None:
-                return _Promoting(opened, self, key, place, epoch)
+                return _Promoting(opened, self, key, place, since)
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv`` in every tier that can (the hot ones: in place of what they have)."""
-        epoch = self._epoch
         kept = [
-            self._admit(place, key, kv, epoch)
+            self._admit(place, key, kv)
             for place, tier in enumerate(self._tiers)
             if place >= self._hot or key in tier
         ]
@@ -89,14 +102,8 @@ class TieredStore:
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
-        with self._moving:
-            self._dropping += 1
-        try:
+        with self._moves.drop(namespace):
             return frozenset[str]().union(*(tier.drop(namespace, chunk_ids) for tier in self._tiers))
-        finally:
-            with self._moving:
-                self._dropping -= 1
-                self._epoch += 1
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries from every tier; an entry held by several counts once."""
@@ -111,32 +118,34 @@ class TieredStore:
         for tier in self._tiers:
             tier.close()
 
-    def _may_move(self, epoch: int) -> bool:
-        return self._epoch == epoch and not self._dropping
-
-    def _promote(self, key: KVKey, kv: ChunkKV, place: int, epoch: int) -> None:
+    def _promote(self, key: KVKey, kv: ChunkKV, place: int, since: int) -> None:
         """Copy what tier ``place`` had into the faster ones."""
         for faster in range(place):
-            with self._moving:
-                if self._may_move(epoch) and key not in self._tiers[faster]:
-                    self._admit(faster, key, kv, epoch)
+            if not self._tiers[faster].remote:
+                self._move(faster, key, kv, since)
 
-    def _admit(self, place: int, key: KVKey, kv: ChunkKV, epoch: int) -> bool:
+    def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
+        """Write into tier ``place`` what was read from another one after ``since``, unless it has it."""
+        with self._moves.move(key, place, since) as may:
+            if may and key not in self._tiers[place]:
+                self._admit(place, key, kv)
+
+    def _admit(self, place: int, key: KVKey, kv: ChunkKV) -> bool:
+        """Write into tier ``place``; what that evicts is handed down."""
+        since = self._moves.now()
         kept, evicted = self._tiers[place].admit(key, kv)
-        if place + 1 < len(self._tiers):
+        if place + 1 < len(self._tiers) and not self._tiers[place + 1].shared:
             for other, other_kv in evicted:
-                with self._moving:
-                    if self._may_move(epoch) and other not in self._tiers[place + 1]:
-                        self._admit(place + 1, other, other_kv, epoch)
+                self._move(place + 1, other, other_kv, since)
         return kept
 
 
 class _Promoting:
     """A slow tier's entry that is copied into the faster tiers when all of it was read."""
 
-    def __init__(self, source: LayerSource, store: TieredStore, key: KVKey, place: int, epoch: int) -> None:
+    def __init__(self, source: LayerSource, store: TieredStore, key: KVKey, place: int, since: int) -> None:
         self._source, self._store = source, store
-        self._key, self._place, self._epoch = key, place, epoch
+        self._key, self._place, self._since = key, place, since
         self.tier, self.nbytes = source.tier, source.nbytes
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
         self.sums: Mapping[str, torch.Tensor] = source.sums
@@ -147,7 +156,7 @@ class _Promoting:
 
     def finished(self, kv: ChunkKV) -> None:
         self._source.finished(kv)
-        self._store._promote(self._key, kv, self._place, self._epoch)
+        self._store._promote(self._key, kv, self._place, self._since)
 
     def close(self) -> None:
         self._source.close()

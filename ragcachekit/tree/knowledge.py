@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path as FolderPath
 from threading import RLock
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.base import KVStore, StoreStats, concerns
 from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.tree.base import Cost, Match, Path, Reused, Root, Step, fault, key_of
@@ -19,6 +22,10 @@ from ragcachekit.tree.levels import Levels
 from ragcachekit.tree.node import Node
 from ragcachekit.tree.tier import MemoryTier
 from ragcachekit.tree.turns import Turns
+from ragcachekit.types import KVKey
+
+if TYPE_CHECKING:
+    from ragcachekit.tree.forgets import ForgetLog
 
 DISK = "tree:disk"
 
@@ -42,7 +49,8 @@ class KnowledgeTree:
     device : torch.device or str
         Where ``gpu_bytes`` are.
     disk : KVStore, optional
-        Keeps what left memory; the tree closes it.
+        Keeps what left memory; the tree closes it. What another tree on the same folder forgets, also in
+        another process, this one forgets too.
     policy : callable
         Makes one eviction policy per tier.
     cost : callable, optional
@@ -93,6 +101,7 @@ class KnowledgeTree:
         self._levels = Levels(gpu, host, replicate_bytes, self._leave)
         self.turns = Turns(turns_bytes)
         self._disk = disk
+        self._forgets = _forgets_of(disk)
         self._cost = cost
         self._keep_first = keep_first
         self._epochs: Counter[str] = Counter()
@@ -112,6 +121,7 @@ class KnowledgeTree:
         path = tuple(path)
         with self._lock:
             self._unpin_released()
+            self._hear(root.namespace)
             epoch = self._epochs[root.namespace]
             nodes = list(self._levels.walk(root, path, self._limit(path)))
             found = [self._levels.use(node) for node in nodes]
@@ -177,21 +187,17 @@ class KnowledgeTree:
         """Drop all nodes that hold, or stand behind, one of ``chunk_ids`` (texts' ids too), from all tiers.
 
         ``None`` drops the whole namespace. What requests that run now have computed is not taken in.
-        Turns of conversations too. Returns the number of nodes and turns dropped.
+        Turns of conversations too. Returns the number of nodes and turns dropped. Trees of other processes
+        on the same disk folder follow at their next look-up, and write nothing of it until then.
         """
-        turns = self.turns.forget(namespace, chunk_ids)
         with self._writing:
-            with self._lock:
-                self._epochs[namespace] += 1
-                tops = self._levels.about(namespace, chunk_ids)
-                keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
-                for node in tops:
-                    self._levels.drop(node)
-                self._leaving = [left for left in self._leaving if left[0].namespace != namespace]
             if self._disk is None:
+                keys, turns = self._drop(namespace, chunk_ids)
                 return turns + len(keys)
-            only_in_memory = sum(key not in self._disk for key in keys)
-            return turns + only_in_memory + self._disk.forget(namespace, chunk_ids)
+            with self._forgets.forgetting(namespace, chunk_ids) if self._forgets else nullcontext():
+                keys, turns = self._drop(namespace, chunk_ids)
+                only_in_memory = sum(key not in self._disk for key in keys)
+                return turns + only_in_memory + self._disk.forget(namespace, chunk_ids)
 
     def lose(self, tier: str) -> int:
         """Let go of all copies in ``gpu`` or ``host``, as after a fault; returns how many nodes left memory.
@@ -254,6 +260,25 @@ class KnowledgeTree:
             for node in self._released.popleft():
                 self._levels.pin(node, -1)
 
+    def _drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> tuple[list[KVKey], int]:
+        """Forget in memory: keys of the nodes that went, and how many turns did."""
+        turns = self.turns.forget(namespace, chunk_ids)
+        with self._lock:
+            self._epochs[namespace] += 1
+            tops = self._levels.about(namespace, chunk_ids)
+            keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
+            for node in tops:
+                self._levels.drop(node)
+            self._leaving = [
+                left for left in self._leaving if not concerns(key_of(*left[:2]), namespace, chunk_ids)
+            ]
+        return keys, turns
+
+    def _hear(self, namespace: str) -> None:
+        """Forget what other processes on the same disk have forgotten; the lock is held."""
+        for ids in self._forgets.news(namespace) if self._forgets else ():
+            self._drop(namespace, ids)
+
     def _insert(self, match: Match, kvs: Sequence[ChunkKV], missed: Access) -> int:
         nodes: list[Node] = []
         added = 0
@@ -309,16 +334,33 @@ class KnowledgeTree:
             self._leaving.append((node.root, node.path(), kv))
 
     def _write_leaving(self) -> None:
-        """Write what left memory. A ``forget`` waits for it, and it for a ``forget``."""
-        if self._disk is None:
+        """Write what left memory. A ``forget`` waits for it, and it for a ``forget``, of any process."""
+        if self._disk is None or not self._leaving:
             return
-        with self._writing:
+        with self._writing, self._forgets.writing() if self._forgets else nullcontext(True) as may_write:
             with self._lock:
+                for namespace in {root.namespace for root, _, _ in self._leaving}:
+                    self._hear(namespace)
                 leaving, self._leaving = self._leaving, []
-            for root, path, kv in leaving:
+            for root, path, kv in leaving if may_write else ():
                 key = key_of(root, path)
                 if key not in self._disk:
                     self._disk.put(key, kv.to("cpu"))
+
+
+@runtime_checkable
+class _OnFolder(Protocol):
+    """A store whose folder other processes may share."""
+
+    folder: FolderPath
+
+
+def _forgets_of(disk: KVStore | None) -> ForgetLog | None:
+    if not isinstance(disk, _OnFolder):
+        return None
+    from ragcachekit.tree.forgets import ForgetLog  # POSIX only, as such a store is
+
+    return ForgetLog(disk.folder / "forgets")
 
 
 def _check(match: Match, kvs: Sequence[ChunkKV]) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.tree.base import Root
+from ragcachekit.tree.beginnings import Beginnings, packed
 
 LEAST_TOKENS = 16
 """A shorter common beginning is no conversation that goes on."""
@@ -75,7 +73,8 @@ class Turns:
         if budget < 0:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
-        self._turns: OrderedDict[int, tuple[Turn, NDArray[np.int64]]] = OrderedDict()
+        self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()
+        self._beginnings: dict[Root, Beginnings] = {}
         self._nbytes = 0
         self._number = 0
         self._epoch = 0
@@ -88,41 +87,37 @@ class Turns:
         return self._epoch
 
     def longest(self, root: Root, token_ids: Sequence[int]) -> Past | None:
-        """The turn with the longest beginning in common, or None."""
+        """The turn with the longest beginning in common, the latest of several; None if that is too short."""
         if not self.budget:
             return None
-        asked = np.asarray(token_ids, dtype=np.int64)
+        asked = packed(token_ids)
         with self._lock:
-            common = {
-                number: _common(known, asked)
-                for number, (turn, known) in self._turns.items()
-                if turn.root == root
-            }
-            best = max(common, key=lambda number: (common[number], number), default=None)
-            if best is None or common[best] < LEAST_TOKENS:
+            beginnings = self._beginnings.get(root)
+            tokens, best = beginnings.longest(asked) if beginnings is not None else (0, 0)
+            if tokens < LEAST_TOKENS:
                 self._counters.count("misses")
                 return None
             self._counters.count("hits")
             self._turns.move_to_end(best)
-            return Past(self._turns[best][0], common[best])
+            return Past(self._turns[best][0], tokens)
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of the ones that it goes on from; False if it is too large or too late."""
-        known = np.asarray(turn.token_ids, dtype=np.int64)
+        known = packed(turn.token_ids)
         with self._lock:
             if epoch != self._epoch:
                 return False
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number, (other, ids) in list(self._turns.items()):
-                if other.root == turn.root and _common(ids, known) == len(ids):
-                    self._remove(number)
+            for number in list(self._beginnings.get(turn.root, Beginnings()).begun_by(known)):
+                self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
                 self._remove(next(iter(self._turns)))
                 self._counters.count("evictions")
             self._number += 1
             self._turns[self._number] = (turn, known)
+            self._beginnings.setdefault(turn.root, Beginnings()).add(known, self._number)
             self._nbytes += turn.kv.nbytes
             return True
 
@@ -152,14 +147,12 @@ class Turns:
         """Let go of everything."""
         with self._lock:
             self._turns.clear()
+            self._beginnings.clear()
             self._nbytes = 0
 
     def _remove(self, number: int) -> None:
-        self._nbytes -= self._turns.pop(number)[0].kv.nbytes
-
-
-def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Length of the longest common beginning."""
-    least = min(len(one), len(other))
-    differ = np.flatnonzero(one[:least] != other[:least])
-    return int(differ[0]) if len(differ) else least
+        turn, known = self._turns.pop(number)
+        self._nbytes -= turn.kv.nbytes
+        self._beginnings[turn.root].remove(known)
+        if not self._beginnings[turn.root]:
+            del self._beginnings[turn.root]

@@ -8,9 +8,11 @@ import pytest
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import WAIT, Gate, SlowStore
+from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit import LoadConfig, Prompt, RagCache
 from ragcachekit.model.prefill_profile import PrefillProfile
+from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.types import chunk_id
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
@@ -64,6 +66,87 @@ def test_forgetting_reaches_what_was_prefetched():
     assert rag.forget([first]) == 1
     uses = rag.generate(PROMPT, **ASKED).report.link.chunks
     assert [use.source for use in uses] == ["disk", "computed", "disk"]
+    rag.close()
+
+
+def test_what_is_prefetched_while_it_is_forgotten_is_not_handed_out():
+    rag, store = slow()
+    chunks, forget = ids_of_chunks(PROMPT), store.forget
+
+    def prefetched_meanwhile(*what):
+        rag.prefetch(chunks)
+        assert rag._stock.loads.flush(WAIT)
+        return forget(*what)
+
+    store.forget = prefetched_meanwhile
+    assert rag.forget() > 0
+    uses = rag.generate(PROMPT, **ASKED).report.link.chunks
+    assert {use.source for use in uses} == {"computed"}
+    rag.close()
+
+
+class Forgetful(BaseStreamer):
+    """Forgets in the middle of an answer."""
+
+    def __init__(self, forget):
+        self.forget, self.calls = forget, 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 2:
+            self.forget()
+
+    def end(self):
+        assert self.calls > 2
+
+
+@pytest.mark.parametrize("cold", ["now", "background"])
+def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
+    rag = rag_for("llama", policy="lego:4", cold=cold)
+    rag.generate(PROMPT, **ASKED, streamer=Forgetful(rag.forget))
+    assert rag.flush(WAIT)
+    assert rag.stats()[0].entries == 0
+    rag.generate(PROMPT, **ASKED)
+    assert rag.flush(WAIT)
+    assert rag.stats()[0].entries == 3
+    rag.close()
+
+
+def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
+    rag, store = slow()
+    rag._stock.cold = "now"
+    failed = []
+
+    def fail(key, layer):
+        if layer == 1:
+            failed.append(key)
+            rag.forget()
+            raise EntryDamaged("spoiled")
+
+    store.before_read = fail
+    link = rag.generate(PROMPT, **ASKED).report.link
+    assert failed
+    assert "computed" in {use.source for use in link.chunks}
+    assert rag.stats()[0].entries == 0
+    rag.close()
+
+
+def test_answers_come_where_no_thread_can_be_started(monkeypatch):
+    rag, _ = slow()
+    rag._stock.cold = "background"
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        rag.prefetch(ids_of_chunks(PROMPT))
+        answer = rag.generate(PROMPT, **ASKED)
+    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
+    assert {use.source for use in answer.report.link.chunks} == {"computed"}
+    assert "no thread" in str(answer.report.link.notes)
+    assert rag.flush(WAIT)
+    assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.chunks} == {"disk"}
     rag.close()
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from families import build
 
-from ragcachekit import ModelNotSupported, RagCache
+from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig, engine, stock
 from ragcachekit.errors import ModelChanged
 from ragcachekit.link import admission
+from ragcachekit.store.host import HostStore
+from ragcachekit.tree.knowledge import KnowledgeTree
 
 
 def test_a_refused_model_keeps_the_attention_it_had(monkeypatch, tmp_path):
@@ -27,3 +29,60 @@ def test_encode_refuses_a_model_that_changed(tmp_path):
             next(model.parameters()).add_(1)
         with pytest.raises(ModelChanged, match="make a new RagCache"):
             rag.encode(["a chunk of text"])
+
+
+class Watched(HostStore):
+    """Says when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"encoder": "nonsense"},
+        {"neighbours": PrecedingChunks([])},
+        {"shadow": 7.0},
+        {"policy": "budget:0.01"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
+    opened = []
+
+    def open_watched(config):
+        opened.append(Watched())
+        return opened[-1]
+
+    def open_tree(*_, **__):
+        opened.append(KnowledgeTree(host_bytes=1 << 20, disk=Watched()))
+        return opened[-1]
+
+    closed_trees = []
+    monkeypatch.setattr(stock, "open_store", open_watched)
+    monkeypatch.setattr(stock, "open_tree", open_tree)
+    monkeypatch.setattr(KnowledgeTree, "close", lambda tree: closed_trees.append(tree))
+    if "policy" in wrong:
+        monkeypatch.setattr(engine.Budgets, "resolve", refuse)
+    with pytest.raises(ValueError, match=r"encoder|neighbours|share|refused"):
+        RagCache(build("llama"), cache_dir=tmp_path, store=StoreConfig(), tree=TreeConfig(), **wrong)
+    store, tree = opened
+    assert store.closed == 1
+    assert closed_trees == [tree]
+
+
+def refuse(*_):
+    raise ValueError("refused")
+
+
+def test_a_refused_engine_leaves_open_what_was_handed_in(tmp_path):
+    store = Watched()
+    with pytest.raises(ValueError, match="encoder"):
+        RagCache(build("llama"), cache_dir=tmp_path, store=store, encoder="nonsense")
+    assert store.closed == 0

@@ -106,8 +106,7 @@ def write_forever(
     rng = random.Random(seed)
     versions = Counter(first)
     disk = DiskStore(folder, BUDGET, quotas=QUOTAS, at=killer)
-    # What the disk does not have comes from a slower tier and is promoted into the disk and the host; what
-    # the small host evicts is handed down to the disk.
+    # What the disk does not have comes from a slower tier and is promoted into the disk and the small host.
     slower = HostStore(1 << 30)
     for number in range(writer * CHURN, (writer + 1) * CHURN):
         slower.put(churn(number), BASES[number])

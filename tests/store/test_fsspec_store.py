@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import threading
@@ -196,6 +197,105 @@ def test_every_operation_may_fail(tmp_path: Path) -> None:
     assert MemoryFileSystem().find(str(tmp_path)) == []
 
 
+def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
+    fails = Fails()
+    backend = FsspecBackend(interrupted(LocalFileSystem, fails), str(tmp_path), 3 * ONE, {}, 20.0)
+    guard = Guard("bulk", 20.0, failures=1_000)
+    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), guard, 3 * ONE)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(3))
+    fails.names = {"rm_file"}
+    assert not any(store.put(key_of(number), kv_of(number)) for number in range(3, 10))
+    assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats()[0].nbytes == 3 * ONE
+    fails.names = set()
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(10, 13))
+    assert sorted(path.stem for path in files(tmp_path)) == sorted(key_of(n).digest() for n in range(10, 13))
+
+
+def test_one_object_that_cannot_be_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
+    class Kept(LocalFileSystem):
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+    (tmp_path / "kv").mkdir()
+    with_all = opened(tmp_path / "kv")
+    assert all(with_all.put(key_of(number), kv_of(number)) for number in range(3))
+    (first,) = tmp_path.glob(f"kv/*/{key_of(0).digest()}.kv")
+    os.utime(first, (1_000, 1_000))
+    backend = FsspecBackend(Kept(), str(tmp_path / "kv"), 2 * ONE, {}, 20.0)
+    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", 20.0), 2 * ONE)
+    assert not store.put(key_of(3), kv_of(3))
+    assert store.put(key_of(4), kv_of(4))
+    assert {path.stem for path in files(tmp_path / "kv")} == {key_of(0).digest(), key_of(4).digest()}
+
+
+def test_a_half_written_object_that_cannot_be_deleted_counts(tmp_path: Path) -> None:
+    class Half(MemoryFileSystem):
+        cachable = False
+        well = True
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            super().pipe_file(path, value, **options)
+            if not self.well:
+                raise OSError("the answer was lost")
+
+        def rm_file(self, path: str) -> None:
+            if not self.well:
+                raise OSError("no connection")
+            super().rm_file(path)
+
+    fs, root = Half(), str(tmp_path)
+    store = store_on(fs, root)
+    assert store.put(KEY, kv_of(0))
+    fs.well = False
+    assert not store.put(key_of(1), kv_of(1))
+    fs.well = True
+    assert len(fs.find(root)) == 2
+    assert store.stats()[0].nbytes == sum(fs.size(path) for path in fs.find(root))
+
+
+def test_forgets_that_a_dead_service_has_not_heard_are_held_once_per_namespace(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path), failures=10_000)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
+    assert store.put(key_of(0, namespace="globex"), kv_of(0))
+    fails.names = {"find"}
+    for number in range(50):
+        assert store.forget("acme/docs", frozenset({f"chunk-{number % 3}"})) == 0
+    assert store.forget("globex") == 0
+    assert store.forget("globex", frozenset({"chunk-7"})) == 0
+    assert store.pending_forgets == 2
+    assert len(store._pending.all()) <= 4
+    assert store.get(key_of(0)) is None
+    assert store.get(key_of(0, namespace="globex")) is None
+    assert not store.put(key_of(9, namespace="globex"), kv_of(9))
+    fails.names = set()
+    assert store.get(key_of(3)) is not None
+    assert store.pending_forgets == 0
+    assert [path.stem for path in files(tmp_path)] == [key_of(3).digest()]
+
+
+def test_a_forget_that_comes_while_the_service_hears_of_another_is_told_too(
+    tmp_path: Path, hangs: Hangs
+) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT, failures=10_000)
+    for number in range(3):
+        while not store.put(key_of(number), kv_of(number)):
+            pass
+    hangs.names = {"find"}
+    for number in range(3):  # the first is being told, and hangs, when the others come
+        assert store.forget("acme/docs", frozenset({f"chunk-{number}"})) == 0
+    assert len(store._pending.all()) == 2
+    hangs.names = set()
+    hangs.go_on.set()
+    while store.pending_forgets:
+        assert [store.get(key_of(number)) for number in range(3)] == [None] * 3
+    assert files(tmp_path) == []
+
+
 def test_a_forget_that_fails_half_way_is_finished_later(tmp_path: Path) -> None:
     left = [2]
 
@@ -257,6 +357,36 @@ def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
     assert not store.put(KEY, kv_of(1))
     assert store.pending_forgets == 0
     assert files(tmp_path) == []
+
+
+class CountsCloses(FsspecBackend):
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_a_store_that_is_dropped_without_close_lets_go_of_its_service(tmp_path: Path) -> None:
+    def used() -> RemoteStore:
+        backend = CountsCloses(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
+        store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("lettinggo", 20.0), BUDGET)
+        assert store.put(KEY, kv_of(1))
+        return store
+
+    store = used()
+    threads = [thread for thread in threading.enumerate() if thread.name == "ragcachekit-lettinggo"]
+    assert threads
+    del store
+    for thread in threads:
+        thread.join(60)
+    gc.collect()
+    assert CountsCloses.closed == 1
+    closed = used()
+    closed.close()
+    closed.close()
+    del closed
+    gc.collect()
+    assert CountsCloses.closed == 2
 
 
 def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from ragcachekit.store import guard as guard_module
 from ragcachekit.store.breaker import Breaker
 from ragcachekit.store.guard import Guard
 
@@ -42,6 +45,10 @@ def hanging() -> Iterator[Hanging]:
     hanging = Hanging()
     yield hanging
     hanging.go_on.set()
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"ragcachekit-{name}"]
 
 
 def failing() -> str:
@@ -115,10 +122,9 @@ def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
 
 
 def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Hanging) -> None:
-    before = threading.active_count()
-    guard = Guard("test", SHORT, failures=10**6, workers=2, spares=3)
+    guard = Guard("bounded", SHORT, failures=10**6, workers=2, spares=3)
     assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
-    assert threading.active_count() - before == 5
+    assert len(threads_of("bounded")) == 5
     stats = guard.stats()
     assert (stats.timeouts, stats.stuck, stats.refused) == (5, 5, 15)
     hanging.go_on.set()
@@ -128,6 +134,47 @@ def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Han
         pass
     guard.close()
     assert guard.run(lambda: "closed", "refused") == "refused"
+
+
+class Owner:
+    """Whoever owns a guard, and asks it for operations of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.guard = Guard(name, LONG)
+
+    def operation(self) -> str:
+        return "answer"
+
+
+def test_who_is_dropped_without_close_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "IDLE_SECONDS", 0.01)
+    owner = Owner("dropped")
+    assert owner.guard.run(owner.operation, "") == "answer"
+    gone = weakref.ref(owner)
+    del owner
+    for thread in threads_of("dropped"):
+        thread.join(LONG)
+    gc.collect()
+    assert threads_of("dropped") == []
+    assert gone() is None
+
+
+def test_a_thread_that_waits_for_more_does_not_hold_what_it_did_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "IDLE_SECONDS", LONG)
+    guard, owner = Guard("waiting", LONG), Owner("unused")
+    assert guard.run(owner.operation, "") == "answer"
+    freed = threading.Event()
+    weakref.finalize(owner, freed.set)
+    del owner
+    assert freed.wait(10)
+    guard.close()
+
+
+def test_threads_that_went_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "IDLE_SECONDS", 0.0)
+    guard = Guard("returning", LONG, workers=2, spares=0)
+    assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
+    assert guard.stats().refused == 0
 
 
 def test_many_callers_share_few_threads() -> None:

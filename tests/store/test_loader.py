@@ -301,6 +301,137 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     assert desk.alive == []
 
 
+def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
+    store = filled()
+    loader = closing(store)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        loader.prefetch([key_of(1)])
+        kv = loader.start(key_of(0)).kv
+        with pytest.raises(LoadFailed, match="no thread"):
+            kv.layer(0)
+    assert "can't start new thread" in caplog.text
+    assert loader._desk.alive == []
+    assert all(source.closed for source in store.sources)
+    assert loader.flush(WAIT)
+    assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
+
+
+class Hanging:
+    """A store in which some reads hang until :attr:`gate` opens, and a loader that gives up soon."""
+
+    def __init__(self, closing, *numbers, threads):
+        self.reads = {number: threading.Event() for number in numbers}
+        self.gate = threading.Event()
+        self.store = filled(6, self.before)
+        self.loader = closing(self.store, threads=threads, deadline=0.01)
+
+    def before(self, key, layer):
+        number = int(key.chunk_id.rpartition("-")[2])
+        if number in self.reads and not self.gate.is_set():
+            self.reads[number].set()
+            assert self.gate.wait(WAIT)
+
+    def hang(self, number):
+        kv = self.loader.start(key_of(number)).kv
+        assert self.reads[number].wait(WAIT)
+        with pytest.raises(LoadFailed, match="not there"):
+            kv.layer(0)
+
+    def patient(self):
+        self.loader._deadline = WAIT
+
+    def wait(self, until):
+        desk = self.loader._desk
+        with desk.changed:
+            assert desk.changed.wait_for(lambda: until(desk), WAIT)
+
+
+def test_others_read_in_place_of_threads_that_hang(closing):
+    hanging = Hanging(closing, 0, 1, threads=2)
+    for number in (0, 1):
+        hanging.hang(number)
+    hanging.patient()
+    assert same(hanging.loader.start(key_of(2)).kv, kv_of(2, layers=LAYERS))
+    hanging.reads.clear()
+    # A new read of the same entry, not the one that hangs.
+    assert same(hanging.loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
+    hanging.gate.set()
+    assert hanging.loader.flush(WAIT)
+    hanging.wait(lambda desk: not desk.stuck and len(desk.alive) <= 2)
+    assert same(hanging.loader.start(key_of(1)).kv, kv_of(1, layers=LAYERS))
+
+
+def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
+    hanging = Hanging(closing, 0, threads=1)
+    hanging.loader.prefetch([key_of(0)])
+    assert hanging.reads[0].wait(WAIT)
+    kv = hanging.loader.start(key_of(1)).kv
+    with pytest.raises(LoadFailed, match="not there"):
+        kv.layer(0)
+    hanging.patient()
+    assert same(hanging.loader.start(key_of(2)).kv, kv_of(2, layers=LAYERS))
+    hanging.gate.set()
+
+
+def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_STUCK", 2)
+    hanging = Hanging(closing, 0, 1, 2, threads=1)
+    for number in range(3):
+        hanging.hang(number)
+    assert len(hanging.loader._desk.alive) == 3
+    assert hanging.loader.open(key_of(4)) is None
+    assert hanging.store.sources[-1].closed
+    hanging.patient()
+    hanging.gate.set()
+    hanging.wait(lambda desk: len(desk.alive) - len(desk.stuck) == 1 or not desk.alive)
+    assert same(hanging.loader.start(key_of(4)).kv, kv_of(4, layers=LAYERS))
+
+
+FORK = """
+import os, sys, threading
+sys.path[:0] = {paths!r}
+from loading_kit import Gate, SlowStore
+from store_kit import key_of, kv_of
+from ragcachekit.store.loader import Loader
+gate = Gate()
+store = SlowStore(gate)
+for number in range(3):
+    store.put(key_of(number), kv_of(number))
+loader = Loader(store)
+mine = loader.start(key_of(0)).kv
+loader.prefetch([key_of(2)])
+assert gate.reached.wait(60)
+loader._desk.changed.acquire()  # as if another thread were in there
+child = os.fork()
+if not child:
+    store.before_read = lambda *_: None
+    for number in range(3):
+        kv = loader.start(key_of(number)).kv
+        assert (kv.layer(1)[0] == kv_of(number).keys[1]).all()
+    assert loader.flush(60)
+    loader.close()
+    os._exit(7)
+loader._desk.changed.release()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+gate.open()
+assert (mine.layer(1)[0] == kv_of(0).keys[1]).all()
+loader.close()
+"""
+
+
+def test_after_a_fork_the_child_has_threads_of_its_own(request):
+    paths = [str(request.path.parent), str(request.path.parent.parent / "link")]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK.format(paths=paths)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 PROGRAM = """
 import sys, time
 sys.path[:0] = {paths!r}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -205,9 +207,78 @@ def test_buffers_come_back_and_are_bounded() -> None:
     buffers.take(1)
     again = [buffers.take(1 << 20) for _ in range(6)]
     assert len(again) == 6
-    assert sum(map(len, buffers._free)) <= 3 << 20
+    assert sum(map(len, buffers._unused.free)) <= 3 << 20
     buffers.clear()
-    assert buffers._free == []
+    assert buffers._unused.free == []
+
+
+FORKS = """
+import os
+import torch
+from ragcachekit.store.entry_buffers import Buffers
+
+torch.set_num_threads(1)  # the threads of a pool do not exist in the child
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+buffers = Buffers(idle=8 << 20)
+kept, unused = buffers.take(1 << 20), buffers.take(2 << 20)
+where = kept.data_ptr()
+kept.fill_(1)
+del unused
+
+def recycle():
+    global kept
+    buffers.take(2 << 20).fill_(3)
+    kept.fill_(2)
+    del kept
+    again = buffers.take(1 << 20)
+    assert again.data_ptr() == where, "the child does use that memory again"
+    again.fill_(4)
+
+assert in_child(recycle) == 0
+assert kept.data_ptr() == where and bool((kept == 1).all()), "written to by the child"
+assert len(buffers._unused.returned) + len(buffers._unused.free) == 1
+
+with buffers._unused._lock:  # as another thread of the parent may have it at the fork
+    assert in_child(lambda: buffers.take(1 << 20).fill_(5)) == 0
+print("apart")
+"""
+
+
+def test_a_forked_child_has_buffers_of_its_own() -> None:
+    """In a process of its own: it forks, which pytest with its threads must not."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("apart\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("tokens", [(40, 37), (9000, 8900)])
+def test_an_entry_keeps_no_more_memory_than_it_counts(
+    direct: bool, tokens: tuple[int, int], tmp_path: Path
+) -> None:
+    """Read into memory of a slightly larger one; below a page per piece (two more past the page cache)."""
+    store = DiskStore(tmp_path / "kv", 1 << 30, direct=direct)
+    if direct and not store.direct:
+        pytest.skip("this file system has no O_DIRECT")
+    for number, count in enumerate(tokens):
+        assert store.put(key_of(number), kv_of(number, tokens=count))
+    for number in range(2):
+        found = None  # the first lets go of its memory
+        found = store.get(key_of(number))
+        assert found is not None
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*found.kv.keys, *found.kv.values)
+    }
+    held = sum(storage.nbytes() for storage in storages.values())
+    pages = 0 if found.kv.nbytes < 1 << 18 else len(storages) * (3 if direct else 1)
+    assert found.kv.nbytes <= held <= found.kv.nbytes + 4096 * pages
+    store.close()
 
 
 def test_direct_reads_return_the_same_bytes_at_every_alignment(tmp_path: Path) -> None:

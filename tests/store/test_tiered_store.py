@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from store_kit import KEY, contents, key_of, kv_of
 
-from ragcachekit.store.base import Found
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.host import HostStore
+from ragcachekit.store.moves import Moves
+from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 
@@ -108,3 +114,147 @@ def test_a_read_during_forget_does_not_bring_it_back_either() -> None:
 def test_no_tiers_is_an_error() -> None:
     with pytest.raises(ValueError, match="NullStore"):
         TieredStore([])
+
+
+def test_what_another_process_forgot_is_not_handed_back_to_the_shared_disk(tmp_path: Path) -> None:
+    ours, theirs = (TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)]) for _ in range(2))
+    ours.put(KEY, kv_of(1))
+    assert theirs.get(KEY) is not None  # and keeps it in its own host memory
+    assert ours.forget("acme/docs") == 1
+    theirs.put(key_of(2, namespace="globex"), kv_of(2))
+    assert KEY not in theirs
+    assert ours.get(KEY) is None
+    ours.close()
+    theirs.close()
+
+
+class Remote(HostStore):
+    """Says that it is on another machine, and notes what it is asked."""
+
+    shared = True
+    remote = True
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.asked: list[str] = []
+
+    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+        self.asked.append("get")
+        return super().get(key, worth)
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        self.asked.append("admit")
+        return super().admit(key, kv)
+
+    def __contains__(self, key: KVKey) -> bool:
+        self.asked.append("contains")
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_hit_below_a_remote_tier_asks_it_once(quantised: bool) -> None:
+    fast, slow, redis = HostStore(ONE), HostStore(9 * ONE), Remote(9 * ONE)
+    store = TieredStore([fast, QuantisedStore(redis, "int8") if quantised else redis, slow])
+    slow.put(KEY, kv_of(1))
+    assert store.get(KEY) is not None
+    assert KEY in fast
+    assert redis.asked == ["get"]
+    redis.asked.clear()
+    assert store.put(key_of(2), kv_of(2))  # evicts KEY from the fast tier
+    assert redis.asked == ["admit"]
+    assert KEY not in fast
+    assert redis.stats()[0].entries == 1
+
+
+class TellsOthersToForget(HostStore):
+    """A fast tier that, when it evicts, has a namespace forgotten before the evicted is handed down."""
+
+    store: TieredStore
+    namespace = ""
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        done = super().admit(key, kv)
+        if done[1]:
+            self.store.forget(self.namespace)
+        return done
+
+
+@pytest.mark.parametrize(("namespace", "arrives"), [("globex", True), ("acme/docs", False)])
+def test_only_a_forget_in_its_namespace_stops_what_is_handed_down(namespace: str, arrives: bool) -> None:
+    fast, slow = TellsOthersToForget(ONE), HostStore(9 * ONE)
+    fast.store = store = TieredStore([fast, slow], hot=1)
+    fast.put(KEY, kv_of(1))
+    fast.namespace = namespace
+    slow.put(key_of(2, namespace="initech"), kv_of(2))
+    assert store.get(key_of(2, namespace="initech")) is not None
+    assert KEY not in fast
+    assert (KEY in slow) is arrives
+
+
+def test_a_forget_elsewhere_does_not_stop_a_promotion() -> None:
+    class ForgetsElsewhere(HostStore):
+        def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+            store.forget("globex")
+            return super().get(key, worth)
+
+    fast, slow = HostStore(ONE), ForgetsElsewhere(ONE)
+    store = TieredStore([fast, slow])
+    slow.put(KEY, kv_of(1))
+    assert store.get(KEY) is not None
+    assert KEY in fast
+
+
+class Held(HostStore):
+    """A fast tier in which writing an entry of ``acme/docs`` takes until it is let go."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.began, self.go_on = Event(), Event()
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        if key.namespace == "acme/docs":
+            self.began.set()
+            assert self.go_on.wait(60)
+        return super().admit(key, kv)
+
+
+def test_one_namespace_does_not_wait_for_the_moves_of_another() -> None:
+    fast, slow, other = Held(9 * ONE), HostStore(9 * ONE), key_of(2, namespace="globex")
+    store = TieredStore([fast, slow])
+    for number, key in enumerate((KEY, other)):
+        slow.put(key, kv_of(number))
+    with ThreadPoolExecutor(3) as threads:
+        try:
+            first = threads.submit(store.get, KEY)
+            assert fast.began.wait(60)
+            assert threads.submit(store.get, other).result(60) is not None
+            assert other in fast
+            assert threads.submit(store.forget, "globex").result(60) == 1
+            assert threads.submit(store.get, KEY).result(60) is not None, "the entry itself neither"
+            assert not first.done()
+        finally:
+            fast.go_on.set()
+    assert KEY in fast
+
+
+def test_a_forget_waits_for_the_moves_of_its_namespace() -> None:
+    moves, order = Moves(), []
+
+    def forget() -> None:
+        with moves.drop("acme/docs"):
+            order.append("forgotten")
+
+    def refused(number: int) -> bool:
+        with moves.move(key_of(number), 0, moves.now()) as may:
+            return not may
+
+    with ThreadPoolExecutor(1) as threads:
+        with moves.move(KEY, 0, moves.now()) as may:
+            assert may
+            forgetting = threads.submit(forget)
+            while not refused(2):  # until the forget has begun
+                os.sched_yield()
+            order.append("moved")
+        forgetting.result(60)
+    assert order == ["moved", "forgotten"]
+    assert not refused(2)

@@ -410,3 +410,27 @@ def test_threads_see_nothing_but_whole_nodes() -> None:
         thread.join()
     assert not wrong
     tree.check()
+
+
+def test_look_ups_do_not_wait_for_one_that_reads_the_disk() -> None:
+    reading, read = threading.Event(), threading.Event()
+
+    class Slow(HostStore):
+        def get(self, key, worth=1.0):
+            reading.set()
+            assert read.wait(30)
+            return super().get(key, worth)
+
+    disk = Slow(1 << 20)
+    tree = host_tree(5, disk=disk)
+    request(tree, path_of("a4"))
+    request(tree, path_of("b5"))  # writes a4 to the disk
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.append(len(tree.match(ROOT, path_of("a4")))))
+    asking.start()
+    assert reading.wait(30)
+    assert tiers(tree.match(ROOT, path_of("b5"))) == ["host"]
+    assert not found
+    read.set()
+    asking.join(30)
+    assert found == [1]

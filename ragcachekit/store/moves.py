@@ -1,0 +1,65 @@
+"""Which entries are on their way between tiers, so that no forgotten one arrives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Condition
+
+from ragcachekit.types import KVKey
+
+
+class Moves:
+    """Lets an entry move unless its namespace was told to forget since the entry was read.
+
+    Locked only to look and to note: moves wait for nobody, and a drop for the moves of its own namespace
+    alone.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._under_way: set[tuple[int, KVKey]] = set()
+        self._dropping: Counter[str] = Counter()
+        self._drops = 0
+        self._dropped: dict[str, int] = {}  # one number per namespace that was ever told to forget
+
+    def now(self) -> int:
+        """To be taken before an entry is read, and handed to :meth:`move`."""
+        return self._drops
+
+    @contextmanager
+    def move(self, key: KVKey, place: int, since: int) -> Iterator[bool]:
+        """Whether ``key`` may now be written into tier ``place``; forgetting it waits until this is left.
+
+        False if a drop in its namespace ended since ``since`` or is under way, and if somebody else is
+        just moving it there.
+        """
+        with self._changed:
+            space = key.namespace
+            stale = self._dropping[space] or self._dropped.get(space, 0) > since
+            may = not stale and (place, key) not in self._under_way
+            if may:
+                self._under_way.add((place, key))
+        try:
+            yield may
+        finally:
+            if may:
+                with self._changed:
+                    self._under_way.discard((place, key))
+                    self._changed.notify_all()
+
+    @contextmanager
+    def drop(self, namespace: str) -> Iterator[None]:
+        """While tiers are told to forget: begins when nothing of the namespace moves, and nothing will."""
+        with self._changed:
+            self._dropping[namespace] += 1
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: all(k.namespace != namespace for _, k in self._under_way))
+            yield
+        finally:
+            with self._changed:
+                self._dropping -= Counter([namespace])  # which leaves no zeros behind
+                self._drops += 1
+                self._dropped[namespace] = self._drops

@@ -1,0 +1,75 @@
+"""Which of many token sequences has the longest beginning in common with another one."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+_ITEM = array("q").itemsize
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """The sequence as :class:`Beginnings` takes it: so many bytes per token, whatever their order."""
+    return array("q", token_ids).tobytes()
+
+
+def common(one: bytes, other: bytes) -> int:
+    """Length of the longest common beginning of two packed sequences, in tokens."""
+    least = min(len(one), len(other)) // _ITEM
+    differ = np.frombuffer(one, np.int64, least) != np.frombuffer(other, np.int64, least)
+    first = int(differ.argmax()) if least else 0
+    return first if least and differ[first] else least
+
+
+class Beginnings:
+    """Packed sequences, each once, in the order of their bytes; each has a number of its own.
+
+    In that order all sequences with the same beginning stand together, and what shares the most with a
+    sequence stands next to its place: a look-up compares some 14 of 10,000. Not thread safe.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[bytes] = []
+        self._numbers = array("q")
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def longest(self, asked: bytes) -> tuple[int, int]:
+        """How many tokens of ``asked`` are known, and the highest number of those that begin with them.
+
+        There must be a sequence.
+        """
+        at = bisect_left(self._known, asked)
+        tokens = max(common(known, asked) for known in self._known[max(0, at - 1) : at + 1])
+        shared = asked[: tokens * _ITEM]
+        start = bisect_left(self._known, shared)
+        stop = bisect_right(self._known, shared, start, key=lambda known: known[: len(shared)])
+        return tokens, int(np.frombuffer(self._numbers, np.int64, stop - start, start * _ITEM).max())
+
+    def begun_by(self, longer: bytes) -> Iterator[int]:
+        """Numbers of the sequences that ``longer`` goes on from, itself included; the longest first."""
+        at = bisect_right(self._known, longer)
+        while at:
+            known = self._known[at - 1]
+            # What is still to come is smaller than this one, so it is a beginning of this one, too.
+            shared = common(known, longer) * _ITEM
+            if shared == len(known):
+                yield self._numbers[at - 1]
+                at -= 1
+            else:
+                at = bisect_right(self._known, longer[:shared], 0, at - 1)
+
+    def add(self, sequence: bytes, number: int) -> None:
+        """Take a sequence in that is not here."""
+        at = bisect_left(self._known, sequence)
+        self._known.insert(at, sequence)
+        self._numbers.insert(at, number)
+
+    def remove(self, sequence: bytes) -> None:
+        """Let go of a sequence that is here."""
+        at = bisect_left(self._known, sequence)
+        del self._known[at], self._numbers[at]

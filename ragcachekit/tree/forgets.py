@@ -1,0 +1,163 @@
+"""What was forgotten in a folder that several processes share, so that none of them brings it back."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from ragcachekit.errors import StoreError
+
+_SAFE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOG = logging.getLogger(__name__)
+_MOST = 1 << 20
+"""Bytes of one namespace's file; then it begins anew, and others forget the whole namespace."""
+
+Ids = frozenset[str] | None
+"""What ``forget`` was told: segment ids, or None for the whole namespace."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far a file was read: what it looked like, its first line, and where the next news will stand."""
+
+    looks: tuple[int, ...]
+    name: bytes = b""
+    offset: int = 0
+
+
+class ForgetLog:
+    """One file per namespace: a name of its own, then a line per ``forget``.
+
+    A forgetter holds the folder's lock while it writes its line and deletes, a writer while it looks for
+    news and writes: whichever comes first, what was forgotten is not there afterwards. The kernel frees
+    the lock of a process that dies. Not thread safe; looking for news costs one ``stat``.
+
+    Parameters
+    ----------
+    folder : Path
+        Made where it is missing, for this user alone.
+    most : int
+        Bytes of one file.
+
+    Raises
+    ------
+    StoreError
+        If the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, most: int = _MOST) -> None:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder {folder}: {error}") from error
+        self._folder, self._most = folder, most
+        self._token = secrets.token_hex(8)
+        self._places: dict[str, _Place] = {}
+
+    def news(self, namespace: str) -> list[Ids]:
+        """What others have forgotten since this was asked last; nothing the first time.
+
+        What cannot be read any more, or begins anew, counts as the whole namespace.
+        """
+        known, looks = self._places.get(namespace), self._looks(namespace)
+        if known is not None and known.looks == looks:
+            return []
+        content = self._content(namespace)
+        name, end = content[: content.find(b"\n") + 1], content.rfind(b"\n") + 1
+        self._places[namespace] = _Place(looks, name, end)
+        if known is None:
+            return []
+        if known.name and known.name != name:
+            return [None]
+        entries = content[known.offset or len(name) : end].splitlines()
+        return [ids for by, ids in map(_parsed, entries) if by != self._me]
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Nobody forgets meanwhile; False if that cannot be had, and nothing must be written."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._locked(fcntl.LOCK_SH))
+                may_write = True
+            except OSError as error:
+                _LOG.warning("nothing of the tree is written to the disk: %s", error)
+                may_write = False
+            yield may_write
+
+    @contextmanager
+    def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
+        """Nobody writes meanwhile, and all will hear of it. A failing medium is logged, and stops nobody."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._locked(fcntl.LOCK_EX))
+                self._note(namespace, ids)
+            except OSError as error:
+                _LOG.warning("other processes do not hear what was forgotten: %s", error)
+            yield
+
+    @property
+    def _me(self) -> str:
+        return f"{self._token}-{os.getpid()}"  # a forked child is somebody else
+
+    def _note(self, namespace: str, ids: Ids) -> None:
+        line = _line(self._me, ids)
+        fd = os.open(self._path(namespace), os.O_RDWR | os.O_APPEND | _SAFE, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            if size and (size + len(line) > self._most or os.pread(fd, 1, size - 1) != b"\n"):
+                os.ftruncate(fd, 0)
+                size, line = 0, _line("", None)
+            if not size:
+                line = secrets.token_hex(16).encode() + b"\n" + line
+            os.write(fd, line)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        fd = os.open(self._folder / "lock", os.O_RDWR | _SAFE, 0o600)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, how)
+            yield
+        finally:
+            os.close(fd)
+
+    def _path(self, namespace: str) -> Path:
+        return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
+
+    def _looks(self, namespace: str) -> tuple[int, ...]:
+        try:
+            status = os.stat(self._path(namespace))
+        except OSError:
+            return ()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _content(self, namespace: str) -> bytes:
+        try:
+            return self._path(namespace).read_bytes()
+        except OSError:
+            return b""
+
+
+def _line(by: str, ids: Ids) -> bytes:
+    return json.dumps({"by": by, "ids": None if ids is None else sorted(ids)}).encode() + b"\n"
+
+
+def _parsed(line: bytes) -> tuple[str, Ids]:
+    """Who forgot, and what; a line that cannot be read stands for everything."""
+    try:
+        entry = json.loads(line)
+        ids = entry["ids"]
+        return str(entry["by"]), None if ids is None else frozenset(map(str, ids))
+    except (ValueError, KeyError, TypeError):
+        return "", None

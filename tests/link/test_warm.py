@@ -1,0 +1,162 @@
+"""Encoding behind answers: what is forgotten stays forgotten, without threads and after a fork too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+from loading_kit import WAIT
+from store_kit import key_of, kv_of
+
+from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.link.warm import Warmer
+from ragcachekit.model.encoder import Encoding
+from ragcachekit.store.host import HostStore
+from ragcachekit.types import LinkReport
+
+SPACE = key_of(0).namespace
+
+
+class Encoder:
+    """Gives a chunk's number as its KV; ``before`` runs first."""
+
+    def __init__(self):
+        self.before = lambda: None
+
+    def encode(self, chunks, encoding):
+        self.before()
+        return [(index, kv_of(ids[0])) for index, ids in enumerate(chunks)]
+
+
+def made():
+    store, encoder = HostStore(1 << 20), Encoder()
+    return Warmer(encoder, store, lambda: True), store, encoder
+
+
+def missing(number, epoch=None):
+    return Missing(key_of(number), (number,), Encoding("standalone"), epoch)
+
+
+def stored(store):
+    return [number for number in range(4) if key_of(number) in store]
+
+
+def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
+    warmer, store, _ = made()
+    old = warmer.epoch(SPACE)
+    with warmer.forgetting(SPACE, frozenset(["chunk-3"])):
+        store.forget(SPACE)
+        during = warmer.epoch(SPACE)
+    new = warmer.epoch(SPACE)
+    items = [missing(0, old), missing(1, during), missing(2, new)]
+    assert warmer.now(items) == 1
+    assert stored(store) == [2]
+    warmer.later(items[:2])
+    assert warmer.flush(WAIT)
+    assert stored(store) == [2]
+    assert warmer.now([missing(3)]) == 1  # asked for by the user, whenever that was
+    warmer.close()
+
+
+def test_other_namespaces_are_not_concerned():
+    warmer, store, _ = made()
+    item = missing(0, warmer.epoch(SPACE))
+    with warmer.forgetting("another"):
+        pass
+    warmer.now([item])
+    assert stored(store) == [0]
+    warmer.close()
+
+
+def test_what_waits_and_was_not_forgotten_is_stored():
+    warmer, store, encoder = made()
+    reached, gate = threading.Event(), threading.Event()
+    encoder.before = lambda: (reached.set(), gate.wait(WAIT))
+    epoch = warmer.epoch(SPACE)
+    warmer.later([missing(0, epoch), missing(1, epoch)])
+    assert reached.wait(WAIT)
+    with warmer.forgetting(SPACE, frozenset(["chunk-0"])):
+        store.forget(SPACE, frozenset(["chunk-0"]))
+    gate.set()
+    assert warmer.flush(WAIT)
+    warmer.close()
+    assert stored(store) == [1]
+
+
+def test_nothing_is_stored_while_something_is_forgotten():
+    warmer, store, encoder = made()
+    encoded = threading.Event()
+    encoder.before = encoded.set
+    thread = threading.Thread(target=warmer.now, args=([missing(0)],))
+    with warmer.forgetting(SPACE):
+        thread.start()
+        assert encoded.wait(WAIT)
+        assert stored(store) == []
+    thread.join(WAIT)
+    assert stored(store) == [0]
+    warmer.close()
+
+
+def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
+    def plan(lost):
+        report = LinkReport("reuse", "standalone", SPACE, 1)
+        return LinkPlan((1,), (), (0,), tuple(missing(n) for n in lost), report, again=plan)
+
+    first = plan([0, 1]).since(5)
+    assert [item.epoch for item in first.missing] == [5, 5]
+    assert [item.epoch for item in first.again([2]).missing] == [5]
+    assert [item.epoch for item in first.again([2]).again([3]).missing] == [5]
+
+
+def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog):
+    warmer, store, _ = made()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        warmer.later([missing(0)])
+    assert "can't start new thread" in caplog.text
+    assert warmer.flush(0)
+    warmer.later([missing(0), missing(1)])
+    assert warmer.flush(WAIT)
+    assert stored(store) == [0, 1]
+    warmer.close()
+
+
+FORK = """
+import os, sys
+sys.path[:0] = {paths!r}
+from test_warm import *
+warmer, store, encoder = made()
+reached, gate = threading.Event(), threading.Event()
+encoder.before = lambda: (reached.set(), gate.wait(60))
+warmer.later([missing(0)])
+assert reached.wait(60)
+with warmer._states.get().condition:  # as if another thread were in there
+    child = os.fork()
+    if not child:
+        assert warmer.flush(0)
+        encoder.before = lambda: None
+        warmer.later([missing(0), missing(1)])
+        assert warmer.flush(60)
+        assert stored(store) == [0, 1]
+        warmer.close()
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+gate.set()
+assert warmer.flush(60)
+assert stored(store) == [0]
+warmer.close()
+"""
+
+
+def test_after_a_fork_the_child_waits_for_nothing_of_the_parents(request):
+    here = request.path.parent
+    paths = [str(here), str(here.parent / "store")]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK.format(paths=paths)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
