@@ -13,9 +13,10 @@ def split(
     raw: torch.Tensor, specs: tuple[LayerSpec, ...]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Keys and values of the layers that lie in ``raw`` one behind the other."""
-    kinds = {spec for layer in specs for spec in (layer.keys, layer.values)}
-    if len(kinds) == 1:  # as of almost every model: all tensors in one step, not three for each
-        (kind,) = kinds
+    kind = specs[0].keys
+    # Layers that are alike share their specs, so most of this compares objects with themselves.
+    if kind == specs[0].values and all(layer[:2] == specs[0][:2] for layer in specs):
+        # As of almost every model: all tensors in one step, not three for each.
         every = as_tensor(raw, TensorSpec(kind.dtype, (2 * len(specs), *kind.shape))).unbind()
         return every[::2], every[1::2]
     keys, values, at = [], [], 0
