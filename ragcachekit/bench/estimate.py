@@ -35,7 +35,7 @@ Say = Callable[[str], object]
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """Host budgets, as shares of the KV that the log touches; at least what one prompt uses."""
 
-EVICTIONS = (StoreConfig().eviction, "pgdsf")
+EVICTIONS = ("lru", StoreConfig().eviction)
 
 
 @dataclass(frozen=True)
