@@ -1,0 +1,10 @@
+"""Triton kernels run in Triton's interpreter where there is no GPU; that is decided when triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
