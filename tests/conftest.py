@@ -1,4 +1,4 @@
-"""Triton kernels run in Triton's interpreter where there is no GPU; that is decided when triton is imported."""
+"""Where there is no GPU, Triton kernels run in its interpreter; that is decided when triton is imported."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -54,8 +55,8 @@ class ChunkKV:
     def to(self, device: str | torch.device) -> ChunkKV:
         """The same with keys and values on ``device``; itself if they are there."""
         device = torch.device(device)
-        tensors = (*self.keys, *self.values)
-        if all(t.device.type == device.type and device.index in (None, t.device.index) for t in tensors):
+        here = {tensor.device for tensor in (*self.keys, *self.values)}
+        if all(at.type == device.type and device.index in (None, at.index) for at in here):
             return self
         return self.each(lambda tensor: tensor.to(device))
 
@@ -69,7 +70,7 @@ class ChunkKV:
         """Number of layers."""
         return len(self.keys)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = (*self.keys, *self.values, *self.sums.values())

@@ -124,10 +124,10 @@ class KnowledgeTree:
             self._hear(root.namespace)
             epoch = self._epochs[root.namespace]
             nodes = list(self._levels.walk(root, path, self._limit(path)))
-            found = [self._levels.use(node) for node in nodes]
-            self._levels.count(len(path), found)
             for node in nodes:
                 self._levels.pin(node)
+            found = [self._levels.use(node) for node in nodes]
+            self._levels.count(len(path), found)
         found += self._on_disk(root, path, len(found))
         match = Match(root, path, tuple(found), epoch)
         if nodes:
@@ -281,19 +281,19 @@ class KnowledgeTree:
 
     def _insert(self, match: Match, kvs: Sequence[ChunkKV], missed: Access) -> int:
         nodes: list[Node] = []
-        added = 0
+        known, added = len(match), 0
         try:
             for number, kv in enumerate([*(reused.kv for reused in match.found), *kvs]):
-                matched = number < len(match)
-                child, new = None, False
+                node, new = None, False
                 if len(nodes) == number:  # else its parent is not in memory
-                    child, new = self._have(match, nodes, number, kv, HIT if matched else missed)
-                if child is not None:
-                    nodes.append(child)
-                    self._levels.pin(child)
-                elif not matched and self._disk is not None:
+                    parent = nodes[-1] if nodes else None
+                    access = missed if number >= known else None
+                    node, new = self._have(match.root, parent, match.path[number], kv, access)
+                if node is not None:
+                    nodes.append(node)
+                elif number >= known and self._disk is not None:
                     self._leaving.append((match.root, match.path[: number + 1], kv))
-                added += new and not matched
+                added += new and number >= known
             self._levels.promote(nodes)
         finally:
             for node in nodes:
@@ -301,16 +301,19 @@ class KnowledgeTree:
         return added
 
     def _have(
-        self, match: Match, above: Sequence[Node], number: int, kv: ChunkKV, access: Access
+        self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, missed: Access | None
     ) -> tuple[Node | None, bool]:
-        """The node of a step, made if it is not there; None if there is no room. And whether it is new."""
-        step, parent = match.path[number], above[-1] if above else None
-        node = self._levels.child(match.root, parent, step)
+        """The node of a step, pinned, made if it is not there; None without room. And whether it is new.
+
+        ``missed`` is the access of a step that the request computed, None where it was found.
+        """
+        node = self._levels.child(root, parent, step)
         if node is None:
-            node = self._levels.admit(match.root, parent, step, kv, access)
+            node = self._levels.admit(root, parent, step, kv, missed or HIT)
             return node, node is not None
-        if number >= len(match):  # another request computed the same meanwhile
-            self._levels.use(node, access)
+        self._levels.pin(node)
+        if missed is not None:  # another request computed the same meanwhile
+            self._levels.use(node, missed)
         return node, False
 
     # -- the disk ----------------------------------------------------------------------------------

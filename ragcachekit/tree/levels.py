@@ -15,6 +15,8 @@ from ragcachekit.tree.tier import MemoryTier
 Leave = Callable[[Node, ChunkKV], object]
 """Hears of KV that leaves memory."""
 
+_SOMEWHERE = "a node is in some tier as long as it is in the tree"
+
 
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
@@ -67,7 +69,7 @@ class Levels:
             kv = tier.get(node)
             if kv is not None:
                 return kv, tier
-        raise AssertionError("a node is in some tier as long as it is in the tree")
+        raise AssertionError(_SOMEWHERE)
 
     def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
         """The uppermost nodes of a namespace with one of these ids (None: all)."""
@@ -92,15 +94,19 @@ class Levels:
         node.uses += 1
         if not access.hit:
             node.missed = access
+        reused = None
         for tier in self.tiers:
-            tier.touch(node, access)
-        kv, tier = self.copy(node)
-        return Reused(node.step, kv, tier.name)
+            kv = tier.use(node, access)
+            if kv is not None and reused is None:
+                reused = Reused(node.step, kv, tier.name)
+        assert reused is not None, _SOMEWHERE
+        return reused
 
     def count(self, asked: int, found: Sequence[Reused]) -> None:
         """Count hits and misses of a look-up of so many steps, tier by tier."""
+        names = [reused.tier for reused in found]
         for tier in self.tiers:
-            here = sum(reused.tier == tier.name for reused in found)
+            here = names.count(tier.name)
             tier.counters.count("hits", here)
             tier.counters.count("misses", asked - here)
             asked -= here
@@ -115,9 +121,9 @@ class Levels:
     # -- changing ----------------------------------------------------------------------------------
 
     def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
-        """A new node in the fastest tier that can have it, or None if none can; pin the parent before."""
+        """A new node, pinned, in the fastest tier that can have it; None if none can. Pin the parent before."""
         node = Node(root, parent, step, kv.nbytes)
-        node.uses, node.missed = 1, access
+        node.uses, node.missed, node.pins = 1, access, 1
         for tier in self.tiers:
             beside = tier is self.host or parent is None or parent in tier
             if beside and self._take(tier, node, kv):
@@ -144,17 +150,16 @@ class Levels:
         """Take a node and all below it out of the tree; returns how many."""
         nodes = list(top.subtree())
         for node in reversed(nodes):
-            if not forgotten and not self._nowhere(node):
+            # What a tier knows of a node that it evicted stays known, unless that is to be forgotten.
+            here = [tier for tier in self.tiers if forgotten or node in tier]
+            if here and not forgotten:
                 self._leave(node, self.copy(node)[0])
-            for tier in self.tiers:
+            for tier in here:
                 tier.remove(node)
             if self._replicas is not None:
                 self._replicas.discard(node)
             node.children.clear()
-        siblings = self._siblings(top.root, top.parent)
-        del siblings[top.step.ids]
-        if top.parent is None and not siblings:
-            del self._roots[top.root]
+        self._unlink(top)
         return len(nodes)
 
     def lose(self, tier: MemoryTier) -> int:
@@ -166,7 +171,7 @@ class Levels:
                 self._replicas.discard(node)
         lost = 0
         for node in nodes:
-            if self._nowhere(node) and self.holds(node):
+            if not node.copies and self.holds(node):
                 lost += self.drop(node, forgotten=False)
         return lost
 
@@ -174,7 +179,7 @@ class Levels:
         """Assert what must always hold."""
         nodes = list(self)
         for node in nodes:
-            assert not self._nowhere(node)
+            assert node.copies == sum(node in tier for tier in self.tiers) > 0
             if self.gpu is not None and node in self.gpu:
                 assert node.parent is None or node.parent in self.gpu
         for tier in self.tiers:
@@ -193,30 +198,31 @@ class Levels:
             tier.counters.count("failed_writes")
             return False
         while not tier.spare(nbytes):
-            victim = tier.lowest()
-            if victim is None:  # all of it is in use
-                return False
-            self._evict(tier, victim)
+            if not self._evict(tier):
+                return False  # all of it is in use
         return True
 
-    def _evict(self, tier: MemoryTier, victim: Node) -> None:
+    def _evict(self, tier: MemoryTier) -> bool:
         """Algorithm 1, and multi-level eviction: to the host the first time, later only let go of."""
-        kv, host = self.copy(victim)[0], self.host
-        room = (
-            tier is self.gpu
-            and host is not None
-            and victim not in host
-            and self._make_room(host, victim.nbytes)
-        )
-        tier.evict()
-        if room and host is not None:
+        evicted = tier.evict()
+        if evicted is None:
+            return False
+        victim, kv = evicted
+        host = self.host if tier is self.gpu else None
+        if host is not None and victim not in host and self._make_room(host, victim.nbytes):
             host.add(victim, kv)
-        if self._nowhere(victim):
+        if not victim.copies:
             self._leave(victim, kv)
-            self.drop(victim, forgotten=False)
+            for child in list(victim.children.values()):
+                self.drop(child, forgotten=False)
+            self._unlink(victim)
+        return True
 
-    def _nowhere(self, node: Node) -> bool:
-        return not any(node in tier for tier in self.tiers)
+    def _unlink(self, node: Node) -> None:
+        siblings = self._siblings(node.root, node.parent)
+        del siblings[node.step.ids]
+        if node.parent is None and not siblings:
+            del self._roots[node.root]
 
     def _siblings(self, root: Root, parent: Node | None) -> dict[tuple[str, ...], Node]:
         return parent.children if parent is not None else self._roots.get(root, {})

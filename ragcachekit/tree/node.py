@@ -22,6 +22,8 @@ class Node:
         Position of its first row, its rows, and bytes of one copy of its KV.
     children : dict of tuple of str to Node
         By the ids of their steps.
+    copies : int
+        Tiers that have its KV now.
     pins : int
         Requests that use it now.
     uses : int
@@ -35,6 +37,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "copies",
         "digest",
         "missed",
         "nbytes",
@@ -53,6 +56,7 @@ class Node:
         self.tokens: int = step.tokens
         self.nbytes = nbytes
         self.children: dict[tuple[str, ...], Node] = {}
+        self.copies = 0
         self.pins = 0
         self.uses = 0
         self.missed: Access = MISS

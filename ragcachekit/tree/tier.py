@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,16 @@ from ragcachekit.tree.node import Node
 
 MOST_REPLAYED = 16
 """Uses that a node brings along when it moves to a slower tier, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A node's copy here. ``kept``: it never leaves; ``held``: the ranking passes over it."""
+
+    node: Node
+    kv: ChunkKV
+    kept: bool = False
+    held: bool = False
 
 
 class MemoryTier:
@@ -40,20 +51,17 @@ class MemoryTier:
         self._device = torch.device(device)
         self.counters = Counters(self.name)
         self._ranking: Ranking[bytes] = Ranking(policy)
-        self._nodes: dict[bytes, Node] = {}
-        self._kv: dict[bytes, ChunkKV] = {}
-        self._children: dict[bytes, int] = {}
-        self._held: set[bytes] = set()
-        self._kept: set[bytes] = set()
+        self._copies: dict[bytes, _Copy] = {}
+        self._children: dict[bytes, int] = {}  # copies here below a node, which itself may be elsewhere
 
     def __contains__(self, node: Node) -> bool:
-        return node.digest in self._kv
+        return node.digest in self._copies
 
     def __len__(self) -> int:
-        return len(self._kv)
+        return len(self._copies)
 
     def __iter__(self) -> Iterator[Node]:
-        return iter(list(self._nodes.values()))
+        return iter([copy.node for copy in self._copies.values()])
 
     @property
     def nbytes(self) -> int:
@@ -62,71 +70,81 @@ class MemoryTier:
 
     def get(self, node: Node) -> ChunkKV | None:
         """The node's copy here."""
-        return self._kv.get(node.digest)
+        copy = self._copies.get(node.digest)
+        return None if copy is None else copy.kv
+
+    def use(self, node: Node, access: Access) -> ChunkKV | None:
+        """The node's copy here, and count a use of it."""
+        copy = self._copies.get(node.digest)
+        if copy is None:
+            return None
+        self._ranking.touch(node.digest, access)
+        return copy.kv
 
     def add(self, node: Node, kv: ChunkKV) -> bool:
         """Take a copy in, made of ``kv`` where that is elsewhere; there must be room (:meth:`spare`).
 
         False if the device has less memory left than the budget says.
         """
-        assert node not in self
-        name = node.digest
+        name, parent = node.digest, node.parent
+        assert name not in self._copies
         try:
-            self._kv[name] = kv.to(self._device)
+            copy = _Copy(node, kv.to(self._device))
         except torch.OutOfMemoryError:
             self.counters.count("failed_writes")
             self.counters.warn_once("memory", "no memory for %d bytes within the budget", node.nbytes)
             return False
-        self._nodes[name] = node
-        self._ranking.add(name, node.nbytes, node.tokens, access=node.missed)
+        self._copies[name] = copy
+        node.copies += 1
+        copy.held = self._has_to_stay(copy)
+        self._ranking.add(name, node.nbytes, node.tokens, access=node.missed, hold=copy.held)
         for _ in range(min(node.uses, MOST_REPLAYED) - 1):
             self._ranking.touch(name)
-        if node.parent is not None:
-            self._children[node.parent.digest] = self._children.get(node.parent.digest, 0) + 1
-            self.settle(node.parent)
-        self.settle(node)
+        if parent is not None:
+            siblings = self._children.get(parent.digest, 0)
+            self._children[parent.digest] = siblings + 1
+            if not siblings:
+                self.settle(parent)
         return True
-
-    def touch(self, node: Node, access: Access) -> None:
-        """Count a use, where the node is here."""
-        self._ranking.touch(node.digest, access)
 
     def keep(self, node: Node, keep: bool = True) -> None:
         """Never let this copy go, or let it go again."""
-        (self._kept.add if keep else self._kept.discard)(node.digest)
+        self._copies[node.digest].kept = keep
         self.settle(node)
 
     def settle(self, node: Node) -> None:
         """Have the ranking pass over the node exactly while it is pinned, kept or has children here."""
-        name = node.digest
-        if self._nodes.get(name) is not node:  # gone from here, even if the same path is back by now
+        copy = self._copies.get(node.digest)
+        if copy is None or copy.node is not node:  # gone from here, even if the same path is back by now
             return
-        held = bool(node.pins or name in self._kept or self._children.get(name))
-        if held != (name in self._held):
-            (self._ranking.hold if held else self._ranking.release)(name)
-            (self._held.add if held else self._held.discard)(name)
+        held = self._has_to_stay(copy)
+        if held != copy.held:
+            copy.held = held
+            (self._ranking.hold if held else self._ranking.release)(node.digest)
 
     def spare(self, nbytes: int) -> bool:
         """Whether so many bytes more fit the budget."""
-        return self.nbytes + nbytes <= self.budget
+        return self._ranking.nbytes + nbytes <= self.budget
 
     def lowest(self) -> Node | None:
         """Who leaves next; None if nobody can."""
         name = self._ranking.lowest()
-        return None if name is None else self._nodes[name]
+        return None if name is None else self._copies[name].node
 
-    def evict(self) -> None:
-        """Let go of :meth:`lowest`; what it was used for is remembered for a while."""
+    def evict(self) -> tuple[Node, ChunkKV] | None:
+        """Let go of the lowest copy; None if nobody can leave. What it was used for is remembered a while."""
         name = self._ranking.evict()
-        assert name is not None
+        if name is None:
+            return None
         self.counters.count("evictions")
-        self._let_go(self._nodes[name])
+        copy = self._let_go(name)
+        return copy.node, copy.kv
 
     def remove(self, node: Node) -> None:
         """Let go of a copy, pinned or not, and of all that was known of it."""
         self._ranking.remove(node.digest)
         if node in self:
-            self._let_go(node)
+            self._let_go(node.digest)
 
     def stats(self) -> StoreStats:
         """The counters and the present content."""
@@ -134,20 +152,24 @@ class MemoryTier:
 
     def check(self) -> None:
         """Assert what must always hold of this tier's own tables."""
-        assert self.nbytes == sum(kv.nbytes for kv in self._kv.values()) <= self.budget
-        assert self._kv.keys() == self._nodes.keys() == set(self._ranking)
-        for name, node in self._nodes.items():
-            children = sum(child in self for child in node.children.values())
+        assert self.nbytes == sum(copy.kv.nbytes for copy in self._copies.values()) <= self.budget
+        assert self._copies.keys() == set(self._ranking)
+        for name, copy in self._copies.items():
+            children = sum(child in self for child in copy.node.children.values())
             assert children == self._children.get(name, 0)
-            assert (name in self._held) == bool(node.pins or name in self._kept or children)
+            assert copy.held == self._has_to_stay(copy)
 
-    def _let_go(self, node: Node) -> None:
-        name = node.digest
-        del self._kv[name], self._nodes[name]
-        self._held.discard(name)
-        self._kept.discard(name)
-        if node.parent is not None:
-            self._children[node.parent.digest] -= 1
-            if not self._children[node.parent.digest]:
-                del self._children[node.parent.digest]
-            self.settle(node.parent)
+    def _has_to_stay(self, copy: _Copy) -> bool:
+        return bool(copy.node.pins) or copy.kept or copy.node.digest in self._children
+
+    def _let_go(self, name: bytes) -> _Copy:
+        copy = self._copies.pop(name)
+        copy.node.copies -= 1
+        parent = copy.node.parent
+        if parent is not None:
+            siblings = self._children.pop(parent.digest) - 1
+            if siblings:
+                self._children[parent.digest] = siblings
+            else:
+                self.settle(parent)
+        return copy

@@ -28,7 +28,7 @@ class Ranking(Generic[K]):
     policy : EvictionPolicy
         This ranking's own.
     groups : bool
-        Whether :meth:`evict` will be asked for the lowest entry of one group.
+        Whether anything will be asked about single groups: who is lowest in one, or its bytes.
     """
 
     def __init__(self, policy: EvictionPolicy, *, groups: bool = False) -> None:
@@ -55,6 +55,7 @@ class Ranking(Generic[K]):
 
     def nbytes_of(self, group: str) -> int:
         """Bytes of one group's entries."""
+        self._check_groups()
         return self._sizes.get(group, 0)
 
     def size(self, item: K) -> int:
@@ -65,14 +66,27 @@ class Ranking(Generic[K]):
         """The policy's number of an entry; KeyError if it is not here."""
         return self._live[item].priority
 
-    def add(self, item: K, nbytes: int, tokens: int = 0, group: str = "", access: Access = MISS) -> None:
-        """Take an entry in, or set its size anew; counts as an access."""
-        record = self._live.get(item) or self._past.pop(item, None) or Record(0, 0)
-        if item in self._live:
+    def add(
+        self,
+        item: K,
+        nbytes: int,
+        tokens: int = 0,
+        group: str = "",
+        access: Access = MISS,
+        *,
+        hold: bool = False,
+    ) -> None:
+        """Take an entry in, or set its size anew; counts as an access. ``hold``: as :meth:`hold` after it."""
+        record = self._live.get(item)
+        if record is None:
+            record = self._past.pop(item, None) or Record(0, 0)
+            self._live[item] = record
+        else:
             self._uncount(record)
         record.nbytes, record.tokens, record.group = nbytes, tokens, group
-        self._live[item] = record
         self._count(record)
+        if hold:
+            self._held[item] = self._held.get(item, 0) + 1
         self._accessed(item, record, access)
 
     def touch(self, item: K, access: Access = HIT) -> None:
@@ -105,8 +119,8 @@ class Ranking(Generic[K]):
 
     def lowest(self, group: str | None = None) -> K | None:
         """Who would leave next (of one group, where one is named); None if nobody can."""
-        if group is not None and not self._groups:
-            raise ValueError("this ranking keeps no order within groups; make it with groups=True")
+        if group is not None:
+            self._check_groups()
         heap = self._heaps.get(group, [])
         while heap:
             item = heap[0][2]
@@ -138,36 +152,48 @@ class Ranking(Generic[K]):
         self._now += 1
         self._policy.accessed(record, access, self._now)
         record.at = self._now
-        self._push(item, record)
+        if item not in self._held:  # else its release does it, once for all uses until then
+            self._push(item, record)
 
     def _push(self, item: K, record: Record) -> None:
-        for group in (None, record.group) if self._groups else (None,):
-            heap = self._heaps[group]
-            # Numbers of accesses are unique, so only an item and itself are ever compared.
-            heapq.heappush(heap, (record.priority, record.at, item))
-            live = len(self._live) if group is None else self._members[group]
-            if len(heap) > 2 * live + 64:
-                self._rebuild(group)
+        # Numbers of accesses are unique, so only an item and itself are ever compared.
+        entry = (record.priority, record.at, item)
+        self._push_to(None, entry, len(self._live))
+        if self._groups:
+            self._push_to(record.group, entry, self._members[record.group])
+
+    def _push_to(self, group: str | None, entry: tuple[float, int, K], live: int) -> None:
+        heap = self._heaps[group]
+        heapq.heappush(heap, entry)
+        if len(heap) > 2 * live + 64:
+            self._rebuild(group)
 
     def _current(self, entry: tuple[float, int, K]) -> bool:
         record = self._live.get(entry[2])
         return record is not None and (record.priority, record.at) == entry[:2]
 
     def _rebuild(self, group: str | None) -> None:
-        """Drop what is outdated or there twice. (Who is held and was popped stays out till its release.)"""
+        """Drop what is outdated or there twice. (Who is held may be missing; its release puts it back.)"""
         heap = list({entry for entry in self._heaps[group] if self._current(entry)})
         heapq.heapify(heap)
         self._heaps[group] = heap
 
     def _count(self, record: Record) -> None:
         self.nbytes += record.nbytes
-        self._sizes[record.group] += record.nbytes
-        self._members[record.group] += 1
+        if self._groups:
+            self._sizes[record.group] += record.nbytes
+            self._members[record.group] += 1
 
     def _uncount(self, record: Record) -> None:
         self.nbytes -= record.nbytes
+        if not self._groups:
+            return
         self._sizes[record.group] -= record.nbytes
         self._members[record.group] -= 1
         if not self._members[record.group]:
             for table in (self._members, self._sizes, self._heaps):
                 table.pop(record.group, None)
+
+    def _check_groups(self) -> None:
+        if not self._groups:
+            raise ValueError("this ranking keeps nothing about groups; make it with groups=True")
