@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ragcachekit_kernels.planes import ChunkTensors, Layout
+
 
 def rotate(
     x: torch.Tensor,
@@ -50,6 +52,91 @@ def rotate(
     out = x.clone()
     out[..., offset : offset + 2 * pairs] = turned.to(x.dtype)
     return out
+
+
+def assemble(layout: Layout, first: int = 0, last: int | None = None) -> None:
+    """Put chunks' tensors into a request's KV, rotated to their new positions.
+
+    Parameters
+    ----------
+    layout : Layout
+        Rounded tensors are multiplied by their scales; what is rotated is rounded once, at the end.
+    first, last : int
+        Planes to do.
+
+    Notes
+    -----
+    EPIC section 4.1, FusionRAG A.1.
+    """
+    skip = torch.tensor(layout.skip, dtype=torch.long)
+    for index in range(len(layout.planes))[first:last]:
+        plane = layout.planes[index]
+        for place, chunk in zip(layout.places, layout.chunks, strict=True):
+            turn = layout.turn(plane, place)
+            if chunk is None and turn is None:
+                continue
+            into = plane.kv[:, place.start : place.start + place.tokens]
+            new = into if chunk is None else _plain(chunk, index, place.tokens)
+            new = new.to(torch.promote_types(new.dtype, into.dtype))
+            if turn is not None:
+                new = rotate(new, *turn, interleaved=plane.interleaved, offset=plane.offset)
+            left = skip[(skip >= place.start) & (skip < place.start + place.tokens)] - place.start
+            kept = torch.ones(place.tokens, dtype=torch.bool).index_fill_(0, left, False)
+            if left.numel():
+                into[:, kept] = new[:, kept].to(into.dtype)
+            else:
+                into.copy_(new)
+
+
+def disassemble(layout: Layout) -> None:
+    """The inverse of :func:`assemble`: take the pieces of a request's KV out into the chunks' tensors.
+
+    ``tables`` hold the inverse rotation (cos / m and -sin / m). Tensors with scales are rounded to eight
+    bits, and their scales are written: the largest magnitude of what shares a scale, divided by 127 (int8)
+    or 448 (fp8 e4m3).
+    """
+    for index, plane in enumerate(layout.planes):
+        for place, chunk in zip(layout.places, layout.chunks, strict=True):
+            if chunk is None:
+                continue
+            bare = plane.kv[:, place.start : place.start + place.tokens]
+            turn = layout.turn(plane, place)
+            if turn is not None:
+                bare = rotate(bare, *turn, interleaved=plane.interleaved, offset=plane.offset)
+            _keep(bare, chunk.tensors[index][:, : place.tokens], chunk.scale(index))
+
+
+def _plain(chunk: ChunkTensors, plane: int, tokens: int) -> torch.Tensor:
+    """``[heads, tokens, dim]``, float32 where it was rounded."""
+    elements, scale = chunk.tensors[plane][:, :tokens], chunk.scale(plane)
+    return elements if scale is None else elements.float() * scale[:, :tokens]
+
+
+def _keep(bare: torch.Tensor, into: torch.Tensor, scale: torch.Tensor | None) -> None:
+    if scale is None:
+        into.copy_(bare)
+        return
+    largest = 127.0 if into.dtype == torch.int8 else torch.finfo(into.dtype).max
+    wide = bare.float()
+    per_channel = scale.shape[1] == 1 and scale.shape[2] == bare.shape[2]
+    top = wide.abs().amax(1 if per_channel else 2, keepdim=True)
+    new = top / torch.full_like(top, largest)  # a number's reciprocal would be multiplied with on a GPU
+    scaled = (wide / new.clamp_min(torch.finfo(torch.float32).tiny)).clamp(-largest, largest)
+    into.copy_(scaled.round() if into.dtype == torch.int8 else scaled)
+    scale[:, : new.shape[1]] = new
+
+
+def scatter(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    into_key: torch.Tensor,
+    into_value: torch.Tensor,
+    positions: Sequence[int],
+) -> None:
+    """Write rows ``[kv_heads, rows, dim]`` at ``positions`` of ``[kv_heads, tokens, dim]``, in place."""
+    at = torch.tensor(positions, dtype=torch.long, device=into_key.device)
+    into_key.index_copy_(1, at, key)
+    into_value.index_copy_(1, at, value)
 
 
 def sparse_attention(
@@ -101,12 +188,36 @@ def sparse_attention(
     return weights.to(value.dtype) @ values
 
 
+def sparse_attention_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`sparse_attention` and ``[heads, rows]`` log-sum-exps of its scores.
+
+    They are natural logarithms, sinks included, float32 or wider: ``exp(score - lse)`` is a softmax weight.
+    """
+    out = sparse_attention(
+        query, key, value, positions, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    scores = _scores(query, key, positions, scale, window, softcap)
+    lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
+    return out, lse if sinks is None else torch.logaddexp(lse, sinks.to(lse)[:, None])
+
+
 def column_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     positions: torch.Tensor,
     spans: Sequence[tuple[int, int]] | None = None,
     *,
+    lse: torch.Tensor | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -122,6 +233,9 @@ def column_scores(
         Half-open key ranges that do not overlap: the softmax of a row goes over each of them by
         itself (sinks have no part in it), and keys outside of all get 0. None: one softmax over
         all keys that the row sees.
+    lse : torch.Tensor, optional
+        ``[heads, rows]``, without spans: the natural log-sum-exp of each row's scores, sinks included,
+        where it is known (attention computes it).
 
     Returns
     -------
@@ -134,6 +248,8 @@ def column_scores(
     """
     scores = _scores(query, key, positions, scale, window, softcap)
     wide = torch.promote_types(scores.dtype, torch.float32)
+    if lse is not None:
+        return torch.exp(scores.to(wide) - lse.to(wide)[:, :, None]).sum((0, 1))
     if spans is None:
         if sinks is not None:
             extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
@@ -144,6 +260,18 @@ def column_scores(
         weights = torch.softmax(scores[..., start:stop], -1, dtype=wide)
         out[start:stop] = weights.nan_to_num(0.0).sum((0, 1))  # a row that sees nothing of the span
     return out
+
+
+def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64."""
+    sums = [values[start:stop].double().sum() for start, stop in spans]
+    return torch.stack(sums) if sums else values.new_zeros(0, dtype=torch.float64)
+
+
+def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """``[rows]`` float32: squared distance of ``new`` ``[heads, rows, dim]`` from ``old[:, positions]``."""
+    at = torch.tensor(positions, dtype=torch.long, device=old.device)
+    return (old.index_select(1, at).float() - new.float()).square().sum((0, 2))
 
 
 def _scores(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+
+from ragcachekit_kernels.context import ContextMass
 
 TILE_ROWS = 128
 """Rows of a tile: bounds both the score buffer and the masked triangle of contiguous rows."""
@@ -51,12 +54,38 @@ def sparse_attention(
     return out.reshape(heads, rows, value.shape[-1])
 
 
+def sparse_attention_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`ragcachekit_kernels.reference.sparse_attention_lse`, ``positions`` ascending."""
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    out = sparse_attention(query, key, value, positions, sinks=sinks, **options)
+    kv_heads = key.shape[0]
+    heads, rows, head_dim = query.shape
+    grouped = query.reshape(kv_heads, heads // kv_heads, rows, head_dim)
+    lse = query.new_empty(grouped.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    for start, stop in tiles(positions):
+        scores, _ = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], **options)
+        lse[:, :, start:stop] = torch.logsumexp(scores, -1).view(*grouped.shape[:2], -1)
+    lse = lse.reshape(heads, rows)
+    return out, lse if sinks is None else torch.logaddexp(lse, sinks.to(lse)[:, None])
+
+
 def column_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     positions: Sequence[int],
     spans: Sequence[tuple[int, int]] | None = None,
     *,
+    lse: torch.Tensor | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -73,6 +102,11 @@ def column_scores(
     for start, stop in tiles(positions):
         tile, where = grouped[:, :, start:stop], positions[start:stop]
         scores, low = _tile_scores(tile, key, where, scale, window, softcap)
+        if lse is not None:
+            known = lse.to(scores.dtype).reshape(kv_heads, heads // kv_heads, rows)[:, :, start:stop]
+            weights = torch.exp(scores - known.reshape(kv_heads, -1, 1))
+            out[low : low + scores.shape[-1]] += weights.sum((0, 1))
+            continue
         if spans is None:
             out[low : low + scores.shape[-1]] += _weights(scores, stop - start, sinks).sum((0, 1))
             continue
@@ -82,6 +116,33 @@ def column_scores(
                 weights = torch.softmax(scores[..., left:right], -1)
                 out[low + left : low + right] += weights.nan_to_num_(0.0).sum((0, 1))
     return out
+
+
+def context_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> ContextMass:
+    """As :func:`ragcachekit_kernels.dispatch.context_mass`.
+
+    Attention over a value that says which segment a key belongs to is attention per segment, in the same
+    blocks and under the same masks as any other attention.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, key = query.to(wide), key.to(wide)
+    member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
+    value = member.expand(key.shape[0], -1, -1)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    mixed = sparse_attention(query, key, value, positions, **options)
+    mass = mixed.sum(0).float()
+    columns = column_scores(query, key, positions, **options)
+    return ContextMass(columns.float(), mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
 
 
 def _tile(

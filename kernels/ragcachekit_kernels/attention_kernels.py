@@ -1,0 +1,205 @@
+"""Sparse-row attention in Triton: query rows at any ascending positions over contiguous keys and values.
+
+A tile is ``BLOCK_M`` query vectors of one KV head, counted through rows and the query heads that share the
+KV head (row 0 head 0, row 0 head 1, ...): no group size wastes part of a tile, and a tile of rows that lie
+far apart still spans few positions. Its keys come in three ranges: those that the window hides from some
+rows, those that every row sees (no masks), those after the position of the first row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _lane(step, program, programs):
+    """A program's place in a round: to and fro, so that who got the longest item next gets the shortest."""
+    return program + (step % 2) * (programs - 1 - 2 * program)
+
+
+@triton.jit
+def _steps(items, lane, programs):
+    """Rounds in which a program has an item; ``lane`` is its own in the last round, which may not be full."""
+    return (items + programs - 1 - lane) // programs
+
+
+@triton.jit
+def _load(
+    source, head, start, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, CHECKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK, PADDED]`` rows from ``start`` on: zero past DIM and, where CHECKED, from ``end`` on."""
+    at = start + tl.arange(0, BLOCK)
+    dim = tl.arange(0, PADDED)
+    if DESCRIPTORS:
+        rows = source.load([head, start, 0]).reshape(BLOCK, PADDED)
+        if CHECKED:
+            rows = tl.where((at < end)[:, None], rows, 0.0)
+    else:
+        inner = tl.arange(0, BLOCK)[:, None] * STRIDE + dim[None, :]
+        pointers = source + tl.cast(start, tl.int64) * STRIDE + inner
+        if CHECKED:
+            rows = tl.load(pointers, mask=(at < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+        elif DIM == PADDED:
+            rows = tl.load(pointers)
+        else:
+            rows = tl.load(pointers, mask=(dim < DIM)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:  # Triton's interpreter computes bfloat16 products wrongly
+        acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _over(
+    acc, top, total, low, high, query, at, key, value, head, scale, cap, window,
+    KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys ``low..high``, in float32 and to base 2.
+
+    The scale is multiplied into the scores (an FMA with the subtraction of the maximum), not into the query:
+    that would round the query a second time.
+    """
+    for start in tl.range(low, high, BLOCK_N):
+        keys = _load(key, head, start, high, KEY_ROW, BLOCK_N, D, D_PAD, MASKED, DESCRIPTORS)
+        scores = _dot(query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
+        if SOFTCAP:  # cap * tanh(x) = cap - 2 cap / (e^(2x) + 1); scale turns scores into 2x, to base 2
+            scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+        if MASKED:
+            column = (start + tl.arange(0, BLOCK_N))[None, :]
+            seen = column <= at[:, None]
+            if WINDOW:
+                seen &= column > at[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        factor = 1.0 if SOFTCAP else scale
+        higher = tl.maximum(top, tl.max(scores, 1) * factor)
+        base = higher
+        if MASKED:  # a row that has seen nothing yet
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores * factor - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        values = _load(value, head, start, high, VALUE_ROW, BLOCK_N, DV, DV_PAD, MASKED, DESCRIPTORS)
+        acc = _dot(weights.to(values.dtype), values, acc, UPCAST)
+        top = higher
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["window", "splits", "room"])
+def attention_kernel(
+    query, key, value, table, out, lse, positions, count, sinks, scale, cap, window, splits, room,
+    query_head, query_row, key_head, value_head, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Items are (tile, KV head, split of its keys), longest tiles first, dealt to a persistent grid."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    vectors = tl.load(count) * GROUP
+    tiles = tl.cdiv(vectors, BLOCK_M)
+    items = tiles * KV_HEADS * splits
+    lane = _lane(items // programs, program, programs)
+    for step in range(0, _steps(items, lane, programs)):
+        item = step * programs + _lane(step, program, programs)
+        split = item % splits
+        head = item // splits % KV_HEADS
+        tile = tiles - 1 - item // splits // KV_HEADS
+
+        # Rows of the tile; those past the end take part with a query of zeros and are not stored.
+        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = flat // GROUP
+        vector = head * GROUP + flat % GROUP
+        inside = flat < vectors
+        first = tl.load(positions + tile * BLOCK_M // GROUP)
+        last = tl.load(positions + (tl.minimum(tile * BLOCK_M + BLOCK_M, vectors) - 1) // GROUP)
+        at = tl.load(positions + row, mask=inside, other=last)
+        dim = tl.arange(0, D_PAD)
+        start = row.to(tl.int64) * query_row + vector.to(tl.int64) * query_head
+        mask = inside[:, None]
+        if D != D_PAD:
+            mask = mask & (dim < D)[None, :]
+        rows = tl.load(query + start[:, None] + dim[None, :], mask=mask, other=0.0)
+
+        if TABLE:
+            pointer = tl.pointer_type(query.dtype.element_ty)
+            width: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
+            key_at = tl.load(table) + tl.load(table + 2) * head * width
+            value_at = tl.load(table + 1) + tl.load(table + 3) * head * width
+            of_keys = tl.multiple_of(key_at.to(pointer), 16)
+            of_values = tl.multiple_of(value_at.to(pointer), 16)
+        elif DESCRIPTORS:
+            of_keys = key
+            of_values = value
+        else:
+            of_keys = key + head.to(tl.int64) * key_head
+            of_values = value + head.to(tl.int64) * value_head
+
+        # Ends of the ranges; all but the last lie whole blocks from the first key.
+        begin = 0
+        clear = 0  # from here on the window hides nothing
+        if WINDOW:
+            begin = tl.maximum(first - window + 1, 0)
+            clear = begin + tl.cdiv(tl.maximum(last - window + 1 - begin, 0), BLOCK_N) * BLOCK_N
+        open_end = begin + (first + 1 - begin) // BLOCK_N * BLOCK_N
+        low = begin
+        high = last + 1
+        if SPLIT:
+            blocks = tl.cdiv(high - begin, BLOCK_N)
+            low = begin + blocks * split // splits * BLOCK_N
+            high = tl.minimum(begin + blocks * (split + 1) // splits * BLOCK_N, high)
+
+        acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if WINDOW:
+            acc, top, total = _over(
+                acc, top, total, low, tl.minimum(high, clear),
+                rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD,
+                DV_PAD, BLOCK_M, BLOCK_N, True, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
+            )  # fmt: skip
+        acc, top, total = _over(
+            acc, top, total, tl.maximum(low, clear), tl.minimum(high, open_end),
+            rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD, DV_PAD,
+            BLOCK_M, BLOCK_N, False, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
+        )  # fmt: skip
+        acc, top, total = _over(
+            acc, top, total, tl.maximum(low, tl.maximum(clear, open_end)), high,
+            rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD, DV_PAD,
+            BLOCK_M, BLOCK_N, True, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
+        )  # fmt: skip
+
+        if SINKS and not SPLIT:
+            sink = tl.load(sinks + vector).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.exp2(sink - higher)
+            acc = acc * shrink[:, None]
+            top = higher
+        # Each query vector of the output: token by token, its heads side by side; one plane per split.
+        place = (split * room + row).to(tl.int64) * (KV_HEADS * GROUP) + vector
+        if SPLIT:
+            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a split may hide all its keys from a row
+            tl.store(
+                lse + place, tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1e-30)), top), mask=inside
+            )
+        else:
+            acc = acc / total[:, None]
+            if LSE:
+                tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=inside)
+        dim_out = tl.arange(0, DV_PAD)
+        mask_out = inside[:, None]
+        if DV != DV_PAD:
+            mask_out = mask_out & (dim_out < DV)[None, :]
+        tl.store(out + place[:, None] * DV + dim_out[None, :], acc.to(out.dtype.element_ty), mask=mask_out)

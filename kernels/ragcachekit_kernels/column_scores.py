@@ -1,0 +1,186 @@
+"""Attention that keys get from given rows, in Triton: softmax weights per key, summed over heads and rows.
+
+Scores are never written down. A tile of query vectors stays in shared memory while keys stream past it. Its
+log-sum-exps come from the caller (attention has them), from a kernel of their own that divides the keys
+among programs, or from the same program where there are spans enough for a program each: their keys are then
+in the L2 cache when they are needed the second time. Every tile adds into a row of its own of a buffer whose
+rows are summed at the end, so results do not depend on which program comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ragcachekit_kernels.launch import FUSED, LOG2E, padded, processors, upcast
+from ragcachekit_kernels.rows import DeviceRows
+from ragcachekit_kernels.score_kernels import columns_kernel, log_sums_kernel
+from ragcachekit_kernels.spans import Spans
+
+RESIDENT = 2
+"""Programs that a multiprocessor holds at a time: one computes exponentials while the other multiplies."""
+
+SHORTEST = 256
+"""Keys that are not divided among programs."""
+
+SLOTS = 16
+"""Rows of the buffer of sums per KV head, at most; more tiles than that share them."""
+
+
+class Tiling(NamedTuple):
+    """How a launch is cut up: query vectors and keys of a tile, warps, stages and registers of a program."""
+
+    vectors: int
+    block: int
+    warps: int
+    stages: int
+    registers: int | None
+
+
+def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fused: bool) -> Tiling:
+    """For so many query vectors per KV head (rows times the query heads that share it).
+
+    Of 16-bit vectors as many in a tile as the registers allow, so that keys come to a multiprocessor once;
+    ``plain`` kernels (no window, no soft-cap) fit two to a multiprocessor, if they are told to.
+    """
+    if dtype == torch.float32:  # three products each, operands in registers
+        return Tiling(min(padded(vectors), 32), 64, 8, 2, None)
+    most = 128 if head_dim > 128 or fused else 256
+    rows = min(padded(vectors), most)
+    return Tiling(rows, 64, 8 if rows >= 128 else 4, 3, 128 if plain and head_dim <= 128 else None)
+
+
+def log_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rows: DeviceRows,
+    spans: Spans | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Natural log-sum-exps of rows' scores over each span by itself, or over all keys with the sinks.
+
+    Arguments as of :func:`ragcachekit_kernels.reference.column_scores`. Returns ``[spans, heads, room]``
+    float32 (one span if None are given): minus infinity where a row sees nothing of a span, anything in rows
+    from the count on.
+    """
+    run = _Launch(query, key, rows, spans, scale=scale, window=window, softcap=softcap)
+    out = query.new_empty(run.parts, run.cuts, rows.room, query.shape[0], dtype=torch.float32)
+    if run.parts:
+        grid = (run.tiles, key.shape[0], run.parts * run.cuts)
+        log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
+    whole = out.squeeze(1) if run.cuts == 1 else torch.logsumexp(out, 1)
+    if sinks is not None and spans is None:
+        whole = torch.logaddexp(whole, sinks.float())
+    return whole.transpose(1, 2)
+
+
+def column_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rows: DeviceRows,
+    spans: Spans | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.reference.column_scores`.
+
+    A given ``lse`` halves the work: everything is multiplied once.
+    """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    fused = lse is None and spans is not None and query.dtype != torch.float32
+    run = _Launch(query, key, rows, spans, **options, fused=fused)
+    if fused and run.cuts > 1:  # too few spans for a program each
+        fused, run = False, _Launch(query, key, rows, spans, **options)
+    if fused:
+        sums, apart = rows.count, (0, 0, 0)  # any tensor: it is not read
+    else:
+        whole = lse[None] if lse is not None else log_sums(query, key, rows, spans, sinks=sinks, **options)
+        sums, apart = whole, (whole.stride(0), whole.stride(1), whole.stride(2))
+    out = query.new_zeros(run.slots * key.shape[0], key.shape[1], dtype=torch.float32)
+    if run.parts:
+        grid = (run.slots, key.shape[0], run.parts * run.cuts)
+        columns_kernel[grid](
+            *run.inputs,
+            sums,
+            out,
+            *run.numbers,
+            *run.strides,
+            *apart,
+            LSE=not fused,
+            ONCE=run.once,
+            **run.options,
+        )
+    return out.sum(0)
+
+
+class _Launch:
+    """Arguments that both kernels take, and how the work is divided."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        rows: DeviceRows,
+        spans: Spans | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        fused: bool = False,
+    ) -> None:
+        query, key = _dense(query), _dense(key)
+        group = query.shape[0] // key.shape[0]
+        plain = window is None and softcap is None
+        how = tiling(rows.room * group, query.shape[2], query.dtype, plain=plain, fused=fused)
+        self.parts = 1 if spans is None else len(spans)
+        self.tiles = -(-rows.room * group // how.vectors)
+        self.slots = -(-self.tiles // -(-self.tiles // SLOTS))
+        self.once = self.slots == self.tiles
+        self.cuts = self._cuts(key, spans)
+        self.inputs = (
+            query,
+            key,
+            rows.positions,
+            rows.count,
+            rows.count if spans is None else spans.on(key.device),
+        )
+        factor, cap = (scale, 0.0) if softcap is None else (2.0 * scale / softcap, softcap)
+        self.numbers = factor * LOG2E, cap * LOG2E, window or 0, self.cuts, key.shape[1]
+        self.strides = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
+        self.options: dict[str, Any] = {
+            "KV_HEADS": key.shape[0],
+            "GROUP": group,
+            "D": query.shape[2],
+            "PADDED": padded(query.shape[2]),
+            "VECTORS": how.vectors,
+            "BLOCK": how.block,
+            "SPANS": spans is not None,
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap is not None,
+            "UPCAST": upcast(query.dtype),
+            "num_warps": how.warps,
+            "num_stages": how.stages,
+            **FUSED,
+        }
+        if how.registers is not None and self.once:
+            self.options["maxnreg"] = how.registers
+
+    def _cuts(self, key: torch.Tensor, spans: Spans | None) -> int:
+        """Into how many programs' work the keys of each span are divided, to keep the device busy."""
+        longest = key.shape[1] if spans is None else spans.longest
+        programs = max(self.parts * key.shape[0] * self.slots, 1)
+        wanted = RESIDENT * processors(key.device) // programs
+        return int(max(1, min(wanted, longest // SHORTEST)))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

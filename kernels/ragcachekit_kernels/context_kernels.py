@@ -1,0 +1,44 @@
+"""Cache-Craft's sums from log-sum-exps: no attention per segment is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ragcachekit_kernels.column_scores import column_scores, log_sums
+from ragcachekit_kernels.context import ContextMass
+from ragcachekit_kernels.deviation import span_sums
+from ragcachekit_kernels.rows import DeviceRows
+from ragcachekit_kernels.spans import Spans
+
+
+def context_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rows: DeviceRows,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> ContextMass:
+    """As :func:`ragcachekit_kernels.dispatch.context_mass`.
+
+    Two passes over the keys: the log-sum-exp of each row over what stands before the chunk and over the
+    chunk, whose difference from that over both is the row's share; then the sums per key, and from these
+    the sums per segment.
+    """
+    ends = tuple(accumulate(lengths))
+    begin = ends[-1] - lengths[-1]
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    before, own = log_sums(query, key, rows, Spans(((0, begin), (begin, ends[-1]))), **options)
+    whole = torch.logaddexp(before, own)
+    if sinks is not None:
+        whole = torch.logaddexp(whole, sinks.float()[:, None])
+    columns = column_scores(query, key, rows, lse=whole, **options)
+    segments = span_sums(columns, Spans(tuple(zip((0, *ends[:-1]), ends, strict=True)))).float()
+    return ContextMass(columns, segments[:-1], segments[-1], torch.exp(before - whole).sum(0))

@@ -1,0 +1,83 @@
+"""Squared deviation of keys or values per row, and sums over spans, in Triton; one program for each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ragcachekit_kernels.launch import FUSED, padded
+from ragcachekit_kernels.rows import DeviceRows
+from ragcachekit_kernels.spans import Spans
+
+ROWS = 8
+"""Rows of a program: 32 KiB of either tensor for 8 heads of 128 dimensions."""
+
+BLOCK = 1024
+"""Numbers that are added at a time."""
+
+
+@triton.jit
+def _deviation_kernel(
+    new, old, positions, count, out, new_head, new_row, old_head, old_row, HEADS: tl.constexpr,
+    D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < tl.load(count)
+    at = tl.load(positions + row, mask=inside, other=0)
+    dim = tl.arange(0, PADDED)
+    mask = inside[:, None]
+    if D != PADDED:
+        mask = mask & (dim < D)[None, :]
+    to_new = new + row.to(tl.int64)[:, None] * new_row + dim[None, :]
+    to_old = old + at.to(tl.int64)[:, None] * old_row + dim[None, :]
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    for head in tl.static_range(HEADS):
+        a = tl.load(to_new + head * new_head, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(to_old + head * old_head, mask=mask, other=0.0).to(tl.float32)
+        acc += (a - b) * (a - b)
+    tl.store(out + row, tl.sum(acc, 1), mask=inside)
+
+
+@triton.jit
+def _span_sums_kernel(values, spans, out, BLOCK: tl.constexpr):
+    span = tl.program_id(0)
+    stop = tl.load(spans + 2 * span + 1)
+    acc = tl.zeros([BLOCK], tl.float64)
+    for start in tl.range(tl.load(spans + 2 * span), stop, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        acc += tl.load(values + at, mask=at < stop, other=0.0).to(tl.float64)
+    tl.store(out + span, tl.sum(acc, 0))
+
+
+def kv_deviation(new: torch.Tensor, old: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.reference.kv_deviation`; rows from the count on hold anything."""
+    new, old = (x if x.stride(2) == 1 else x.contiguous() for x in (new, old))
+    out = torch.empty(rows.room, dtype=torch.float32, device=new.device)
+    _deviation_kernel[(triton.cdiv(rows.room, ROWS),)](
+        new,
+        old,
+        rows.positions,
+        rows.count,
+        out,
+        new.stride(0),
+        new.stride(1),
+        old.stride(0),
+        old.stride(1),
+        HEADS=new.shape[0],
+        D=new.shape[2],
+        PADDED=padded(new.shape[2]),
+        ROWS=ROWS,
+        num_warps=4,
+        **FUSED,
+    )
+    return out
+
+
+def span_sums(values: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.reference.span_sums`."""
+    out = torch.empty(len(spans), dtype=torch.float64, device=values.device)
+    if len(spans):
+        table = spans.on(values.device)
+        _span_sums_kernel[(len(spans),)](values.contiguous(), table, out, BLOCK=BLOCK, num_warps=4, **FUSED)
+    return out

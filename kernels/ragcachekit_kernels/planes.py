@@ -1,0 +1,273 @@
+"""Chunks' tensors, a request's KV, and which piece of one belongs where in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Table = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, contiguous float32 ``[positions, pairs]``: what is rotated at position p turns by row p."""
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """The keys, or the values, of one layer of one request.
+
+    Attributes
+    ----------
+    kv : torch.Tensor
+        ``[heads, slots, dim]``, the slot being the position; rows contiguous, head stride free.
+    table : int or None
+        Which rotation table turns it; None: it is copied as it is.
+    interleaved : bool
+        Pairs are neighbours, not halves apart.
+    offset : int
+        First rotated dimension; ``2 * pairs`` of them are, the others pass.
+    """
+
+    kv: torch.Tensor
+    table: int | None = None
+    interleaved: bool = False
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the first ``tokens`` tokens of a chunk belong: positions ``start .. start + tokens - 1``.
+
+    ``rotated``: its keys are as the model rotated them there (an exact prefix), and are copied.
+    """
+
+    start: int
+    tokens: int
+    rotated: bool = False
+
+
+class Format(NamedTuple):
+    """What a kernel is compiled for, of one tensor of a chunk."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    scaled: bool
+    aligned: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTensors:
+    """The tensors of one chunk, one per plane and in the order of the planes.
+
+    Worth keeping as long as the tensors: shapes and addresses are read once (a request of 64 chunks and
+    32 layers has 4,096 tensors, and asking them all takes longer than the kernel).
+
+    Attributes
+    ----------
+    tensors : sequence of torch.Tensor
+        ``[heads, tokens, dim]``, rows contiguous, head stride free; all on one device. May hold more
+        tokens than are used.
+    scales : sequence of (torch.Tensor or None)
+        Empty, or per tensor what its elements are multiplied with, float32 and contiguous: one per channel
+        ``[heads, 1, dim]`` or one per token ``[heads, tokens, 1]``; None for tensors that are not rounded.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor | None] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[ChunkTensors]) -> ChunkTensors:
+        """The planes of all parts in order, without reading again what was read of them.
+
+        For tensors that are reused, like those of a ring of buffers: parts may occur more than once.
+        """
+        tensors = tuple(tensor for part in parts for tensor in part.tensors)
+        scales: tuple[torch.Tensor | None, ...] = ()
+        if any(part.scales for part in parts):
+            scales = tuple(part.scale(i) for part in parts for i in range(len(part.tensors)))
+        out = cls(tensors, scales)
+        kinds: dict[Format, int] = {}
+        numbers: list[int] = []
+        for part in parts:
+            own = [kinds.setdefault(kind, len(kinds)) for kind in part.signature[0]]
+            numbers.extend(own[number] for number in part.signature[1])
+        out.__dict__["signature"] = tuple(kinds), tuple(numbers)  # where cached_property looks
+        out.__dict__["entries"] = np.concatenate([part.entries for part in parts])
+        return out
+
+    def scale(self, plane: int) -> torch.Tensor | None:
+        """The scales of one tensor."""
+        return self.scales[plane] if self.scales else None
+
+    @cached_property
+    def formats(self) -> tuple[Format, ...]:
+        """Per plane."""
+        kinds, numbers = self.signature
+        return tuple(kinds[number] for number in numbers)
+
+    @cached_property
+    def signature(self) -> tuple[tuple[Format, ...], tuple[int, ...]]:
+        """The formats that there are, and which of them each plane has: equal where formats are."""
+        checked: dict[Hashable, Format] = {}  # chunks have few formats and many tensors
+        kinds: dict[Format, int] = {}
+        numbers = []
+        for index, tensor in enumerate(self.tensors):
+            scale = self.scale(index)
+            whole = tensor.data_ptr() % 16 == 0 and (scale is None or scale.data_ptr() % 16 == 0)
+            like = (
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                whole,
+                None if scale is None else scale.shape,
+            )
+            if like not in checked:
+                checked[like] = _format(tensor, scale)
+            numbers.append(kinds.setdefault(checked[like], len(kinds)))
+        return tuple(kinds), tuple(numbers)
+
+    @cached_property
+    def entries(self) -> Numbers:
+        """``[planes, 6]``: address and head stride of the elements, the same of the scales, and how many
+        scales lie between two tokens and two channels (0 and 0: there are none)."""
+        return np.array([_entry(t, self.scale(i)) for i, t in enumerate(self.tensors)], dtype=np.int64)
+
+
+class Assembly(Protocol):
+    """A request whose pieces are known, ready to be put in place."""
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Do planes ``first .. last - 1`` (None: all that follow), on the current stream."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What goes where; checked when it is made.
+
+    Attributes
+    ----------
+    planes : sequence of Plane
+    places : sequence of Place
+        Ascending, not overlapping.
+    chunks : sequence of (ChunkTensors or None)
+        One per place. None: what belongs there lies there already and only has to be rotated.
+    tables : sequence of Table
+    skip : sequence of int
+        Ascending positions that are left alone.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit together, or places overlap or lie outside of the planes.
+    """
+
+    planes: Sequence[Plane]
+    places: Sequence[Place]
+    chunks: Sequence[ChunkTensors | None]
+    tables: Sequence[Table]
+    skip: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if not self.planes or len(self.chunks) != len(self.places):
+            raise ValueError(f"{len(self.places)} places need as many chunks, and at least one plane")
+        if any(a.start + a.tokens > b.start for a, b in pairwise(self.places)):
+            raise ValueError("places must be ascending and must not overlap")
+        if self.places and (self.places[0].start < 0 or any(p.tokens < 1 for p in self.places)):
+            raise ValueError("a place starts at 0 or later and has at least one token")
+        for plane in self.planes:
+            _check_plane(plane, self.stop, self.tables)
+        for place, chunk in zip(self.places, self.chunks, strict=True):
+            if chunk is not None and chunk.tensors[0].shape[1] < place.tokens:
+                raise ValueError(f"a chunk of {chunk.tensors[0].shape[1]} tokens has no {place.tokens}")
+        for chunk in self.kinds:
+            _check_chunk(chunk, self.planes)
+
+    @property
+    def kinds(self) -> list[ChunkTensors]:
+        """One chunk for each set of formats that there is."""
+        return list({chunk.signature: chunk for chunk in self.chunks if chunk is not None}.values())
+
+    @property
+    def stop(self) -> int:
+        """Position after the last place."""
+        return self.places[-1].start + self.places[-1].tokens if self.places else 0
+
+    @property
+    def signatures(self) -> list[Hashable]:
+        """Per place; equal for chunks whose tensors have the same formats."""
+        return [None if chunk is None else chunk.signature for chunk in self.chunks]
+
+    def formats(self, piece: int) -> tuple[Format, ...]:
+        """Per plane, of one chunk's tensors, or of the planes where it lies in them already."""
+        chunk = self.chunks[piece]
+        return tuple(_format(p.kv, None) for p in self.planes) if chunk is None else chunk.formats
+
+    def turn(self, plane: Plane, place: Place) -> Table | None:
+        """The rotation of one piece in one plane, None if there is none."""
+        if plane.table is None or place.rotated:
+            return None
+        at = slice(place.start, place.start + place.tokens)
+        cos, sin = self.tables[plane.table]
+        return cos[at], sin[at]
+
+
+def _check_plane(plane: Plane, stop: int, tables: Sequence[Table]) -> None:
+    if plane.kv.dim() != 3 or plane.kv.shape[1] < stop:
+        raise ValueError(f"places end at {stop}; a plane of shape {tuple(plane.kv.shape)} does not hold that")
+    _check_rows(plane.kv)
+    if plane.table is None:
+        return
+    cos, sin = tables[plane.table]
+    if cos.shape != sin.shape or cos.shape[0] < stop or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"cos and sin must be contiguous and of equal shape, with {stop} rows or more")
+    if plane.offset + 2 * cos.shape[1] > plane.kv.shape[2]:
+        raise ValueError(f"{cos.shape[1]} pairs from {plane.offset} on do not fit into {plane.kv.shape[2]}")
+
+
+def _check_chunk(chunk: ChunkTensors, planes: Sequence[Plane]) -> None:
+    if len(chunk.tensors) != len(planes) or len(chunk.scales) not in (0, len(planes)):
+        raise ValueError(f"{len(planes)} planes need a chunk of as many tensors, not {len(chunk.tensors)}")
+    for plane, has in zip(planes, chunk.formats, strict=True):
+        if plane.kv.shape[0] != has.heads or plane.kv.shape[2] != has.dim:
+            raise ValueError(f"a chunk of {has.heads} heads x {has.dim} for a plane {tuple(plane.kv.shape)}")
+
+
+def _check_rows(tensor: torch.Tensor) -> None:
+    if tensor.stride(2) != 1 or (tensor.shape[1] > 1 and tensor.stride(1) != tensor.shape[2]):
+        raise ValueError(f"rows must be contiguous; the strides are {tensor.stride()}: call .contiguous()")
+
+
+def _format(tensor: torch.Tensor, scale: torch.Tensor | None) -> Format:
+    if tensor.dim() != 3:
+        raise ValueError(f"[heads, tokens, dim] is wanted, not {tuple(tensor.shape)}")
+    _check_rows(tensor)
+    heads, tokens, dim = tensor.shape
+    if scale is not None:
+        if scale.shape not in ((heads, 1, dim), (heads, tokens, 1)) or not scale.is_contiguous():
+            raise ValueError(f"scales of shape {tuple(scale.shape)} for a tensor {tuple(tensor.shape)}")
+        if scale.dtype != torch.float32:
+            raise ValueError(f"scales must be float32, not {scale.dtype}")
+    whole = aligned(tensor) and (scale is None or scale.data_ptr() % 16 == 0)
+    return Format(heads, dim, tensor.dtype, scale is not None, whole)
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row of ``[heads, rows, dim]`` begins at a multiple of 16 bytes."""
+    size = tensor.element_size()
+    steps = (tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
+    return not any(step % 16 for step in steps)
+
+
+def _entry(tensor: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+    if scale is None:
+        return tensor.data_ptr(), tensor.stride()[0], 0, 0, 0, 0
+    per_channel = scale.shape[1] == 1 and scale.shape[2] == tensor.shape[2]
+    steps = (0, 1) if per_channel else (1, 0)
+    return tensor.data_ptr(), tensor.stride(0), scale.data_ptr(), scale.stride(0), *steps

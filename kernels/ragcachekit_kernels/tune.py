@@ -1,0 +1,212 @@
+"""Which config of the sparse-row attention kernel is the fastest on the device at hand.
+
+Every candidate is first compared with the reference: one that computes something else is refused, however
+fast. Results go into a file that dispatch reads (:data:`ragcachekit_kernels.configs.SETTING`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragcachekit_kernels import configs, reference, row_attention
+from ragcachekit_kernels.configs import Config
+from ragcachekit_kernels.rows import KVTable, Rows
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+"""Largest distance of an output vector from the reference's, relative to its length. Rounding weights and
+outputs to bfloat16 costs about 2e-3."""
+
+LSE_TOLERANCE = 1e-3
+"""Largest difference of a log-sum-exp; products are summed in float32 whatever the inputs are."""
+
+CHECKED_ROWS = 48
+"""Rows that are compared, spread over all: the reference holds their scores against all keys in float64."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case to tune for: query rows at ``positions`` over ``tokens`` keys, as in dispatch."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    positions: Sequence[int]
+    dtype: torch.dtype = torch.bfloat16
+    value_dim: int | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate: how far it was from the reference, its time, or why it was refused."""
+
+    config: Config
+    error: float | None = None
+    milliseconds: float | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest right candidate and all that were tried; ``key`` is its name in a tuning file."""
+
+    key: str
+    best: Config
+    tried: tuple[Tried, ...]
+
+
+def candidates(dtype: torch.dtype, *, table: bool) -> tuple[Config, ...]:
+    """Configs worth a try; those that do not fit a device or a head_dim are refused when they are tried."""
+    if dtype == torch.float32:
+        sizes = [(32, 16, 4, 2), (32, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2)]
+        return tuple(Config(*size) for size in sizes)
+    sizes = [(m, n, 8, stages) for m in (64, 128) for n in (32, 64, 128) for stages in (2, 3, 4)]
+    sizes += [(m, n, 4, stages) for m in (64, 128) for n in (32, 64, 128) for stages in (2, 3)]
+    loads = (False,) if table else (True, False)
+    # Two small programs to a multiprocessor let one compute weights while the other multiplies; one program
+    # per item leaves the dealing to the hardware.
+    return tuple(
+        Config(*size, descriptors=by, resident=resident)
+        for size in sizes
+        for by in loads
+        for resident in (0, 1, 2)
+        if resident < 2 or size[2] == 4
+    )
+
+
+def tune(
+    shape: Shape,
+    device: torch.device,
+    *,
+    table: bool = False,
+    among: Iterable[Config] | None = None,
+    timer: Callable[[Callable[[], object]], float] | None = None,
+    seed: int = 0,
+) -> Tuned:
+    """Try candidates (``among``, by default all) on random tensors of this shape.
+
+    Parameters
+    ----------
+    table : bool
+        Tune for keys and values whose addresses come from a table (captured graphs).
+    timer : callable, optional
+        Milliseconds that a call takes; by default the median of 20 calls.
+
+    Raises
+    ------
+    ValueError
+        If no candidate is right.
+    """
+    problem = _Problem(shape, device, table, seed)
+    chosen = candidates(shape.dtype, table=table) if among is None else among
+    tried = tuple(_attempt(problem, config, timer or milliseconds) for config in chosen)
+    right = [t for t in tried if t.milliseconds is not None]
+    if not right:
+        reasons = "; ".join(sorted({str(t.refused) for t in tried}))
+        raise ValueError(f"no candidate computes attention of {problem.key} rightly: {reasons}")
+    best = min(right, key=lambda t: t.milliseconds or 0.0)
+    return Tuned(problem.key, best.config, tried)
+
+
+def save(path: str | Path, tuned: Iterable[Tuned]) -> None:
+    """Write a tuning file; ``RAGCACHEKIT_KERNEL_TUNING`` set to its path makes dispatch use it."""
+    Path(path).write_text(configs.dumps({one.key: one.best for one in tuned}))
+
+
+def load(path: str | Path) -> dict[str, Config]:
+    """What :func:`save` wrote."""
+    return configs.loads(Path(path).read_text())
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """Median time of a call, by CUDA events where there are any; the first call is not counted."""
+    call()
+    return statistics.median(_once(call) for _ in range(repeats))
+
+
+def _once(call: Callable[[], object]) -> float:
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last))
+
+
+class _Problem:
+    """Random tensors of a shape, and what the reference computes for some of their rows."""
+
+    def __init__(self, shape: Shape, device: torch.device, table: bool, seed: int) -> None:
+        value_dim = shape.value_dim or shape.head_dim
+        self.dtype = shape.dtype
+        plain = shape.window is None and shape.softcap is None
+        self.key = configs.key_of(device, shape.dtype, shape.head_dim, value_dim, table=table, plain=plain)
+        self._rows = Rows(tuple(shape.positions))
+        random = torch.Generator(device).manual_seed(seed)
+
+        def drawn(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=random, device=device).to(shape.dtype)
+
+        # Token-major, as a model hands its queries over.
+        self._query = drawn(len(self._rows), shape.heads, shape.head_dim).transpose(0, 1)
+        self._key = drawn(shape.kv_heads, shape.tokens, shape.head_dim)
+        self._value = drawn(shape.kv_heads, shape.tokens, value_dim)
+        entry = [t.data_ptr() for t in (self._key, self._value)] + [
+            self._key.stride(0),
+            self._value.stride(0),
+        ]
+        self._table = KVTable(torch.tensor([entry], device=device), shape.dtype) if table else None
+        self._options: dict[str, Any] = {
+            "scale": shape.head_dim**-0.5,
+            "window": shape.window,
+            "softcap": shape.softcap,
+        }
+        self._checked = sorted({i * (len(self._rows) - 1) // (CHECKED_ROWS - 1) for i in range(CHECKED_ROWS)})
+        self._want = reference.sparse_attention_lse(
+            self._query[:, self._checked].double(),
+            self._key.double(),
+            self._value.double(),
+            torch.tensor([self._rows[i] for i in self._checked]),
+            **self._options,
+        )
+
+    def run(self, config: Config) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = self._rows.on(self._key.device)
+        options = {**self._options, "config": config, "with_lse": True}
+        if self._table is None:
+            return row_attention.attention(self._query, self._key, self._value, rows, **options)
+        kv_heads, tokens, _ = self._key.shape
+        sizes = (kv_heads, self._value.shape[-1], rows)
+        return row_attention.attention_at(self._query, self._table, 0, *sizes, tokens=tokens, **options)
+
+    def error(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[float, float]:
+        """Largest relative distance of an output vector, largest difference of a log-sum-exp."""
+        assert lse is not None
+        want, want_lse = self._want
+        off = (out[:, self._checked].double() - want).norm(dim=-1) / want.norm(dim=-1)
+        return float(off.max()), float((lse[:, self._checked].double() - want_lse).abs().max())
+
+
+def _attempt(problem: _Problem, config: Config, timer: Callable[[Callable[[], object]], float]) -> Tried:
+    try:
+        error, of_lse = problem.error(*problem.run(config))
+    except Exception as failure:  # too large for the device, or the compiler gives up: not a candidate
+        return Tried(config, refused=f"{type(failure).__name__}: {failure}"[:200])
+    if not (error <= TOLERANCE[problem.dtype] and of_lse <= LSE_TOLERANCE):  # NaN is wrong too
+        return Tried(config, error, refused="differs from the reference")
+    return Tried(config, error, timer(partial(problem.run, config)))

@@ -1,0 +1,305 @@
+"""Column scores, context sums and log-sum-exps by the Triton kernels against float64 loops over single rows.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from ragcachekit_kernels import column_scores as kernels
+from ragcachekit_kernels import dispatch, scoring
+from ragcachekit_kernels.rows import DeviceRows, Rows
+from ragcachekit_kernels.spans import Spans
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN = float("nan")
+
+
+def exponentials(query, key, head, row, position, start, stop, scale, window, softcap):
+    """``exp(score)`` in float64 of the keys ``start..stop`` that one row sees, and which these are."""
+    low = start if window is None else max(start, position - window + 1)
+    seen = slice(low, max(low, min(stop, position + 1)))
+    scores = key[head * key.shape[0] // query.shape[0], seen].double() @ query[head, row].double() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.exp(), seen
+
+
+def by_row(query, key, positions, spans, *, scale, window=None, softcap=None, sinks=None):
+    query, key = query.cpu(), key.cpu()
+    out = torch.zeros(key.shape[1], dtype=torch.float64)
+    for head, (row, position) in itertools.product(range(query.shape[0]), enumerate(positions)):
+        extra = sinks[head].double().exp().cpu() if sinks is not None and spans is None else 0.0
+        for start, stop in [(0, key.shape[1])] if spans is None else spans:
+            weights, seen = exponentials(query, key, head, row, position, start, stop, scale, window, softcap)
+            if len(weights):
+                out[seen] += weights / (weights.sum() + extra)
+    return out
+
+
+def drawn(kv_heads, groups, tokens, width, rows, seed=0, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype).to(DEVICE)
+
+    return tensor(kv_heads * groups, rows, width), tensor(kv_heads, tokens, width)
+
+
+def close(ours, want, tolerance=3e-5):
+    torch.testing.assert_close(ours.double().cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch):
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
+
+
+@st.composite
+def cases(draw):
+    tokens = draw(st.one_of(st.integers(1, 150), st.just(600)))
+    positions = draw(
+        st.one_of(
+            st.lists(st.integers(0, tokens - 1), min_size=1, max_size=12, unique=True).map(sorted),
+            st.integers(max(0, tokens - 16), tokens - 1).map(lambda start: list(range(start, tokens))),
+        )
+    )
+    edges = sorted(draw(st.lists(st.integers(0, tokens), max_size=8)))
+    return {
+        "shape": (
+            draw(st.integers(1, 2)),
+            draw(st.integers(1, 8)),
+            tokens,
+            draw(st.sampled_from([3, 16, 40])),
+        ),
+        "positions": positions,
+        "spans": draw(st.sampled_from([None, list(zip(edges[::2], edges[1::2], strict=False))])),
+        "window": draw(st.one_of(st.none(), st.integers(1, tokens + 3))),
+        "softcap": draw(st.sampled_from([None, 3.0])),
+        "sinks": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+def of_case(case):
+    query, key = drawn(*case["shape"], len(case["positions"]), case["seed"], case["dtype"])
+    options = {
+        "scale": case["shape"][3] ** -0.5,
+        "window": case["window"],
+        "softcap": case["softcap"],
+        "sinks": torch.linspace(-2, 3, query.shape[0], device=DEVICE) if case["sinks"] else None,
+    }
+    return query, key, options
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(case=cases())
+def test_any_shape_against_the_float64_loop(case):
+    query, key, options = of_case(case)
+    ours = dispatch.column_scores(query, key, case["positions"], case["spans"], **options)
+    assert ours.dtype == torch.float32
+    close(ours, by_row(query, key, case["positions"], case["spans"], **options))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(case=cases())
+def test_log_sum_exps_per_span(case):
+    query, key, options = of_case(case)
+    rows, spans = Rows(tuple(case["positions"])).on(DEVICE), case["spans"]
+    ours = kernels.log_sums(query, key, rows, None if spans is None else Spans(tuple(spans)), **options)
+    bounds = [(0, key.shape[1])] if spans is None else spans
+    want = torch.full((len(bounds), *query.shape[:2]), -math.inf, dtype=torch.float64)
+    limits = options["scale"], options["window"], options["softcap"]
+    for n, (start, stop) in enumerate(bounds):
+        for head, (row, position) in itertools.product(range(len(query)), enumerate(case["positions"])):
+            sums = exponentials(query.cpu(), key.cpu(), head, row, position, start, stop, *limits)[0].sum()
+            if case["sinks"] and spans is None:
+                sums += options["sinks"][head].double().exp().cpu()
+            want[n, head, row] = sums.log()
+    close(ours, want)
+
+
+@pytest.mark.parametrize("groups", range(1, 9))
+def test_every_group_size_with_and_without_a_given_log_sum_exp(groups):
+    positions = [0, 3, 4, 50, 51, 140, 299]
+    query, key = drawn(2, groups, 300, 16, len(positions))
+    options = {"scale": 0.3, "window": 90, "sinks": torch.linspace(-1, 2, 2 * groups, device=DEVICE)}
+    want = by_row(query, key, positions, None, **options)
+    close(dispatch.column_scores(query, key, positions, **options), want)
+    whole = torch.empty(len(query), len(positions), dtype=torch.float64)
+    for head, (row, position) in itertools.product(range(len(query)), enumerate(positions)):
+        sums = exponentials(query.cpu(), key.cpu(), head, row, position, 0, 300, 0.3, 90, None)[0].sum()
+        whole[head, row] = (sums + options["sinks"][head].double().exp().cpu()).log()
+    lse = whole.float().to(DEVICE)
+    del options["sinks"]  # they are part of it
+    for given_ in (lse, lse.T.contiguous().T):
+        close(dispatch.column_scores(query, key, positions, lse=given_, **options), want)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAGCACHEKIT_KERNELS", "torch")
+        close(dispatch.column_scores(query, key, positions, lse=lse, **options), want)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16])
+@pytest.mark.parametrize("window", [None, 30])
+def test_tiles_that_share_a_slot_add_up(monkeypatch, slots, window):
+    monkeypatch.setattr(kernels, "SLOTS", slots)
+    tiny = kernels.Tiling(16, 32, 4, 2, None)
+    monkeypatch.setattr(kernels, "tiling", lambda *_, **__: tiny)
+    positions = list(range(3, 100, 3))
+    query, key = drawn(1, 3, 100, 16, len(positions), dtype=torch.bfloat16)
+    for spans in (None, [(0, 20), (33, 99)]):
+        ours = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=window)
+        close(ours, by_row(query, key, positions, spans, scale=0.3, window=window))
+
+
+def test_room_for_more_rows_than_there_are():
+    positions = [7, 30, 64]
+    query, key = drawn(2, 2, 70, 16, 8)
+    query[:, 3:], key[:, 65:] = NAN, NAN
+    padded = torch.tensor([*positions, *[64] * 5], dtype=torch.int32, device=DEVICE)
+    rows = DeviceRows(padded, torch.tensor([3], dtype=torch.int32, device=DEVICE))
+    want = by_row(query[:, :3], key, positions, None, scale=0.3)
+    close(kernels.column_scores(query, key, rows, scale=0.3), want)
+    spans = Spans(((3, 20), (20, 66)))
+    want = by_row(query[:, :3], key, positions, spans, scale=0.3)
+    close(kernels.column_scores(query, key, rows, spans, scale=0.3), want)
+
+
+class TestPoison:
+    """NaN that no row may see does not spread, wherever it lies."""
+
+    @pytest.mark.parametrize("spans", [None, [(5, 60), (100, 170)]])
+    def test_keys_outside_the_window_and_after_the_last_row(self, spans):
+        positions = [50, 150]
+        query, key = drawn(2, 2, 200, 16, 2)
+        want = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=10)
+        outside = [p for p in range(200) if not (41 <= p <= 50 or 141 <= p <= 150)]
+        key[:, outside] = NAN
+        ours = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=10)
+        assert torch.equal(ours, want)
+        assert not ours[outside].any()
+
+    def test_keys_between_spans_and_beyond_a_view(self):
+        query, key = drawn(2, 2, 200, 16, 3)
+        want = dispatch.column_scores(query, key, [120, 130, 150], [(3, 40), (80, 119)], scale=0.3)
+        key[:, 40:80], key[:, :3], key[:, 119:] = NAN, NAN, NAN
+        ours = dispatch.column_scores(query, key[:, :151], [120, 130, 150], [(3, 40), (80, 119)], scale=0.3)
+        assert torch.equal(ours, want[:151])
+
+    def test_poison_inside_does_show(self):
+        query, key = drawn(1, 1, 20, 16, 1)
+        key[:, 11] = NAN
+        assert dispatch.column_scores(query, key, [15], scale=0.3).isnan().any()
+        assert not dispatch.column_scores(query, key, [10], scale=0.3).isnan().any()
+
+
+def test_the_same_twice_and_no_spans_and_no_rows():
+    positions = list(range(100, 190))
+    query, key = drawn(2, 4, 200, 32, 90, dtype=torch.bfloat16)
+    first, again = (dispatch.column_scores(query, key, positions, scale=0.2) for _ in range(2))
+    assert torch.equal(first, again)
+    assert float(first.sum()) == pytest.approx(90 * 8, rel=1e-5)
+    assert not dispatch.column_scores(query, key, positions, [], scale=0.2).any()
+    assert not dispatch.column_scores(query[:, :0], key, [], scale=0.2).any()
+
+
+def test_strides_of_a_projection_and_large_scores():
+    positions = [9, 40, 41]
+    query, key = drawn(2, 3, 60, 16, 3)
+    token_major = (
+        query.transpose(0, 1).contiguous().transpose(0, 1),
+        key.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    want = dispatch.column_scores(query, key, positions, scale=0.3)
+    assert torch.equal(dispatch.column_scores(*token_major, positions, scale=0.3), want)
+    last_dim = key.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(dispatch.column_scores(query, last_dim, positions, scale=0.3), want)
+    for softcap in (None, 20.0):
+        large = dispatch.column_scores(query * 1e3, key * 1e3, positions, scale=1.0, softcap=softcap)
+        assert torch.isfinite(large).all()
+        assert float(large.sum()) == pytest.approx(18, rel=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 25])
+@pytest.mark.parametrize("lengths", [(40,), (7, 20, 33), (1, 0, 5, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("setting", ["torch", "triton"])
+def test_where_a_chunks_attention_goes(monkeypatch, setting, dtype, lengths, window):
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", setting)
+    tokens, begin = sum(lengths), sum(lengths[:-1])
+    positions = range(begin, tokens)
+    query, key = drawn(2, 2, tokens, 16, len(positions), dtype=dtype)
+    sinks = torch.linspace(-1, 1, 4, device=DEVICE)
+    weights = torch.zeros(len(positions), tokens, dtype=torch.float64)
+    for head, (row, position) in itertools.product(range(4), enumerate(positions)):
+        some, seen = exponentials(query.cpu(), key.cpu(), head, row, position, 0, tokens, 0.3, window, 4.0)
+        weights[row, seen] += some / (some.sum() + sinks[head].double().exp().cpu())
+    mass = dispatch.context_mass(
+        query, key, positions, lengths, scale=0.3, window=window, softcap=4.0, sinks=sinks
+    )
+    close(mass.columns, weights.sum(0), 1e-4)
+    bounds = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    segments = torch.stack([weights[:, a:b].sum() for a, b in bounds])
+    close(mass.inter, segments[:-1], 1e-4)
+    close(mass.intra, segments[-1], 1e-4)
+    close(mass.outward, weights[:, :begin].sum(1), 1e-4)
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("dtype", "width", "said"),
+        [
+            (torch.bfloat16, 128, "triton"),
+            (torch.float32, 256, "triton"),
+            (torch.float64, 64, "torch: float64 over float64"),
+            (torch.float16, 288, "torch: head_dim 288 is more than 256"),
+        ],
+    )
+    def test_says_where_tensors_go_and_why(self, dtype, width, said):
+        query, key = drawn(1, 2, 9, width, 2, dtype=dtype)
+        assert dispatch.scoring_choice(query, key) == said
+        tolerance = 2e-3 if width > 256 else 3e-5  # on CPUs a scaled query is rounded to its 16 bits
+        ours = dispatch.column_scores(query, key, [3, 8], scale=0.1)
+        close(ours, by_row(query, key, [3, 8], None, scale=0.1), tolerance)
+
+    def test_torch_where_gradients_are_asked_for(self):
+        query, key = drawn(1, 1, 5, 16, 1)
+        query.requires_grad_()
+        assert dispatch.scoring_choice(query, key) == "torch: gradients are asked for"
+        dispatch.column_scores(query, key, [4], scale=0.1)[2].backward()
+        assert query.grad is not None
+        with torch.no_grad():
+            assert dispatch.scoring_choice(query, key) == "triton"
+
+    def test_torch_when_it_is_asked_for(self, monkeypatch):
+        monkeypatch.setenv("RAGCACHEKIT_KERNELS", "torch")
+        assert scoring.scoring_choice(*drawn(1, 1, 5, 16, 1)) == "torch"
+
+
+class TestRefused:
+    def test_a_log_sum_exp_that_does_not_fit(self):
+        query, key = drawn(1, 2, 10, 16, 3)
+        with pytest.raises(ValueError, match=r"lse must be \[heads, rows\] = \(2, 3\)"):
+            dispatch.column_scores(query, key, [1, 2, 3], lse=torch.zeros(3, 2), scale=1.0)
+        with pytest.raises(ValueError, match="softmax over spans"):
+            dispatch.column_scores(query, key, [1, 2, 3], [(0, 4)], lse=torch.zeros(2, 3), scale=1.0)
+
+    def test_segments_that_do_not_make_up_the_keys(self):
+        query, key = drawn(1, 1, 10, 16, 3)
+        with pytest.raises(ValueError, match="do not make up 10 keys"):
+            dispatch.context_mass(query, key, [7, 8, 9], [4, 3], scale=1.0)
+
+    @pytest.mark.parametrize("span", [(-1, 3), (4, 2)])
+    def test_spans_that_go_backwards(self, span):
+        with pytest.raises(ValueError, match="span"):
+            Spans((span,))
