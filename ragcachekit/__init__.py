@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import LoadConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelNotSupported, RagCacheError
 from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, ShadowReport, Text
 
@@ -25,6 +25,7 @@ __all__ = [
     "Chunk",
     "CoRetrieved",
     "GenerateReport",
+    "GraphConfig",
     "LinkReport",
     "LoadConfig",
     "ModelNotSupported",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
@@ -37,11 +37,12 @@ class StoreConfig:
     redis_url : str or None
         ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries; None: off.
     redis_bytes, redis_entry_bytes : int
-        Budget of that tier, and the largest entry that it takes.
+        Budget of that tier, and the largest entry that it takes; larger ones go to ``bulk_url`` alone.
     bulk_url : str or None
         A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for everything; None: off.
     bulk_bytes : int
-        Budget of that tier.
+        Budget of that tier. With ``redis_url`` all processes together keep it, by books on that server;
+        without, each keeps it for what it knows of.
     remote_key : str or None
         Name of the environment variable that holds the key which remote entries are signed with;
         needed with ``redis_url`` and ``bulk_url``. The key itself never leaves the process.
@@ -219,3 +220,30 @@ class LoadConfig:
         for name in ("deadline", "threads", "bytes_in_flight"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """Which linked forwards run as CUDA graphs, captured once and replayed for every request.
+
+    Attributes
+    ----------
+    max_rows : int
+        Above that a forward is launched kernel by kernel: the GPU is busier than the host that launches.
+    max_coming : int
+        Bytes of chunk KV outside of the GPU for which it is worth waiting, so that a graph can run; behind
+        more of them an ordinary forward runs layer by layer, as they come.
+    capture : callable, optional
+        What captures instead of CUDA graphs (for tests, and devices with graphs of their own): takes a
+        function over fixed memory and returns one that does the same work again.
+    """
+
+    max_rows: int = 1024
+    max_coming: int = 256 << 20
+    capture: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}; use graphs='off' for none")
+        if self.max_coming < 0:
+            raise ValueError(f"max_coming must be >= 0, got {self.max_coming}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ragcachekit.config import LoadConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.options import Way, way_in
@@ -22,6 +22,7 @@ from ragcachekit.generate.streaming import Detokenizer, stop_strings
 from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
 from ragcachekit.link.budgets import Budgets, Chosen
+from ragcachekit.link.graphs import use_graphs
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.neighbours import Neighbours, by_namespace
 from ragcachekit.link.planned import LinkPlan
@@ -75,6 +76,8 @@ class RagCache:
         Keep exact KV of the beginnings of past prompts (RAGCache's knowledge tree), so that a prompt that
         begins with the same chunks in the same order reuses them without any approximation; what stands
         behind comes from the store. Default: no tree. One that was handed in is not closed.
+    graphs : {"auto", "off"} or GraphConfig
+        Whether linked forwards run as CUDA graphs (on a GPU); of all who share the model, the last counts.
     cache_dir : path, optional
         For file digests, passed checks, calibrations and timings; default the user's cache folder.
 
@@ -101,6 +104,7 @@ class RagCache:
         shadow: float | ShadowConfig | None = None,
         load: Literal["auto", "always"] | LoadConfig = "auto",
         tree: TreeConfig | KnowledgeTree | None = None,
+        graphs: Literal["auto", "off"] | GraphConfig = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
         _weights: Path | None = None,
     ) -> None:
@@ -122,6 +126,7 @@ class RagCache:
             model, tokenizer, source=_weights, cache=folder / "digests.json"
         ).digest
         admit_once(model, self._rope, self.fingerprint, folder)
+        use_graphs(model, graphs)
         self._stock = Stock(
             model,
             tokenizer,
@@ -168,6 +173,7 @@ class RagCache:
         shadow: float | ShadowConfig | None = None,
         load: Literal["auto", "always"] | LoadConfig = "auto",
         tree: TreeConfig | KnowledgeTree | None = None,
+        graphs: Literal["auto", "off"] | GraphConfig = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
         **model_options: Any,
     ) -> Self:
@@ -189,6 +195,7 @@ class RagCache:
             shadow=shadow,
             load=load,
             tree=tree,
+            graphs=graphs,
             cache_dir=cache_dir,
             _weights=weights_folder(model_id),
         )
@@ -434,16 +441,9 @@ class RagCache:
         pad, decode, longest = self._prompts.pad, self._prompts.decode, max(len(p.token_ids) for p in plans)
         options = filled_options(options, longest, pad=pad, context=self._prompts.context)
         first = self.shadow.draw(len(plans), options)
+        model = self.model, self._rope
         generated = run_generate(
-            self.model,
-            self._rope,
-            plans,
-            options,
-            pad=pad,
-            cancel=cancel,
-            stop=stop,
-            decode=decode,
-            first=first,
+            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, first=first
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         self.shadow.follow(plans, answers, first, options, stop)

@@ -203,6 +203,11 @@ class LinkReport(_Report):
         Why the prompt was prefilled in full, where it was.
     notes : tuple of str
         Anything else the caller should know (damaged entries, ambiguous matches).
+    forward : str
+        How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:`` and why not
+        as a graph, where the device has them. Empty where the prompt was prefilled in full.
+    kernels : str
+        What attended in it: ``triton``, or ``torch`` and why. Likewise.
     """
 
     policy: str
@@ -222,6 +227,8 @@ class LinkReport(_Report):
     loaded_bytes: int = 0
     tree_tokens: int = 0
     notes: tuple[str, ...] = field(default=())
+    forward: str = ""
+    kernels: str = ""
 
     @property
     def reused_tokens(self) -> int:
@@ -249,6 +256,8 @@ class LinkReport(_Report):
                 f", {self.loaded_bytes / 1e6:.1f} MB loaded in {self.load_ms:.1f} ms "
                 f"({self.overlap:.0%} of it hidden)"
             )
+        if self.forward:
+            text += f", forward {self.forward}, kernels {self.kernels}"
         return text + (f"; fell back to a full prefill: {self.fallback}" if self.fallback else "")
 
 

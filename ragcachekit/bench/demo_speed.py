@@ -27,7 +27,6 @@ from ragcachekit.bench.shapes import describe, random_model
 from ragcachekit.bench.timing import (
     NO_TIER,
     ONE_TOKEN,
-    TIERS,
     Engines,
     Timings,
     check_exact,
@@ -36,6 +35,8 @@ from ragcachekit.bench.timing import (
 )
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
+
+TIERS = ("host", "disk")
 
 QUESTIONS = (
     "How do I parse the arguments of the command line?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tqdm.auto import tqdm
 from ragcachekit.bench.planner_pipeline import Machine, Medium, prefill_seconds, read_layers
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.link.planner import Candidate, LoadPlanner
+from ragcachekit.link.uses import Guide
 from ragcachekit.model.profiling import CACHED, NEW, extended
 
 BANDWIDTHS = (50e6, 150e6, 500e6, 1.5e9, 5e9, 15e9)
@@ -24,6 +26,9 @@ SPEEDS = (500, 2_000, 8_000, 32_000)
 
 TOLERANCE = 0.05
 """A pick is right if it takes at most this much longer than the best one."""
+
+POLICIES = {"reuse": 0.0, "query:0.15": 0.15}
+"""Share of what is loaded that is recomputed, chosen in a pass of its own; 0: neither."""
 
 LAYERS, KV_BYTES, READERS = 24, 4096, 2
 """Of the model: layers, bytes per row and layer; and reads at once."""
@@ -43,6 +48,11 @@ class Case:
     machine: Machine
     medium: Medium
     tokens: tuple[int, ...]
+    ratio: float = 0.0
+
+    def recomputed(self, chunk: int) -> int:
+        """Rows of a chunk that are computed even if it is loaded."""
+        return math.ceil(self.ratio * self.tokens[chunk])
 
     def seconds(self, loaded: Iterable[int]) -> float:
         """True time if these chunks are loaded and the others computed."""
@@ -50,7 +60,8 @@ class Case:
         cached = sum(self.tokens[i] for i in loaded)
         rows = _QUESTION + sum(self.tokens) - cached
         sizes = [self.tokens[i] * KV_BYTES for i in loaded]
-        return prefill_seconds(sizes, cached, rows, self.machine, self.medium, READERS)
+        chosen = sum(map(self.recomputed, loaded)) if self.ratio and loaded else None
+        return prefill_seconds(sizes, cached, rows, self.machine, self.medium, READERS, chosen)
 
     def best(self) -> float:
         """Least true time over all subsets of chunks."""
@@ -61,7 +72,7 @@ class Case:
 
 
 def run(*, draws: int = 3, noise: float = 0.05, seed: int = 0, progress: bool = True) -> BenchReport:
-    """Let the planner pick in every cell of bandwidth x latency x chunks x model speed.
+    """Let the planner pick in every cell of policy x bandwidth x latency x chunks x model speed.
 
     What it knows comes from measurements like those it gets at work: reads of a few earlier loads, and
     prefills of the profile's grid, each off by a log-normal factor. What is right comes from simulating
@@ -81,7 +92,7 @@ def run(*, draws: int = 3, noise: float = 0.05, seed: int = 0, progress: bool = 
     Returns
     -------
     BenchReport
-        Rows ``bandwidth_mb_s, latency_ms, chunks, rows_per_s, quicker, right, strict, regret,
+        Rows ``policy, bandwidth_mb_s, latency_ms, chunks, rows_per_s, quicker, right, strict, regret,
         regret_always, regret_never, loaded, n``. ``quicker`` is the share of picks that take no longer
         than the quicker of loading everything and computing everything, ``right`` of those that take no
         longer than the best of all subsets, both but for :data:`TOLERANCE`; ``strict`` of those that are
@@ -90,7 +101,7 @@ def run(*, draws: int = 3, noise: float = 0.05, seed: int = 0, progress: bool = 
     """
     if draws < 1 or noise < 0:
         raise ValueError(f"draws must be at least 1 and noise >= 0, got {draws} and {noise}")
-    cells = list(itertools.product(BANDWIDTHS, LATENCIES, CHUNKS, SPEEDS))
+    cells = list(itertools.product(POLICIES, BANDWIDTHS, LATENCIES, CHUNKS, SPEEDS))
     rng = np.random.default_rng(seed)
     rows = [
         _cell(*cell, draws=draws, noise=noise, rng=rng)
@@ -138,6 +149,7 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
 
 
 def _cell(
+    policy: str,
     bandwidth: float,
     latency: float,
     chunks: int,
@@ -152,13 +164,14 @@ def _cell(
     machine = Machine(LAYERS, 2e-3, 1 / speed, 0.25 / speed / 1000)
     found = []
     for _ in range(draws):
-        case = Case(machine, medium, tuple(rng.integers(*_TOKENS, chunks).tolist()))
+        case = Case(machine, medium, tuple(rng.integers(*_TOKENS, chunks).tolist()), POLICIES[policy])
         picked = _pick(case, noise, rng)
         best, own = case.best(), case.seconds(picked)
         always, never = case.seconds(range(chunks)), case.seconds(())
         found.append([own, always, never, best, len(picked) / chunks])
     own, always, never, best, loaded = np.array(found).T
     return {
+        "policy": policy,
         "bandwidth_mb_s": bandwidth / 1e6,
         "latency_ms": latency * 1e3,
         "chunks": chunks,
@@ -193,6 +206,10 @@ def _pick(case: Case, noise: float, rng: np.random.Generator) -> list[int]:
         past = rng.integers(*_TOKENS, rng.integers(1, 6)) * KV_BYTES
         for read in read_layers(past.tolist(), LAYERS, case.medium, READERS)[1]:
             planner.observe_read("disk", int(read.nbytes), read.seconds * off(read_noise), int(read.beside))
-    candidates = [Candidate("disk", LAYERS, t * KV_BYTES, LAYERS, t) for t in case.tokens]
-    chosen, _ = planner.choose(candidates, _QUESTION + sum(case.tokens), _QUESTION)
+    candidates = [
+        Candidate("disk", LAYERS, tokens * KV_BYTES, LAYERS, tokens - case.recomputed(i), case.recomputed(i))
+        for i, tokens in enumerate(case.tokens)
+    ]
+    guide = Guide(_QUESTION) if case.ratio else None
+    chosen, _ = planner.choose(candidates, _QUESTION + sum(case.tokens), _QUESTION, guide)
     return [i for i, load in enumerate(chosen) if load]

@@ -65,11 +65,24 @@ def read_layers(
 
 
 def prefill_seconds(
-    sizes: Sequence[float], cached: int, rows: int, machine: Machine, medium: Medium, readers: int
+    sizes: Sequence[float],
+    cached: int,
+    rows: int,
+    machine: Machine,
+    medium: Medium,
+    readers: int,
+    chosen: int | None = None,
 ) -> float:
-    """Until the last layer is computed, where each begins when it is loaded and the one before is done."""
+    """Until the last layer is computed, where each begins when it is loaded and the one before is done.
+
+    ``chosen``: the rows run over the cached ones twice, the second time together with so many of these,
+    which the first pass has chosen. None: one pass, nothing is chosen.
+    """
     ready, _ = read_layers(sizes, machine.layers, medium, readers)
-    step, now = machine.seconds(cached, rows) / machine.layers, 0.0
-    for at in ready:
-        now = max(now, at) + step
+    passes = [(cached, rows)] if chosen is None else [(cached, rows), (cached - chosen, rows + chosen)]
+    now = 0.0
+    for behind, new in passes:
+        step = machine.seconds(behind, new) / machine.layers
+        for at in ready:
+            now = max(now, at) + step
     return now

@@ -18,6 +18,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.link.admission import tolerance_for
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import Prompt
@@ -25,8 +26,7 @@ from ragcachekit.types import Prompt
 COLD_DISK = "disk-cold"
 """The disk tier after the system's page cache has dropped its files."""
 
-TIERS = ("host", "disk")
-KNOWN_TIERS = (*TIERS, COLD_DISK)
+KNOWN_TIERS = ("gpu", "host", "disk", COLD_DISK)
 NO_TIER = "none"
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
 _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
@@ -128,8 +128,8 @@ def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Ite
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
         kinds = dict.fromkeys("disk" if tier == COLD_DISK else tier for tier in tiers)
-        stores = {kind: _open_tier(kind, folder, stack) for kind in kinds}
-        empty = _open_tier("host", folder, stack)
+        stores = {kind: _open_tier(kind, model.device, folder, stack) for kind in kinds}
+        empty = _open_tier("host", model.device, folder, stack)
 
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
             # Loaded in any case: what is measured is loading.
@@ -144,8 +144,13 @@ def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Ite
         )
 
 
-def _open_tier(tier: str, folder: Path, stack: ExitStack) -> Tier:
-    store: Tier = DiskStore(folder / "kv", _BYTES) if tier == "disk" else HostStore(_BYTES)
+def _open_tier(tier: str, device: torch.device, folder: Path, stack: ExitStack) -> Tier:
+    store: Tier
+    if tier == "disk":
+        store = DiskStore(folder / "kv", _BYTES)
+    else:
+        on_gpu = device.type == "cuda"
+        store = GpuStore(_BYTES, device) if tier == "gpu" else HostStore(_BYTES, pinned=on_gpu)
     stack.callback(store.close)
     return store
 

@@ -97,7 +97,9 @@ def ttft(
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Of each chunk, about.")] = 490,
     question_tokens: Annotated[int, typer.Option("--question-tokens", min=1)] = 64,
     policies: Annotated[str, typer.Option("--policies", help="With commas between.")] = "full,lego:16,reuse",
-    tiers: Annotated[str, typer.Option("--tiers", help="Where the KV lies: host, disk, disk-cold.")] = "host",
+    tiers: Annotated[
+        str, typer.Option("--tiers", help="Where the KV lies: gpu, host, disk, disk-cold.")
+    ] = "host",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 5,
     device: Annotated[str, typer.Option("--device")] = "cpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,10 @@ def planner(
     noise: Annotated[
         float, typer.Option("--noise", min=0.0, help="Spread of measured prefills; of reads five times.")
     ] = 0.05,
+    measured: Annotated[
+        bool,
+        typer.Option("--measured", help="Instead: time auto against always on this machine (a few minutes)."),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     json: Json = None,
     plot: Plot = None,
@@ -23,7 +28,11 @@ def planner(
     from ragcachekit.bench import planner as module
     from ragcachekit.bench.report import table
 
+    if measured:
+        _measured(seed, json)
+        return
     report = module.run(draws=draws, noise=noise, seed=seed)
+    show(table("By policy", module.summary(report, ("policy",))))
     show(table("By bandwidth", module.summary(report, ("bandwidth_mb_s",))))
     show(table("By latency", module.summary(report, ("latency_ms",))))
     show(table("By chunks in the prompt", module.summary(report, ("chunks",))))
@@ -32,3 +41,12 @@ def planner(
         report.write_json(json)
     if plot is not None:
         module.plot(report, plot)
+
+
+def _measured(seed: int, json: Path | None) -> None:
+    from ragcachekit.bench import planner_measured
+
+    report = planner_measured.run(seed=seed)
+    show(report.table("TTFT with load=auto against load=always, from disk"))
+    if json is not None:
+        report.write_json(json)

@@ -1,7 +1,8 @@
-"""Keep what the model said about the first token of an answer."""
+"""What is known when the model has said something about the first token of an answer: what, and when."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -34,4 +35,26 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
         if not self.log_probs:
             rows = scores[list(self.items)].detach().float().cpu().double().log_softmax(-1)
             self.log_probs = dict(zip(self.items, rows, strict=True))
+        return scores
+
+
+class FirstLogits(LogitsProcessor):  # type: ignore[misc]
+    """A logits processor that changes nothing and notes when the first token's logits were there.
+
+    Which is when the prefill ended: choosing a token, stopping criteria and streamers come later.
+
+    Attributes
+    ----------
+    at : float or None
+        On the clock of :func:`time.perf_counter`; None before the first token.
+    """
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``scores``, as they came."""
+        if self.at is None:
+            scores[:, :1].tolist()  # waits for the device: nothing is there before that
+            self.at = time.perf_counter()
         return scores

@@ -12,10 +12,10 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.generate.first import FirstScores
+from ragcachekit.generate.hooks import Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.retry import replanned, timed
-from ragcachekit.generate.stopping import StopStrings, Watch
-from ragcachekit.generate.streaming import OrderedPrompt
+from ragcachekit.generate.stopping import StopStrings
 from ragcachekit.link.base import LayerwisePolicy
 from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.choose import choose
@@ -34,8 +34,9 @@ class Generated:
     ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the cache
     would have been assembled, had it been before the forward. ``plans`` are those that ran in the end,
     ``reports`` theirs after everything was decided. ``prefill`` are the seconds of the forward by
-    itself, where it is known. ``cache`` is the cache that the prompts were prefilled into, where it is
-    ours and there is one beam; each prompt's rows end before its column ``width``.
+    itself, without what streamers and loads took, where they are known. ``cache`` is the cache that the
+    prompts were prefilled into, where it is ours and there is one beam; each prompt's rows end before its
+    column ``width``.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -75,34 +76,28 @@ def run_generate(
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
-    watch = Watch(cancel)
-    options["stopping_criteria"] = [*options.get("stopping_criteria", ()), watch]
-    if first is not None:
-        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
-    streamer = OrderedPrompt(options["streamer"], plans[0].token_ids) if options.get("streamer") else None
-    options["streamer"] = streamer
+    hooks = Hooks(options, plans[0].token_ids, cancel, first)
     beams = _effective(model, options, "num_beams") or 1
     while True:
         try:
             linked = _linked(model, rope, plans, way, beams, pad)
-            return _generated(model, linked, options, watch, stop, decode, beams)
+            return _generated(model, linked, hooks, stop, decode, beams)
         except LoadFailed as failed:
             # Before the first token: nothing but the streamer has seen anything of this attempt.
             plans = replanned(plans, failed)
-            if streamer is not None:
-                streamer.restart()
+            if hooks.streamer is not None:
+                hooks.streamer.restart()
 
 
 def _generated(
     model: Any,
     linked: _Linked,
-    options: Mapping[str, Any],
-    watch: Watch,
+    hooks: Hooks,
     stop: Sequence[str],
     decode: Callable[[Sequence[int]], str] | None,
     beams: int,
 ) -> Generated:
-    inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
+    inputs, cache, options = linked.inputs, linked.inputs.get("past_key_values"), hooks.options
     prompt = inputs["input_ids"].shape[1]
     if stop and decode is not None:
         criteria = [*options["stopping_criteria"], StopStrings(stop, decode, prompt)]
@@ -112,17 +107,16 @@ def _generated(
         output = model.generate(**inputs, **options)
     ends = _ends(model, options)
     rows = [_trim(row, ends) for row in output[:, prompt:].tolist()]
-    first_token = watch.first if watch.first is not None else time.perf_counter()
-    settling = _settling(cache) - before
+    settling, prefill = _settling(cache) - before, hooks.prefill(begun)
     return Generated(
         tuple(rows),
         tuple(bool(row) and row[-1] in ends for row in rows),
-        first_token,
+        hooks.watch.first if hooks.watch.first is not None else time.perf_counter(),
         begun + settling,
-        watch.cancelled,
+        hooks.watch.cancelled,
         linked.plans,
         linked.reports(),
-        first_token - begun - settling if linked.plain else None,
+        prefill - settling if linked.plain and prefill is not None else None,
         cache if beams == 1 else None,
         prompt,
     )
@@ -149,7 +143,7 @@ class _Linked:
     def reports(self) -> tuple[LinkReport, ...]:
         """After the linked forward."""
         plans = self.plans if self.narrowing is None else (self.narrowing.decided(),)
-        return tuple(timed(plan) for plan in plans)
+        return tuple(_told(timed(plan), self.inputs.get("past_key_values")) for plan in plans)
 
 
 def _linked(model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int) -> _Linked:
@@ -160,7 +154,6 @@ def _linked(model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: 
     plans = tuple(plan for plan, _ in chosen)
     if not any(plan.pieces and (plan.kept or plan.policy) for plan in plans):
         return _Linked(_whole(_plain(plans, model.device, pad), plans, beams), plans)
-    _preload(plans, model.device)
     linked = link(plans, rope, model.device, pad, buffers=chosen[0][1] if len(plans) == 1 else None)
     narrowing = attach(model, plans[0], linked.cache) if len(plans) == 1 else None
     return _Linked(linked.as_kwargs(), plans, narrowing)
@@ -174,18 +167,6 @@ def _whole(inputs: dict[str, Any], plans: Sequence[LinkPlan], beams: int) -> dic
     if "past_key_values" not in inputs and beams == 1 and any(plan.beginning is not None for plan in plans):
         inputs["past_key_values"] = DynamicCache()
     return inputs
-
-
-def _preload(plans: Sequence[LinkPlan], device: torch.device) -> None:
-    """On an accelerator, wait for as many layers as let the forward run on without gaps.
-
-    A CPU begins at once: waiting in the forward for what is not there yet ends no later.
-    """
-    if device.type == "cpu":
-        return
-    for plan in plans:
-        for load in plan.loads:
-            load.layer(min(plan.resident, load.layers) - 1)
 
 
 def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[str, Any]:
@@ -211,7 +192,7 @@ def link_ahead(
     while True:
         try:
             inputs, done = _ahead(model, rope, plan, pad, repeats)
-            return inputs, replace(done, report=timed(done))
+            return inputs, replace(done, report=_told(timed(done), inputs.get("past_key_values")))
         except LoadFailed as failed:
             (plan,) = replanned([plan], failed)
 
@@ -223,9 +204,10 @@ def _ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int) -> tu
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
     if not (ahead.pieces and (ahead.kept or ahead.policy)):
         return _plain([plan], model.device, pad), plan
-    _preload([ahead], model.device)
     inputs = link([ahead], rope, model.device, pad, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
+    if model.device.type != "cpu":
+        inputs.cache.forward = "eager: linked ahead of generate"
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
     inputs.cache.settle()  # without rows nothing has asked for it, and nobody plans again once it is out
@@ -236,6 +218,13 @@ def _ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int) -> tu
     ids = torch.tensor([plan.token_ids], device=model.device)
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": inputs.cache}
     return arguments, plan if narrowing is None else narrowing.decided()
+
+
+def _told(report: LinkReport, cache: Any) -> LinkReport:
+    """With how the linked forward into ``cache`` ran, if it was one."""
+    if not isinstance(cache, LinkedCache):
+        return report
+    return replace(report, forward=cache.forward, kernels=cache.kernels)
 
 
 def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:

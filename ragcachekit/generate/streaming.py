@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,16 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
-    """Hands a user's streamer the prompt in order; generate itself was given it permuted."""
+    """Hands a user's streamer the prompt in order; generate itself was given it permuted.
+
+    Attributes
+    ----------
+    given : float
+        When the streamer was done with the prompt, on the clock of :func:`time.perf_counter`; 0 before.
+    """
 
     def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
+        self.given = 0.0
         self._inner = inner
         self._prompt: torch.Tensor | None = torch.tensor([list(prompt)])
         self._repeated = False
@@ -27,9 +35,12 @@ class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
         if self._repeated:
             self._repeated = False
             return
-        if self._prompt is not None:
-            value, self._prompt = self._prompt, None
-        self._inner.put(value)
+        if self._prompt is None:
+            self._inner.put(value)
+            return
+        prompt, self._prompt = self._prompt, None
+        self._inner.put(prompt)
+        self.given = time.perf_counter()
 
     def end(self) -> None:
         """Forward the end."""

@@ -12,10 +12,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.link.cache import LinkRows, linked_rows
+from ragcachekit.link.captured import CapturedRows, captured_rows
+from ragcachekit.link.link_rows import LinkRows, linked_rows
 from ragcachekit.link.marks import unmarked
 from ragcachekit.link.observed import attention_sums
-from ragcachekit_kernels.dispatch import sparse_attention
+from ragcachekit_kernels import dispatch
 
 PREFIX = "ragcachekit_"
 
@@ -41,7 +42,7 @@ def install(model: Any) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, _forward_over(before))
         if before in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+            AttentionMaskInterface.register(name, _mask_over(ALL_MASK_ATTENTION_FUNCTIONS[before]))
     model.set_attn_implementation(name)
     return name
 
@@ -58,6 +59,15 @@ def uninstall(model: Any) -> None:
         model.set_attn_implementation(name.removeprefix(PREFIX))
 
 
+def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        # Only a cache in its linked forward has no keys: its attention goes by positions, and a mask would
+        # be made for nothing, once per kind of layer.
+        return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
+
+    return mask
+
+
 def _forward_over(before: str) -> Callable[..., Any]:
     def forward(
         module: torch.nn.Module,
@@ -67,10 +77,12 @@ def _forward_over(before: str) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, sums = linked_rows(key), attention_sums(key)
+        rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
         query, key, value = unmarked(query), unmarked(key), unmarked(value)
         if rows is not None:
             return _linked(module, query, key, value, rows, **kwargs), None
+        if captured is not None:
+            return _captured(module, query, key, value, captured, **kwargs), None
         if sums is not None:
             sums.saw(query, key, **_options(module, query, **kwargs))
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
@@ -130,15 +142,42 @@ def _linked(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
 ) -> torch.Tensor:
     """``[batch, rows, heads, value_head_dim]``, as attention functions of transformers return it."""
-    options = _options(module, query, **kwargs)
-    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    options, mixed = _options(module, query, **kwargs), []
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
-        # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
-        positions = positions[-query.shape[2] :]
-        first = query.shape[2] - len(positions)
-        own, keys = query[item, :, first:], key[item, :, offset:]
+        if len(positions) > query.shape[2]:
+            # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
+            positions = positions[-query.shape[2] :]
+        own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
         if rows.observer is not None:
             rows.observer.saw(int(module.layer_idx), own, keys, positions, **options)
-        mixed = sparse_attention(own, keys, value[item, :, offset:], positions, **options)
-        out[item, first:] = mixed.transpose(0, 1)
-    return out
+        out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, **options)
+        mixed.append(out.transpose(0, 1).contiguous())
+    if len(mixed) == 1:
+        return mixed[0][None]
+    padded = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    for item, one in enumerate(mixed):
+        padded[item, query.shape[2] - len(one) :] = one
+    return padded
+
+
+def _captured(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    captured: CapturedRows,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """As :func:`_linked`, over whatever request's KV the table names when this is replayed."""
+    captured.check(query, key, value)
+    out = dispatch.sparse_attention_at(
+        query[0],
+        captured.table,
+        captured.layer,
+        key.shape[1],
+        value.shape[-1],
+        captured.rows,
+        tokens=captured.tokens,
+        **_options(module, query, **kwargs),
+    )
+    return out.transpose(0, 1).contiguous()[None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from ragcachekit.link.cache import Observer
+from ragcachekit.link.link_rows import Observer
 from ragcachekit.types import KVKey
 
 if TYPE_CHECKING:

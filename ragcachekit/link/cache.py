@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.link.marks import mark_of, marked
-
-
-class Observer(Protocol):
-    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
-
-    def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
-    ) -> None:
-        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
-
-        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
-        """
-        ...
+from ragcachekit.link.link_rows import LinkRows
+from ragcachekit.link.marks import marked
+from ragcachekit_kernels import dispatch
 
 
 class Projected(Exception):
@@ -38,30 +26,23 @@ class Narrows(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LinkRows:
-    """The rows of one linked forward.
+class Placed(Protocol):
+    """What puts kept rows in place on a device (see :class:`ragcachekit.link.placing.Placing`)."""
 
-    Attributes
-    ----------
-    positions : tuple of tuple of int
-        Per prompt of the batch, the ascending positions of its rows. A prompt with fewer rows than
-        the widest one is padded in front; padding rows are computed and thrown away.
-    offsets : tuple of int
-        Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
-    observer : Observer, optional
-        Told about every layer of the forward.
-    """
+    @property
+    def settling(self) -> float | None:
+        """Seconds that it has taken, if that is known."""
+        ...
 
-    positions: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    observer: Observer | None = None
+    @property
+    def on_device(self) -> bool:
+        """Whether nothing is awaited from the host any more."""
+        ...
 
-
-def linked_rows(keys: torch.Tensor) -> LinkRows | None:
-    """The rows that a cache layer marked ``keys`` with, or None outside a linked forward."""
-    mark = mark_of(keys)
-    return mark if isinstance(mark, LinkRows) else None
+    @property
+    def coming(self) -> int:
+        """Bytes that are awaited from the host, or have been."""
+        ...
 
 
 class LayerBuffers:
@@ -87,6 +68,11 @@ class LayerBuffers:
         self.dtype, self.device = dtype, device
         self._make: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = make
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerBuffers:
+        """Buffers that are there already."""
+        return cls(lambda: (keys, values), keys.dtype, keys.device)
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers.
@@ -176,6 +162,15 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         """Whether rows are still to be scattered."""
         return self._rows is not None
 
+    @property
+    def rows(self) -> LinkRows | None:
+        """The rows still to be scattered."""
+        return self._rows
+
+    def scattered(self) -> None:
+        """The rows are in place: somebody else wrote them."""
+        self._rows = None
+
     def narrow(self, rows: LinkRows, projecting: bool = False) -> None:
         """Expect only these rows. ``projecting``: write their K and V, then raise :class:`Projected`."""
         self._rows, self._projecting = rows, projecting
@@ -185,8 +180,8 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         return self._kept if self._rows is not None else super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """During the linked forward no mask is read (attention goes by positions): keep it small."""
-        return (query_length, 0) if self._rows is not None else super().get_mask_sizes(query_length)
+        """No keys during the linked forward: attention goes by positions, and no mask is made."""
+        return (0, 0) if self._rows is not None else super().get_mask_sizes(query_length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -197,10 +192,9 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         rows, self._rows = self._rows, None
         keys, values = self.keys, self.values
         for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
-            slots = torch.tensor(positions, device=keys.device) + offset
             first = key_states.shape[-2] - len(positions)
-            keys[item].index_copy_(1, slots, key_states[item, :, first:])
-            values[item].index_copy_(1, slots, value_states[item, :, first:])
+            new = key_states[item, :, first:], value_states[item, :, first:]
+            dispatch.scatter(*new, keys[item, :, offset:], values[item, :, offset:], positions)
         if self._projecting:
             raise Projected
         # The mark lives exactly as long as this layer's attention and not with the cache.
@@ -208,11 +202,50 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class LinkedCache(Cache):  # type: ignore[misc]
-    """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``."""
+    """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``.
 
-    def __init__(self, layers: Sequence[LinkedLayer]) -> None:
+    ``placing``, where there is one, lives as long as the cache: sources of copies that are under way do.
+
+    Attributes
+    ----------
+    narrowing : Narrows or None
+        Makes the rows of the linked forward fewer from layer to layer.
+    forward : str
+        How the linked forward ran: ``graph``, ``eager``, or ``eager:`` and why not as a graph.
+    """
+
+    def __init__(self, layers: Sequence[LinkedLayer], placing: Placed | None = None) -> None:
         super().__init__(layers=list(layers))
+        self._placing = placing
         self.narrowing: Narrows | None = None
+        self.forward = "eager"
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels attend in the linked forward: ``triton``, or ``torch`` and why."""
+        names = []
+        for layer in self.layers:
+            query, keys, values = layer.keys[:0], layer.keys[0], layer.values[0]
+            name = dispatch.attention_choice(query, keys, values)
+            names.append(f"torch ({layer.device.type})" if name == "torch" else name)
+        return "; ".join(dict.fromkeys(names))
+
+    @property
+    def pending(self) -> bool:
+        """Whether the linked forward, all of it, is still to come."""
+        return all(layer.pending for layer in self.layers)
+
+    @property
+    def pending_rows(self) -> LinkRows:
+        """Rows of the linked forward that is still to come."""
+        rows = self.layers[0].rows
+        assert rows is not None, "there is none to come"
+        return rows  # type: ignore[no-any-return]
+
+    def scattered(self) -> None:
+        """The linked forward has run, and wrote its rows without the layers' help."""
+        for layer in self.layers:
+            layer.scattered()
 
     def settle(self) -> None:
         """Have the kept rows of all layers in place, whether or not the model has asked for them."""
@@ -221,6 +254,17 @@ class LinkedCache(Cache):  # type: ignore[misc]
 
     @property
     def settling(self) -> float:
-        """Seconds that putting kept rows in place has taken so far."""
+        """Seconds that putting kept rows in place has taken so far: the device's, where it tells them."""
+        by_device = self._placing.settling if self._placing is not None else None
         seconds: float = sum(layer.settling for layer in self.layers)
-        return seconds
+        return seconds if by_device is None else by_device
+
+    @property
+    def on_device(self) -> bool:
+        """Whether kernels put the kept rows in place and nothing is awaited from the host for that."""
+        return self._placing is not None and self._placing.on_device
+
+    @property
+    def coming(self) -> int:
+        """Bytes that are awaited from the host before the kept rows are in place; 0 if nobody knows."""
+        return 0 if self._placing is None or self._placing.on_device else self._placing.coming

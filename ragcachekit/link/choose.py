@@ -13,7 +13,7 @@ from ragcachekit.link.linker import Buffers, assemble, link, run_rows
 from ragcachekit.link.plan import decided
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
-from ragcachekit_kernels.dispatch import column_scores
+from ragcachekit_kernels.dispatch import Rows, Spans, column_scores
 
 
 class _Seen(Exception):
@@ -21,7 +21,10 @@ class _Seen(Exception):
 
 
 class _Watcher:
-    """An observer that keeps, per watched layer, what each key got from the question's rows."""
+    """An observer that keeps, per watched layer, what each key got from the question's rows.
+
+    Sums stay on the device until the forward is over: copying each would wait for its layer.
+    """
 
     def __init__(
         self,
@@ -30,8 +33,8 @@ class _Watcher:
         question: Sequence[int],
     ) -> None:
         self._wanted = wanted
-        self._spans = spans
-        self._question = tuple(question)
+        self._spans = None if spans is None else Spans(tuple(spans))
+        self._question = Rows(tuple(question))
         self._sums: dict[int, torch.Tensor] = {}
 
     def saw(
@@ -40,12 +43,12 @@ class _Watcher:
         if layer in self._wanted:
             rows = query[:, -len(self._question) :]  # the question stands last
             sums = column_scores(rows, key, self._question, self._spans, **options)
-            self._sums[layer] = sums.float().cpu()
+            self._sums[layer] = sums.float()
         if layer == max(self._wanted):
             raise _Seen
 
     def attention(self) -> list[torch.Tensor]:
-        return [self._sums[layer] for layer in self._wanted]
+        return list(torch.stack([self._sums[layer] for layer in self._wanted]).cpu())
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ class NeighbourEncoder:
         positions = range(len(ids) - len(item.token_ids), len(ids))
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(positions), (), report)
-        sums = _Attended(positions)
+        sums = _Attended(positions, self._model.device)
         inputs = link([plan], self._rope, self._model.device, 0, observer=sums)
         run_rows(self._model, inputs, len(positions))
         angles = self._rope.angles(torch.tensor(positions), len(ids))
@@ -98,21 +98,21 @@ class NeighbourEncoder:
             # A copy: a view would keep the whole context's cache alive.
             for of, tensor in zip((keys, values), self._rope.strip(index, *kv, angles), strict=True):
                 of.append(tensor.to("cpu", copy=True))
-        return ChunkKV(tuple(keys), tuple(values), None, {"attended": sums.sums})
+        return ChunkKV(tuple(keys), tuple(values), None, {"attended": sums.sums.cpu()})
 
 
 class _Attended:
-    """Sums the attention that the chunk's tokens get from its own rows (see :class:`ChunkKV`)."""
+    """Sums, on the device, the attention that the chunk's tokens get from its own rows (:class:`ChunkKV`)."""
 
-    def __init__(self, rows: range) -> None:
+    def __init__(self, rows: range, device: torch.device) -> None:
         self._rows = rows
-        self.sums = torch.zeros(len(rows))
+        self.sums = torch.zeros(len(rows), device=device)
 
     def saw(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
     ) -> None:
         scores = column_scores(query, key, positions, **options)
-        self.sums += scores[self._rows.start : self._rows.stop].float().cpu()
+        self.sums += scores[self._rows.start : self._rows.stop].float()
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:

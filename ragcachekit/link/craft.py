@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from ragcachekit.link.base import Deviation, PlacedChunk, share, top
 from ragcachekit.link.craft_scores import Impact, fix_overhead, focused
-from ragcachekit_kernels.dispatch import column_scores
+from ragcachekit_kernels.dispatch import Rows, Spans, column_scores, span_sums
 
 WINDOW = 3
 
@@ -99,9 +100,11 @@ class FocusWatch:
         self._chunks = [chunk for chunk in chunks if chunk.start > 0]
         self._question = frozenset(question)
         self._window = window
+        self._spans = Spans(tuple((chunk.start, chunk.stop) for chunk in self._chunks))
+        self._asked = Rows(())
         self._scores = [0.0] * len(self._chunks)
-        self.found: list[frozenset[int]] = []
-        """Per layer seen, the chunks in focus, as indices among those that do not stand at the start."""
+        self._new: list[torch.Tensor] = []
+        self._found: list[frozenset[int]] = []
         self.stopped_at: int | None = None
         """The first layer without the other chunks' rows."""
 
@@ -109,20 +112,35 @@ class FocusWatch:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
     ) -> None:
         """Add one layer's attention from the question to every chunk, summed over heads and rows."""
-        asked = [p for p in positions if p in self._question]
+        asked = sum(1 for _ in takewhile(self._question.__contains__, reversed(positions)))
         if self.stopped_at is not None or not asked:
             return
-        sums = column_scores(query[:, -len(asked) :], key, asked, **options).double().cpu()
-        for number, chunk in enumerate(self._chunks):
-            self._scores[number] += float(sums[chunk.start : chunk.stop].sum())
-        self.found.append(focused(self._scores))
+        if len(self._asked) != asked:
+            self._asked = Rows(tuple(positions[-asked:]))
+        sums = column_scores(query[:, -asked:], key, self._asked, **options)
+        self._new.append(span_sums(sums, self._spans))
+
+    @property
+    def found(self) -> list[frozenset[int]]:
+        """Per layer seen, the chunks in focus, as indices among those that do not stand at the start.
+
+        Asking waits for the device, so the layers of the first ``window`` are looked at together.
+        """
+        new = torch.stack(self._new).tolist() if self._new else []
+        self._new = []
+        for sums in new:
+            self._scores = [score + more for score, more in zip(self._scores, sums, strict=True)]
+            self._found.append(focused(self._scores))
+        return self._found
 
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
         """Rows of chunks in focus, once that is settled."""
+        if self.stopped_at is None and len(self._found) + len(self._new) <= self._window:
+            return list(rows)
         last = self.found[-self._window :]
-        if self.stopped_at is None and len(self.found) > self._window and len(set(last)) == 1:
+        if self.stopped_at is None and len(set(last)) == 1:
             self.stopped_at = layer
         if self.stopped_at is None:
             return list(rows)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragcachekit.link.planner import Candidate, LoadPlanner
+from ragcachekit.link.uses import Guide, Use
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.loading import Hit, LoadingKV
@@ -69,12 +70,18 @@ class Fetch:
         return other
 
     def decide(
-        self, entries: Sequence[Entry | None], spared: Callable[[int], int], total: int, computed: int
+        self,
+        entries: Sequence[Entry | None],
+        use: Callable[[int], Use],
+        total: int,
+        computed: int,
+        guide: Guide | None = None,
     ) -> Decision:
         """Begin to load what is quicker to load than to compute; leave out the rest.
 
-        ``spared`` gives the rows that using the entry with this index spares. ``total`` are the prompt's
-        rows, ``computed`` those that are computed whatever is decided.
+        ``use`` says what using the entry with this index means. ``total`` are the prompt's rows,
+        ``computed`` those of which nothing is cached. ``guide`` is the pass before the forward, where the
+        policy needs one.
         """
         slow: dict[LoadingKV, list[int]] = {}
         for number, entry in enumerate(entries):
@@ -82,11 +89,16 @@ class Fetch:
                 slow.setdefault(entry.found.kv, []).append(number)
         if not slow or not isinstance(self._store, Loader):
             return Decision(tuple(entries))
-        candidates = [Candidate.of(kv, sum(map(spared, at))) for kv, at in slow.items()]
         if self._planner is None:
-            wanted, resident = [True] * len(candidates), 1
+            wanted, resident = [True] * len(slow), 1
         else:
-            wanted, resident = self._planner.choose(candidates, total, computed)
+            candidates = [Candidate.of(kv, [use(i) for i in at]) for kv, at in slow.items()]
+            waiting = {i for at in slow.values() for i in at}
+            here = [use(i) for i, entry in enumerate(entries) if entry is not None and i not in waiting]
+            computed += sum(other.recomputed for other in here)
+            if guide is not None and any(not other.exempt for other in here):
+                guide = replace(guide, always=True)
+            wanted, resident = self._planner.choose(candidates, total, computed, guide)
         unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
         self._store.begin(kv for kv in slow if kv not in unwanted)
         self._store.release(unwanted)

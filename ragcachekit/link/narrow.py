@@ -11,9 +11,11 @@ import torch
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
-from ragcachekit.link.cache import LinkedCache, LinkedLayer, LinkRows, Observer, Projected
+from ragcachekit.link.cache import LinkedCache, LinkedLayer, Projected
+from ragcachekit.link.link_rows import LinkRows, Observer
 from ragcachekit.link.plan import decided
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit_kernels.dispatch import kv_deviation
 
 _HOOKING = threading.Lock()
 
@@ -88,13 +90,12 @@ class Narrowing:
     def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
         linked: LinkedLayer = self._cache.layers[layer]
         at = torch.tensor(self._chosen, device=linked.values.device)
-        before = linked.values[0].index_select(1, at).float()
+        before = linked.values[0].index_select(1, at)
         linked.narrow(self._link_rows(), projecting=True)
         with suppress(Projected):
             # Not the module itself: that would come through here again.
             module.forward(*args, **kwargs)
-        after = linked.values[0].index_select(1, at).float()
-        return (after - before).square().sum((0, 2)).cpu()
+        return kv_deviation(before, linked.values[0], self._chosen).cpu()
 
     def _link_rows(self) -> LinkRows:
         return LinkRows((self._rows,), (0,), self._observer)

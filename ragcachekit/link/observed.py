@@ -10,11 +10,13 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.link.marks import mark_of, marked
-from ragcachekit_kernels.dispatch import column_scores, sparse_attention
+from ragcachekit_kernels.dispatch import Rows, column_scores, context_mass
 
 
 class AttentionSums:
     """Sums over layers, heads and rows, per chunk of a batch; collected one layer at a time.
+
+    They stay on the device until they are asked for: copying each would wait for its layer.
 
     Parameters
     ----------
@@ -24,15 +26,20 @@ class AttentionSums:
 
     def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
         self._stretches = tuple(stretches)
-        self.attended = [torch.zeros(stop - start) for start, stop in self._stretches]
+        self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
+        self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
+
+    @property
+    def attended(self) -> list[torch.Tensor]:
+        """Per batch item ``[tokens]`` float32, on the host."""
+        return [sums.cpu() for sums in self._attended]
 
     def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
-            sums = column_scores(
-                query[item, :, start:stop], key[item, :, :stop], range(start, stop), **options
-            )
-            self.attended[item] += sums[start:].float().cpu()
+            rows = self._rows[item]
+            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, **options)
+            self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
 
 
 class ContextSums(AttentionSums):
@@ -46,27 +53,20 @@ class ContextSums(AttentionSums):
 
     def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
         super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
-        self._lengths = [torch.tensor(lengths) for lengths in chunks]
+        self._lengths = [tuple(lengths) for lengths in chunks]
         self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
-        self._outward = [torch.zeros_like(attended) for attended in self.attended]
+        self._outward = [torch.zeros_like(attended) for attended in self._attended]
 
     def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        query, key = query[0].to(wide), key[0].to(wide)
         for number, (start, stop) in enumerate(self._stretches):
-            rows, keys, where = query[:, start:stop], key[:, :stop], range(start, stop)
-            lengths = self._lengths[number]
-            # Attention over a value that says which segment a key belongs to is attention per segment,
-            # in the same blocks and under the same masks as any other attention.
-            member = torch.repeat_interleave(torch.eye(len(lengths)), lengths, 0).to(key)
-            value = member.expand(key.shape[0], -1, -1)
-            mass = sparse_attention(rows, keys, value, where, **options).sum(0).float().cpu()
-            self._inter[number].append(mass[:, :-1].sum(0))
-            self._intra[number].append(mass[:, -1].sum())
-            self._outward[number] += mass[:, :-1].sum(1)
-            self.attended[number] += column_scores(rows, keys, where, **options)[start:].float().cpu()
+            rows, keys = query[0, :, start:stop], key[0, :, :stop]
+            mass = context_mass(rows, keys, self._rows[number], self._lengths[number], **options)
+            self._inter[number].append(mass.inter)
+            self._intra[number].append(mass.intra)
+            self._outward[number] = self._outward[number].to(mass.outward.device) + mass.outward
+            self._attended[number] = self._attended[number].to(mass.columns.device) + mass.columns[start:]
 
     @property
     def sums(self) -> list[dict[str, torch.Tensor]]:
@@ -74,10 +74,10 @@ class ContextSums(AttentionSums):
         return [
             {
                 "attended": attended,
-                "inter": torch.stack(inter),
-                "intra": torch.stack(intra),
-                "behind": lengths[:-1].float(),
-                "outward": outward / len(inter),
+                "inter": torch.stack(inter).cpu(),
+                "intra": torch.stack(intra).cpu(),
+                "behind": torch.tensor(lengths[:-1]).float(),
+                "outward": (outward / len(inter)).cpu(),
             }
             for attended, inter, intra, lengths, outward in zip(
                 self.attended, self._inter, self._intra, self._lengths, self._outward, strict=True

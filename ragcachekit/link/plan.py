@@ -11,6 +11,7 @@ from ragcachekit.link.beginning import TURN, Beginning, BeginningReader
 from ragcachekit.link.encodings import Encodings, Wanted
 from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
 from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
+from ragcachekit.link.uses import Use, guide_of, use_of
 from ragcachekit.link.variants import Entry, VariantPool, look_up
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, ChunkUse, KVKey, LinkReport
@@ -81,13 +82,7 @@ def _plan(lookup: _Lookup) -> LinkPlan:
     entries = look_up(wanted, policy, lookup.fetch, lookup.variants)
     if lookup.beginning is not None:
         entries = [e if lookup.serves(want) else None for want, e in zip(wanted, entries, strict=True)]
-    known = lookup.beginning.tokens if lookup.beginning is not None else 0
-    found = known + sum(
-        len(w.token_ids) for w, entry in zip(wanted, entries, strict=True) if entry is not None
-    )
-    decision = lookup.fetch.decide(
-        entries, lambda i: _spared(policy, wanted[i], entries[i]), len(ids), len(ids) - found
-    )
+    decision = _decision(lookup, entries, len(ids))
     parts = _parts(wanted, decision, lookup.beginning)
     report = _report(lookup, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     serving = {want.key for want in wanted if lookup.serves(want)}
@@ -102,12 +97,19 @@ def _plan(lookup: _Lookup) -> LinkPlan:
     )
 
 
-def _spared(policy: SelectionPolicy, want: Wanted, entry: Entry | None) -> int:
-    """About how many rows using the entry spares; what a model's help would add is not known yet."""
-    tokens = len(want.token_ids)
-    if entry is None or isinstance(policy, GuidedPolicy | LayerwisePolicy):
-        return tokens
-    return tokens - len(policy.select([_placed(want, entry)]))
+def _decision(lookup: _Lookup, entries: Sequence[Entry | None], total: int) -> Decision:
+    """What to load, and what to compute although it is there."""
+    policy, wanted, beginning = lookup.policy, lookup.wanted, lookup.beginning
+    found = sum(len(w.token_ids) for w, entry in zip(wanted, entries, strict=True) if entry is not None)
+    new = total - found - (beginning.tokens if beginning is not None else 0)
+
+    def use(number: int) -> Use:
+        entry = entries[number]
+        assert entry is not None, "only what was found is used"
+        return use_of(policy, _placed(wanted[number], entry), entry.found.kv.layers)
+
+    guide = guide_of(policy, new, beginning.placed if beginning is not None else ())
+    return lookup.fetch.decide(entries, use, total, new, guide)
 
 
 @dataclass

@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ragcachekit.link.tier_speed import TierSpeed
+from ragcachekit.link.uses import Guide, Use
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.store.loading import LoadingKV
 
 LEAST_READS = 8
 """Reads of a tier before its speed is believed; until then it is loaded from, which measures it."""
-
-FADING = 0.99
-"""What a read still counts after the next one: some hundred reads are remembered."""
 
 MOST_SUBSETS = 8
 
@@ -37,6 +36,10 @@ class Candidate:
     layers : int
     rows : int
         Rows that are not computed if it is used.
+    recomputed : int
+        Rows of it that are computed even so.
+    exempt : bool
+        Whether no policy chooses among its rows.
     """
 
     tier: str
@@ -44,58 +47,21 @@ class Candidate:
     nbytes: float
     layers: int
     rows: int
+    recomputed: int = 0
+    exempt: bool = False
 
     @classmethod
-    def of(cls, kv: LoadingKV, rows: int) -> Candidate:
-        """Of an entry that was opened, or that is being prefetched."""
-        return cls(kv.tier, kv.layers - kv.ready, kv.nbytes / kv.layers, kv.layers, rows)
-
-
-class TierSpeed:
-    """Seconds of a read as ``latency + (nbytes + beside) / bandwidth``, fitted to some hundred last reads.
-
-    ``beside`` are the bytes that other reads were about when it began: reads that run at once share the
-    bandwidth and wait for their latencies side by side. Least squares with fading weights; where all
-    reads look the same, all is put down to bandwidth, which is as good for more reads of that kind.
-    """
-
-    def __init__(self) -> None:
-        self.reads = 0
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, nbytes: float, seconds: float, beside: float = 0) -> None:
-        """One more read."""
-        x = nbytes + beside
-        self.reads += 1
-        self._n = FADING * self._n + 1
-        self._x = FADING * self._x + x
-        self._y = FADING * self._y + seconds
-        self._xx = FADING * self._xx + x * x
-        self._xy = FADING * self._xy + x * seconds
-
-    @property
-    def latency(self) -> float:
-        """Seconds before a read's first byte."""
-        return self._line()[0]
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of all reads together."""
-        slope = self._line()[1]
-        return 1 / slope if slope > 0 else math.inf
-
-    def _line(self) -> tuple[float, float]:
-        if not self._n or not self._x:
-            return 0.0, 0.0
-        x, y = self._x / self._n, self._y / self._n
-        spread = self._xx / self._n - x * x
-        if spread <= (0.1 * x) ** 2:
-            return 0.0, y / x
-        slope = (self._xy / self._n - x * y) / spread
-        if slope <= 0:
-            return y, 0.0
-        latency = y - slope * x
-        return (latency, slope) if latency >= 0 else (0.0, y / x)
+    def of(cls, kv: LoadingKV, uses: Sequence[Use]) -> Candidate:
+        """Of an entry that was opened, or that is being prefetched, and all its uses in a prompt."""
+        return cls(
+            kv.tier,
+            kv.layers - kv.ready,
+            kv.nbytes / kv.layers,
+            kv.layers,
+            sum(use.spared for use in uses),
+            sum(use.recomputed for use in uses),
+            all(use.exempt for use in uses),
+        )
 
 
 @dataclass(frozen=True)
@@ -146,11 +112,13 @@ class LoadPlanner:
                 speed = self._speeds.get(candidate.tier)
                 if speed is None or speed.reads < LEAST_READS:
                     return None
-                latency, slope = speed._line()
+                latency, slope = speed.line()
                 seconds += candidate.reads * (latency / at_once + slope * candidate.nbytes)
         return seconds
 
-    def choose(self, candidates: Sequence[Candidate], total: int, computed: int) -> tuple[list[bool], int]:
+    def choose(
+        self, candidates: Sequence[Candidate], total: int, computed: int, guide: Guide | None = None
+    ) -> tuple[list[bool], int]:
         """Which candidates to load, and the preloading depth of what is loaded.
 
         Up to :data:`MOST_SUBSETS` every subset is looked at. Beyond, they are sorted by load time per row
@@ -163,14 +131,16 @@ class LoadPlanner:
         total : int
             Rows of the prompt.
         computed : int
-            Rows that are computed in any case.
+            Rows that are computed in any case, those of candidates not counted.
+        guide : Guide, optional
+            The pass before the forward, of a policy that watches the question.
         """
         if self.profile is None or not candidates or self.load_seconds(candidates) is None:
             return [True] * len(candidates), 1
         everyone = range(len(candidates))
 
         def way(loaded: frozenset[int]) -> _Way:
-            return self._way(candidates, loaded, total, computed)
+            return self._way(candidates, loaded, total, computed, guide)
 
         if len(candidates) <= MOST_SUBSETS:
             subsets = (c for n in range(len(candidates) + 1) for c in itertools.combinations(everyone, n))
@@ -186,13 +156,31 @@ class LoadPlanner:
         return [i in best.loaded for i in everyone], depth
 
     def _way(
-        self, candidates: Sequence[Candidate], loaded: frozenset[int], total: int, computed: int
+        self,
+        candidates: Sequence[Candidate],
+        loaded: frozenset[int],
+        total: int,
+        computed: int,
+        guide: Guide | None,
     ) -> _Way:
         assert self.profile is not None
-        load = self.load_seconds([candidates[i] for i in loaded]) or 0.0
-        rows = computed + sum(c.rows for i, c in enumerate(candidates) if i not in loaded)
+        used, left = _split(candidates, loaded)
+        load, layers = self.load_seconds(used) or 0.0, candidates[0].layers
+        rows = computed + sum(c.recomputed for c in candidates) + sum(c.rows for c in left)
         compute = self.profile.seconds(total - rows, rows)
-        return _Way(loaded, load, compute, pipelined(load, compute, candidates[0].layers))
+        if guide is None or not (guide.always or any(not c.exempt for c in used)):
+            return _Way(loaded, load, compute, pipelined(load, compute, layers))
+        rows, seen = guide.rows + sum(c.rows + c.recomputed for c in left), guide.layers(layers)
+        watch = self.profile.seconds(total - rows, rows) * seen / layers
+        return _Way(loaded, load, compute, pipelined_twice(load, watch, compute, layers, seen))
+
+
+def _split(
+    candidates: Sequence[Candidate], loaded: frozenset[int]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that are loaded, and the others."""
+    used = [c for i, c in enumerate(candidates) if i in loaded]
+    return used, [c for i, c in enumerate(candidates) if i not in loaded]
 
 
 def _improved(best: _Way, count: int, way: Callable[[frozenset[int]], _Way]) -> _Way:
@@ -215,6 +203,15 @@ def pipelined(load: float, compute: float, layers: int) -> float:
     The slower of the two runs through, and the other has one layer more before or behind it.
     """
     return max(compute + load / layers, load + compute / layers)
+
+
+def pipelined_twice(load: float, watch: float, compute: float, layers: int, seen: int) -> float:
+    """As :func:`pipelined`, behind a pass of ``watch`` seconds over the first ``seen`` layers.
+
+    That pass is the one that waits for layers; the forward waits for those behind them.
+    """
+    watched = max(watch + load / layers, load * seen / layers + watch / seen)
+    return max(watched + compute, load + compute / layers)
 
 
 def preload_depth(layers: int, prefill: float, load: float) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit.model.rope_tables import TurnTables
 from ragcachekit_kernels.dispatch import rotate
 
 
@@ -119,6 +120,7 @@ class Rope:
         self.layers = tuple(layers)
         self.context = context
         self.depends_on_length = self.regime(2) != self.regime(context)
+        self.turns = TurnTables(self)
 
     def angles(self, positions: torch.Tensor, length: int) -> tuple[Angles, ...]:
         """One :class:`Angles` per table."""

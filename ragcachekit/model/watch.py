@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,11 +49,11 @@ class ModelWatch:
     Parameters
     ----------
     model : torch.nn.Module
-        Kept alive by the watch.
+        Not kept alive, but its layers are.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         self._children: list[dict[str, nn.Module | None]] = []
         self._slots: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
         self._adapters: list[tuple[nn.Module, tuple[str, ...]]] = []
@@ -70,9 +71,11 @@ class ModelWatch:
         placed = [_placement(d.get(name)) for d, name in self._sampled]
         adapters = repr([_adapter_state(module, names) for module, names in self._adapters])
         fields = repr([getattr(self._config, name, None) for name in _CONFIG_FIELDS])
-        own = vars(self._model)
+        model = self._model()
+        assert model is not None, "whoever asks holds the model"
+        own = vars(model)
         root = repr([own.get(name) for name in _ROOT_FIELDS]), tuple(own.get("peft_config") or ())
-        rest = (adapters, fields, root, id(own.get("config")), self._model.training)
+        rest = (adapters, fields, root, id(own.get("config")), model.training)
         return f"{hash((*children, *tensors, *placed, *rest)) & (1 << 64) - 1:016x}"
 
     def _identities(self) -> list[int]:

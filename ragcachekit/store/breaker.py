@@ -38,6 +38,12 @@ class Breaker:
         """Whether the last word was a failure too many."""
         return self._until is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`allow` would say yes now; asking changes nothing."""
+        with self._lock:
+            return self._until is None or not (self._trying or self._clock() < self._until)
+
     def allow(self) -> bool:
         """Whether an operation may pass; whoever may, has to :meth:`record` how it went."""
         with self._lock:

@@ -30,8 +30,8 @@ from ragcachekit.types import KVKey
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = (
-    *("reserved", "created", "half written", "written", "synced"),
-    *("renamed", "indexed", "committed", "folder synced"),
+    *("created", "half written", "written", "synced"),
+    *("room made", "indexed", "committed", "renamed", "folder synced"),
     *("evicted", "removed", "read", "uses noted"),
 )
 """What ``at`` hears of, in the order in which it first happens."""
@@ -41,9 +41,10 @@ class DiskStore:
     """Chunk KV in files that survive the process; several processes may share the folder.
 
     The files are the truth: a read opens the file and verifies all of it, whatever the index says. The
-    index only knows sizes and the order of use. A write goes to a temporary file, reaches the medium,
-    and gets its name in the same transaction that adds it to the index, so that being killed at any
-    moment leaves nothing but whole entries and a temporary file that the next start sweeps.
+    index only knows sizes and the order of use. A write goes to a temporary file, reaches the medium, is
+    added to the index and then gets its name, before anybody else may change the index, so that being
+    killed at any moment leaves nothing but whole entries, a row of the index that says too much, and a
+    temporary file; the next start sets both right.
 
     Parameters
     ----------
@@ -184,7 +185,7 @@ class DiskStore:
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; sizes are those of the files (of one being written, too)."""
+        """One record; sizes are those of the files (without one being written)."""
         entries, nbytes = (0, 0) if self._closed else self._content()
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
 
@@ -247,12 +248,12 @@ class DiskStore:
 
     def _write_once(self, key: KVKey, image: EntryImage) -> None:
         digest = key.digest()
-        self._shelf.reserve(digest, key.namespace, image.nbytes)
+        self._shelf.make_room(digest, key.namespace, image.nbytes)
         try:
-            with temp_file(self._folder) as (fd, temp):
+            with temp_file(self._folder) as temp:
                 self._at("created")
-                image.write(fd, self._at)
-                self._shelf.publish(fd, temp, digest, key.namespace, image.nbytes)
+                image.write(temp.fd, self._at)
+                self._shelf.publish(temp, digest, key.namespace, image.nbytes)
         except BaseException:
             self._shelf.settle(digest)
             raise

@@ -117,7 +117,7 @@ def _read(path: Path) -> None:
         try:
             if reader.header.key.digest() != path.stem:
                 raise EntryDamaged("holds the entry of another key")
-            for number in range(len(reader.header.layers)):
+            for number in range(reader.header.layout.layers):
                 reader.layer(number)
         except EntryDamaged as error:
             error.seen = reader.status

@@ -14,7 +14,7 @@ from ragcachekit.store.base import quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry_file import At, read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import exclusive, sweep_orphans, sync_folder
+from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, sync_folder
 from ragcachekit.store.index import EntryIndex, IndexFailed
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
@@ -24,9 +24,9 @@ _NOTES = 256  # uses remembered before they are written down
 class Shelf:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
-    The files are the truth. Every change of a file stands inside a session of the index, and comes before
-    that of its row: whoever is killed in between leaves a row that says too much, never a file that
-    nobody counts. (A new file is counted from :meth:`reserve` on, before a byte of it is written.)
+    The files are the truth. Every change of a file stands inside a session of the index. A file goes before
+    its row, and comes after its row was committed: whoever is killed in between leaves a row that says too
+    much, never a file that nobody counts.
 
     Parameters
     ----------
@@ -56,6 +56,7 @@ class Shelf:
         self._noting = Lock()
         self._used: dict[str, None] = {}
         self._missed: set[str] = set()
+        self._nbytes = 0  # of all entries, when this process last looked
         self._index = EntryIndex(folder / "index")
         with exclusive(folder / "lock"):
             sweep_orphans(folder)
@@ -88,44 +89,50 @@ class Shelf:
         quota = quota_of(self._quotas, namespace)
         return self._budget if quota is None else min(self._budget, quota)
 
-    def reserve(self, digest: str, namespace: str, nbytes: int) -> None:
-        """Make room for an entry, and count it; followed by :meth:`publish` or :meth:`settle`."""
-        with self._index.session():
-            self._write_notes()
-            self._evict(digest, namespace, nbytes)
-            self._index.add(digest, namespace, nbytes)
-            self._at("reserved")
+    def make_room(self, digest: str, namespace: str, nbytes: int) -> None:
+        """Evict for an entry that is about to be written, so that a medium of the budget's size has room.
 
-    def publish(self, fd: int, temp: Path, digest: str, namespace: str, nbytes: int) -> None:
+        Only if it is needed by what this process knows: until the entry has its name, its bytes come on
+        top of the budget anyway, and :meth:`publish` knows what others have written.
+        """
+        if self._nbytes + nbytes > self._budget:
+            with self._index.session():
+                self._write_notes()
+                self._evict(digest, namespace, nbytes)
+
+    def publish(self, temp: TempFile, digest: str, namespace: str, nbytes: int) -> None:
         """Flush a whole file and give it its name, so that both are there after a power failure.
 
         Flushed first: a power failure must not leave a torn file in the place of an older entry. (To name
         new files first, so that one commit of the file system's journal covers content and name, gains
-        nothing: the folder's fsync waits for the medium all the same.)
+        nothing: the folder's fsync waits for the medium all the same.) If it raises, :meth:`settle`.
         """
-        renamed = False
         try:
-            os.fsync(fd)
+            os.fsync(temp.fd)
             self._at("synced")
             with self._index.session():
-                self._evict(digest, namespace, nbytes)  # other processes may have filled it meanwhile
-                os.replace(temp, self.path(digest))
-                renamed = True
-                self._at("renamed")
-                self._index.add(digest, namespace, nbytes)
+                self._write_notes()
+                held = self._evict(digest, namespace, nbytes)
+                self._at("room made")
+                self._index.add(digest, namespace, nbytes, new=not held)
                 self._at("indexed")
-            self._at("committed")
+                self._index.commit()
+                self._nbytes += nbytes - held
+                self._at("committed")
+                temp.rename(self.name(digest))
+                self._at("renamed")
             sync_folder(self._folder)
             self._at("folder synced")
         except BaseException:
-            if renamed:  # it was promised to nobody, and might not be there after a power failure
-                self.remove(digest, os.fstat(fd))
+            if temp.named:  # it was promised to nobody, and might not be there after a power failure
+                self.remove(digest, os.fstat(temp.fd))
             raise
 
     def settle(self, digest: str) -> None:
         """Make the row of an entry agree with its file, if the index can be written."""
         with suppress(IndexFailed), self._index.session():
             self._settle(digest)
+            self._nbytes = self._index.nbytes()
 
     def remove(self, digest: str, seen: os.stat_result | None = None) -> bool:
         """Delete an entry, even if the index cannot follow; False if the file is still there.
@@ -235,21 +242,25 @@ class Shelf:
             path.unlink(missing_ok=True)
             self._index.remove(digest)
 
-    def _evict(self, digest: str, namespace: str, nbytes: int) -> None:
-        """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit."""
-        held = self._index.size(digest)
+    def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
+        """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit; returns what that is."""
+        held, self._nbytes = self._index.held(digest)
         quota = quota_of(self._quotas, namespace)
         if quota is not None:
             self._shrink(quota - nbytes + held, namespace, but=digest)
-        self._shrink(self._budget - nbytes + held, but=digest)
+        if self._nbytes - held + nbytes > self._budget:
+            self._shrink(self._budget - nbytes + held, but=digest)
+        return held
 
     def _shrink(self, most: int, namespace: str | None = None, but: str = "") -> None:
-        while self._index.nbytes(namespace) > most:
+        while (nbytes := self._index.nbytes(namespace)) > most:
             victim = self._index.oldest(but, namespace)
             self.path(victim).unlink(missing_ok=True)
             self._at("evicted")
             self._index.remove(victim)
             self._counters.count("evictions")
+        if namespace is None:
+            self._nbytes = nbytes
 
 
 def entry_files(folder: Path) -> dict[str, int]:

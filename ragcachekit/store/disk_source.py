@@ -10,8 +10,6 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry_file import EntryReader
 from ragcachekit.store.entry_header import EntryDamaged
 
-Shape = tuple[torch.dtype, tuple[int, ...]]
-
 
 class DiskSource:
     """A :class:`~ragcachekit.store.base.LayerSource` over one entry file.
@@ -30,14 +28,11 @@ class DiskSource:
     def __init__(self, reader: EntryReader, ended: Callable[[EntryDamaged | OSError | None], None]) -> None:
         self._reader, self._ended, self._over = reader, ended, False
         header = reader.header
-        self.nbytes = sum(layer.nbytes for layer in header.layers)
-        self.tokens, self.layers = header.layers[0].keys.shape[1], len(header.layers)
+        layout = header.layout
+        self.nbytes, self.layers, self.shapes = layout.nbytes, layout.layers, layout.shapes
+        self.tokens = layout.groups[0][1].shape[1]
         self.start, self.quantised = header.start, header.quantised
         self.sums: Mapping[str, torch.Tensor] = reader.sums
-        self.shapes: tuple[tuple[Shape, Shape], ...] = tuple(
-            ((spec.keys.dtype, spec.keys.shape), (spec.values.dtype, spec.values.shape))
-            for spec in header.layers
-        )
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, verified, in memory of their own.

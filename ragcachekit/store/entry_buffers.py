@@ -14,7 +14,10 @@ from collections import deque
 from threading import Lock
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Array = npt.NDArray[np.uint8]
 
 PAGE = 4096
 SMALL = 1 << 18  # bytes; below, the allocator recycles by itself
@@ -37,6 +40,8 @@ class Buffers:
     def __init__(self, idle: int) -> None:
         self._idle = idle
         self._unused = _Unused()
+        # By the reference's id: a reference hashes as what it refers to, and arrays do not hash.
+        self._lent: dict[int, tuple[weakref.ref[Array], mmap.mmap]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` uint8 of any content; large ones begin at a page, and keep less than one page more."""
@@ -46,17 +51,19 @@ class Buffers:
         memory = self._own().take(size, self._idle)
         if memory is None:
             memory = mmap.mmap(-1, size, flags=_PRIVATE)
-        array = np.frombuffer(memory, np.uint8)
+        array = np.frombuffer(memory, np.uint8, nbytes)
         # torch keeps the array for as long as any tensor over it lives, and the array keeps the map.
-        weakref.finalize(array, self._give, memory).atexit = False
-        return torch.from_numpy(array)[:nbytes]
+        lent = weakref.ref(array, self._give)
+        self._lent[id(lent)] = lent, memory
+        return torch.from_numpy(array)
 
     def clear(self) -> None:
         """Give all that is unused back to the system."""
         self._idle = 0
         self._own().shrink(0)
 
-    def _give(self, memory: mmap.mmap) -> None:
+    def _give(self, lent: weakref.ref[Array]) -> None:
+        _, memory = self._lent.pop(id(lent))
         if self._idle:
             self._unused.returned.append(memory)
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry_header import (
     EntryDamaged,
     EntryHeader,
-    LayerSpec,
     SealedSpec,
-    TensorSpec,
     decode_header,
     encode_header,
     header_size,
 )
-from ragcachekit.store.entry_tensors import as_tensor, split
+from ragcachekit.store.entry_layout import Layout, TensorSpec
+from ragcachekit.store.entry_tensors import as_array, as_tensor, raw_layers, split
 from ragcachekit.types import KVKey
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
@@ -34,19 +30,16 @@ def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
     TypeError
         For KV of a dtype that safetensors does not know.
     """
-    pairs = [(_raw(k), _raw(v)) for k, v in zip(kv.keys, kv.values, strict=True)]
-    layers = tuple(
-        LayerSpec(TensorSpec.of(k), TensorSpec.of(v), _crc(*raws))
-        for k, v, raws in zip(kv.keys, kv.values, pairs, strict=True)
-    )
+    layout = Layout.of(kv)
+    raws, crcs = raw_layers(kv, layout)
     named = sorted(kv.sums.items())
-    sums = [_raw(tensor) for _, tensor in named]
+    sums = [as_array(tensor) for _, tensor in named]
     specs = tuple(
-        SealedSpec(name, TensorSpec.of(tensor), _crc(raw))
+        SealedSpec(name, TensorSpec.of(tensor), google_crc32c.value(raw))
         for (name, tensor), raw in zip(named, sums, strict=True)
     )
-    header = encode_header(EntryHeader(key, kv.start, layers, specs, kv.quantised))
-    return [header, *(raw.data for pair in pairs for raw in pair), *(raw.data for raw in sums)]
+    header = encode_header(EntryHeader(key, kv.start, layout, crcs, specs, kv.quantised))
+    return [header, *(raw.data for raw in (*raws, *sums))]
 
 
 def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
@@ -63,11 +56,9 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
     if start + header.nbytes != len(image):
         raise EntryDamaged(f"{len(image)} bytes instead of {start + header.nbytes}")
     raw = torch.from_numpy(np.frombuffer(image, np.uint8, offset=start).copy())
-    keys, values = split(raw[: sum(layer.nbytes for layer in header.layers)], header.layers)
-    offset = 0
-    for layer in header.layers:
-        _check(raw[offset : offset + layer.nbytes], layer.crc32c)
-        offset += layer.nbytes
+    layout, offset = header.layout, header.layout.nbytes
+    _check(raw[:offset], header.crcs[-1])
+    keys, values = split(raw[:offset], layout, 0, layout.layers)
     sums = {}
     for sealed in header.sums:
         part = raw[offset : offset + sealed.nbytes]
@@ -95,18 +86,6 @@ def _header(image: memoryview, size: int) -> tuple[EntryHeader, int]:
     return decode_header(bytes(image[:end])), end
 
 
-def _raw(tensor: torch.Tensor) -> Bytes:
-    raw: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return raw
-
-
 def _check(raw: torch.Tensor, crc32c: int) -> None:
-    if _crc(raw.numpy()) != crc32c:
+    if google_crc32c.value(raw.numpy()) != crc32c:
         raise EntryDamaged("tensors do not match their CRC")
-
-
-def _crc(*parts: Bytes) -> int:
-    crc = 0
-    for part in parts:
-        crc = google_crc32c.extend(crc, part)
-    return int(crc)

@@ -12,8 +12,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import google_crc32c
@@ -35,7 +34,7 @@ from ragcachekit.types import KVKey
 At = Callable[[str], None]
 """Hears the name of each step worth being interrupted at."""
 
-_PROBE = 16384  # bytes of the first read: most headers
+_PROBE = 8192  # bytes of the first read: most headers
 _BATCH = 1 << 21  # bytes
 _FRESH = Buffers(idle=0)
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -61,7 +60,7 @@ class EntryImage:
 
     def write(self, fd: int, at: At = nowhere) -> None:
         """Write the whole image to an open file; it may not have reached the medium yet."""
-        half = len(self._parts) // 2
+        half = (len(self._parts) + 1) // 2
         write_all(fd, self._parts[:half])
         at("half written")
         write_all(fd, self._parts[half:])
@@ -105,13 +104,11 @@ class EntryReader:
         self._fd = os.open(path, _FLAGS | (os.O_DIRECT if direct else 0))
         try:
             self.status = os.fstat(self._fd)
-            self.header, start = self._read_header()
-            sizes = [spec.nbytes for spec in self.header.layers]
-            sizes += [spec.nbytes for spec in self.header.sums]
-            self._offsets = list(accumulate(sizes, initial=start))
-            if self._offsets[-1] != self.status.st_size:
-                raise EntryDamaged(f"{self.status.st_size} bytes instead of {self._offsets[-1]}")
-            self.sums = {sealed.name: self._sealed(n) for n, sealed in enumerate(self.header.sums)}
+            self.header, self._start = self._read_header()
+            size = self._start + self.header.nbytes
+            if size != self.status.st_size:
+                raise EntryDamaged(f"{self.status.st_size} bytes instead of {size}")
+            self.sums = self._read_sums() if self.header.sums else {}
         except BaseException as error:
             if isinstance(error, EntryDamaged):
                 error.seen = self.status
@@ -128,27 +125,31 @@ class EntryReader:
         OSError
             If the file cannot be read.
         """
-        (pair,) = self._layers(number, number + 1)
-        return pair
+        (keys,), (values,) = self._layers(number, number + 1)
+        return keys, values
 
     def kv(self) -> ChunkKV:
         """All of it; raises as :meth:`layer`."""
-        layers = len(self.header.layers)
+        layers, first = self.header.layout.layers, self.header.layout.offsets[1]
         # Several small layers at a time: a read and a buffer have costs of their own.
-        step = max(1, _BATCH // self.header.layers[0].nbytes) if self.header.layers[0].nbytes else layers
-        pairs = [pair for n in range(0, layers, step) for pair in self._layers(n, min(n + step, layers))]
-        keys, values = zip(*pairs, strict=True)
-        return ChunkKV(keys, values, self.header.start, self.sums, self.header.quantised)
+        step = max(1, _BATCH // first) if first else layers
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for begin in range(0, layers, step):
+            some = self._layers(begin, min(begin + step, layers))
+            keys += some[0]
+            values += some[1]
+        header = self.header  # whose layout says that the shapes agree
+        return ChunkKV.checked(tuple(keys), tuple(values), header.start, self.sums, header.quantised)
 
-    def _layers(self, begin: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        specs, start = self.header.layers[begin:end], self._offsets[begin]
-        raw = self._read(start, self._offsets[end] - start)
-        array, at = raw.numpy(), 0
-        for number, spec in enumerate(specs, begin):
-            if google_crc32c.value(array[at : at + spec.nbytes]) != spec.crc32c:
-                raise EntryDamaged(f"layer {number} does not match its CRC")
-            at += spec.nbytes
-        return zip(*split(raw, specs), strict=True)
+    def _layers(self, begin: int, end: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        layout, crcs = self.header.layout, self.header.crcs
+        first = layout.offsets[begin]
+        raw = self._read(self._start + first, layout.offsets[end] - first)
+        if google_crc32c.extend(crcs[begin - 1] if begin else 0, raw.numpy()) != crcs[end - 1]:
+            last = f" to {end - 1}" if end - begin > 1 else ""
+            raise EntryDamaged(f"layer {begin}{last} does not match its CRC")
+        return split(raw, layout, begin, end)
 
     def close(self) -> None:
         """Close the file; also twice."""
@@ -177,12 +178,15 @@ class EntryReader:
             first = self._read(0, size).numpy().tobytes()
         return decode_header(first[:size]), size
 
-    def _sealed(self, number: int) -> torch.Tensor:
-        sealed = self.header.sums[number]
-        raw = self._read(self._offsets[len(self.header.layers) + number], sealed.nbytes)
-        if _crc(raw) != sealed.crc32c:
-            raise EntryDamaged(f"{sealed.name} does not match its CRC")
-        return as_tensor(raw, sealed.tensor)
+    def _read_sums(self) -> dict[str, torch.Tensor]:
+        sums, offset = {}, self._start + self.header.layout.nbytes
+        for sealed in self.header.sums:
+            raw = self._read(offset, sealed.nbytes)
+            if google_crc32c.value(raw.numpy()) != sealed.crc32c:
+                raise EntryDamaged(f"{sealed.name} does not match its CRC")
+            sums[sealed.name] = as_tensor(raw, sealed.tensor)
+            offset += sealed.nbytes
+        return sums
 
     def _read(self, offset: int, nbytes: int) -> torch.Tensor:
         if self._direct:
@@ -230,10 +234,10 @@ def can_read_directly(folder: Path) -> bool:
     memory = torch.empty(2 * PAGE, dtype=torch.uint8)
     view: memoryview = memory[-memory.data_ptr() % PAGE :][:PAGE].numpy().data
     try:
-        with temp_file(folder) as (fd, path):
-            write_all(fd, [bytes(PAGE)])
-            os.fsync(fd)
-            direct = os.open(path, _FLAGS | os.O_DIRECT)
+        with temp_file(folder) as temp:
+            write_all(temp.fd, [bytes(PAGE)])
+            os.fsync(temp.fd)
+            direct = os.open(temp.path, _FLAGS | os.O_DIRECT)
             try:
                 return os.preadv(direct, [view], 0) == PAGE
             finally:
@@ -274,7 +278,3 @@ def read_key(path: Path) -> KVKey:
     if key.digest() != path.stem:
         raise EntryDamaged(f"{path.name} holds the entry of another key")
     return key
-
-
-def _crc(raw: torch.Tensor) -> int:
-    return int(google_crc32c.value(raw.numpy()))

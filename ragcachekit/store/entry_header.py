@@ -9,20 +9,18 @@ header is put together here; any safetensors reader opens the files.)
 from __future__ import annotations
 
 import json
-import math
 import os
+import struct
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
-import torch
 
 from ragcachekit.errors import StoreError
+from ragcachekit.store.entry_layout import NAMES, Layout, TensorSpec, spec_of
 from ragcachekit.types import KVKey
 
-SCHEMA = "3"
+SCHEMA = "4"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."
@@ -31,19 +29,10 @@ _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
 _METADATA = len('{"__metadata__":')
 _NO_SEAL = b"00000000"
+_NOTHING = "[]"
+_HEX = 8  # digits of a CRC32C
+_COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 _JSON = json.JSONDecoder()
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class EntryDamaged(StoreError):
@@ -53,41 +42,6 @@ class EntryDamaged(StoreError):
     """
 
     seen: os.stat_result | None = None
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Type and shape of one stored tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the raw tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor``; TypeError for a dtype that safetensors does not know."""
-        if tensor.dtype not in _NAMES:
-            raise TypeError(
-                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, _NAMES))}"
-            )
-        return cls(tensor.dtype, tuple(tensor.shape))
-
-
-class LayerSpec(NamedTuple):
-    """Keys and values of one layer, with the CRC32C of their raw bytes, keys first."""
-
-    keys: TensorSpec
-    values: TensorSpec
-    crc32c: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
 
 
 @dataclass(frozen=True)
@@ -104,34 +58,35 @@ class SealedSpec:
         return self.tensor.nbytes
 
 
-@dataclass(frozen=True)
-class EntryHeader:
+class EntryHeader(NamedTuple):
     """All that an entry file says before its tensors.
 
-    ``start`` is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``quantised`` and ``sums``, whose
-    tensors stand behind the layers in the order of their names.
+    ``crcs``: for each layer, the CRC32C of the raw bytes of all layers up to its end. So each layer can
+    be checked by itself, going on from the one before, and any stretch of layers in one step. ``start``
+    is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``quantised`` and ``sums``, whose tensors
+    stand behind the layers in the order of their names.
     """
 
     key: KVKey
     start: int | None
-    layers: tuple[LayerSpec, ...]
+    layout: Layout
+    crcs: tuple[int, ...]
     sums: tuple[SealedSpec, ...] = ()
     quantised: str = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(s.nbytes for s in self.layers) + sum(s.nbytes for s in self.sums)
+        return self.layout.nbytes + sum(spec.nbytes for spec in self.sums)
 
 
 def encode_header(header: EntryHeader) -> bytes:
     """Length prefix and sealed JSON, padded with spaces to whole cache lines."""
-    content = {"__metadata__": _metadata(header), **_tensors(header)}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    size = _LENGTH_BYTES + len(text)
-    text += b" " * (-size % _ALIGN)
+    entries = [header.layout.entries, *_sums_entries(header)]
+    text = f'{{"__metadata__":{_COMPACT(_metadata(header))},{",".join(entries)}}}'.encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
     raw = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-    raw[_SEAL] = _seal(bytes(raw))
+    raw[_SEAL] = _seal(raw)
     return bytes(raw)
 
 
@@ -152,17 +107,18 @@ def decode_header(raw: bytes) -> EntryHeader:
     try:
         # The object of ``__metadata__`` alone: what follows it says the same of each tensor at length.
         return _parse(_JSON.raw_decode(raw[_LENGTH_BYTES:].decode(), _METADATA)[0])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
         raise EntryDamaged(f"a header of another schema: {error!r}") from error
 
 
-def _seal(raw: bytes) -> bytes:
+def _seal(raw: bytes | bytearray) -> bytes:
     """The seal of a header, whatever stands in its place now."""
-    crc = google_crc32c.value(raw[: _SEAL.start] + _NO_SEAL)
-    return b"%08x" % google_crc32c.extend(crc, raw[_SEAL.stop :])
+    crc = google_crc32c.value(bytes(raw[: _SEAL.start]) + _NO_SEAL)
+    return b"%08x" % google_crc32c.extend(crc, bytes(raw[_SEAL.stop :]))
 
 
 def _metadata(header: EntryHeader) -> dict[str, str]:
+    """Strings alone, as safetensors wants it; a read parses this and nothing else."""
     key = header.key
     return {
         "header_crc32c": _NO_SEAL.decode(),
@@ -171,42 +127,19 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "namespace": key.namespace,
         "chunk_id": key.chunk_id,
         "encoding": key.encoding,
+        "context": _COMPACT(key.context) if key.context else _NOTHING,
+        "start": "" if header.start is None else str(header.start),
         "quantised": header.quantised,
-        "content": json.dumps(_content(header)),
+        "layers": header.layout.text,
+        "running_crc32c": struct.pack(f">{len(header.crcs)}I", *header.crcs).hex(),
+        "sums": _described(header.sums) if header.sums else _NOTHING,
     }
 
 
-def _content(header: EntryHeader) -> dict[str, object]:
-    """Also what safetensors wants to know of each tensor, but short: a read parses this alone."""
-    return {
-        "context": header.key.context,
-        "start": header.start,
-        "layers": [[len(list(same)), *pair] for pair, same in groupby(map(_pair, header.layers))],
-        "layer_crc32c": [layer.crc32c for layer in header.layers],
-        "sums": [[spec.name, *_plain(spec.tensor), spec.crc32c] for spec in header.sums],
-    }
-
-
-def _pair(layer: LayerSpec) -> tuple[object, ...]:
-    return (*_plain(layer.keys), *_plain(layer.values))
-
-
-def _plain(spec: TensorSpec) -> tuple[object, ...]:
-    return _NAMES[spec.dtype], spec.shape
-
-
-def _tensors(header: EntryHeader) -> dict[str, Any]:
-    specs = [
-        (name, spec)
-        for number, layer in enumerate(header.layers)
-        for name, spec in ((f"k.{number}", layer.keys), (f"v.{number}", layer.values))
-    ]
-    specs += [(_SUMS + spec.name, spec.tensor) for spec in header.sums]
-    entries = {}
-    offset = 0
-    for name, spec in specs:
-        offsets = [offset, offset + spec.nbytes]
-        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
+def _sums_entries(header: EntryHeader) -> list[str]:
+    entries, offset = [], header.layout.nbytes
+    for spec in header.sums:
+        entries.append(spec.tensor.entry(_SUMS + spec.name, offset))
         offset += spec.nbytes
     return entries
 
@@ -214,23 +147,26 @@ def _tensors(header: EntryHeader) -> dict[str, Any]:
 def _parse(meta: dict[str, str]) -> EntryHeader:
     if meta["schema"] != SCHEMA:
         raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
-    content = json.loads(meta["content"])
-    context = tuple(content["context"])
-    key = KVKey(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"], context)
-    layers = _layers(content["layers"], content["layer_crc32c"])
-    if not layers or {len(s.shape) for layer in layers for s in (layer.keys, layer.values)} != {3}:
-        raise ValueError("no layers of [kv_heads, tokens, head_dim]")
-    sums = tuple(
-        SealedSpec(name, TensorSpec(_DTYPES[dtype], tuple(shape)), crc)
-        for name, dtype, shape, crc in content["sums"]
+    context, start, sums, crcs = meta["context"], meta["start"], meta["sums"], meta["running_crc32c"]
+    layout = Layout.read(meta["layers"])
+    if len(crcs) != _HEX * layout.layers:
+        raise ValueError("layers without CRC")
+    return EntryHeader(
+        KVKey(
+            *(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"]),
+            () if context == _NOTHING else tuple(json.loads(context)),
+        ),
+        int(start) if start else None,
+        layout,
+        struct.unpack(f">{layout.layers}I", bytes.fromhex(crcs)),
+        () if sums == _NOTHING else _sums(sums),
+        meta["quantised"],
     )
-    return EntryHeader(key, content["start"], layers, sums, meta["quantised"])
 
 
-def _layers(groups: list[list[Any]], crcs: list[int]) -> tuple[LayerSpec, ...]:
-    pairs = []
-    for count, keys_dtype, keys_shape, values_dtype, values_shape in groups:
-        keys = TensorSpec(_DTYPES[keys_dtype], tuple(keys_shape))
-        values = TensorSpec(_DTYPES[values_dtype], tuple(values_shape))
-        pairs += [(keys, values)] * count
-    return tuple(LayerSpec(*pair, crc) for pair, crc in zip(pairs, crcs, strict=True))
+def _described(sums: tuple[SealedSpec, ...]) -> str:
+    return _COMPACT([[spec.name, NAMES[spec.tensor.dtype], spec.tensor.shape, spec.crc32c] for spec in sums])
+
+
+def _sums(text: str) -> tuple[SealedSpec, ...]:
+    return tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in json.loads(text))

@@ -34,8 +34,8 @@ def open_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_foreign(path, path.stat())
-        with temp_file(path) as (fd, _):
-            write_all(fd, [b"\0"])
+        with temp_file(path) as temp:
+            write_all(temp.fd, [b"\0"])
     except FileExistsError as error:
         raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
     except OSError as error:
@@ -103,24 +103,37 @@ def _flock_within(fd: int, seconds: float) -> None:
             return
 
 
+class TempFile:
+    """A file that is being written; ``fd`` is open as long as the context of :func:`temp_file`."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.fd, self.path, self.named = fd, path, False
+
+    def rename(self, name: str) -> None:
+        """Give it its final name, in place of what has that now."""
+        os.replace(self.path, name)
+        self.named = True
+
+
 @contextmanager
-def temp_file(folder: Path) -> Iterator[tuple[int, Path]]:
-    """A new file (descriptor, path) of mode 0600, removed on leaving unless it was renamed.
+def temp_file(folder: str | os.PathLike[str]) -> Iterator[TempFile]:
+    """A new file of mode 0600, removed on leaving unless it was renamed.
 
     Its lock tells other processes that its writer is alive, see :func:`sweep_orphans`.
     """
-    fd, path = _create_locked(folder)
+    temp = TempFile(*_create_locked(folder))
     try:
-        yield fd, path
+        yield temp
     finally:
-        with suppress(OSError):  # renamed; or the medium fails, and the next start sweeps it
-            path.unlink()
-        os.close(fd)
+        if not temp.named:
+            with suppress(OSError):  # the medium fails: the next start sweeps it
+                os.unlink(temp.path)
+        os.close(temp.fd)
 
 
-def _create_locked(folder: Path) -> tuple[int, Path]:
+def _create_locked(folder: str | os.PathLike[str]) -> tuple[int, str]:
     while True:
-        path = folder / f"{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

@@ -48,4 +48,9 @@ class GpuStore(MemoryStore):
             return False, ()
 
     def _placed(self, kv: ChunkKV) -> ChunkKV:
-        return kv.to(self._device)
+        kv = kv.to(self._device)
+        if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
+            kv = kv.each(torch.Tensor.contiguous)
+        # Read here and not at every use: what is lent knows them too.
+        _ = kv.planes.formats, kv.planes.entries
+        return kv

@@ -117,11 +117,29 @@ class Guard:
         try:
             failure, result = self._outcome(operation, default, deadline or self.deadline)
         finally:
-            if self._breaker.record(not failure):
-                _log.warning(
-                    "%s tier: left alone for a while after failures in a row: %s", self._name, failure
-                )
+            self._record(failure)
         return result
+
+    def post(self, operation: Callable[[], object]) -> bool:
+        """Run ``operation`` behind the caller's back; False if it is not worth trying.
+
+        It has to end by itself (give its sockets time-outs): nobody gives it up. What it raises is a
+        failure like any other; after failures in a row others than it try first.
+        """
+        if self._pid != os.getpid():
+            self._start()
+        self._count("calls")
+        job = None if self._closed or self._breaker.is_open else self._submit(operation)
+        if job is None:
+            self._count("refused")
+            return False
+        job.future.add_done_callback(self._posted)
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`run` would try an operation now."""
+        return not self._closed and self._breaker.ready
 
     def stats(self) -> GuardStats:
         """Counts since it was made."""
@@ -165,6 +183,16 @@ class Guard:
             return "", job.future.result()
         self._count("errors")
         return f"{type(error).__name__}: {error}", default
+
+    def _record(self, failure: str) -> None:
+        if self._breaker.record(not failure):
+            _log.warning("%s tier: left alone for a while after failures in a row: %s", self._name, failure)
+
+    def _posted(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._count("errors")
+        self._record("" if error is None else f"{type(error).__name__}: {error}")
 
     def _submit(self, operation: Callable[[], Any]) -> _Job | None:
         job = _Job(operation)

@@ -41,7 +41,11 @@ class HostStore(MemoryStore):
         self._pinned = pinned and torch.cuda.is_available()
 
     def _placed(self, kv: ChunkKV) -> ChunkKV:
-        kv = kv.to("cpu")
+        kv = self._pin(kv.to("cpu"))
+        _ = kv.shapes  # asked for here and not at every use: what is lent knows them too
+        return kv
+
+    def _pin(self, kv: ChunkKV) -> ChunkKV:
         if not self._pinned:
             return kv
         try:

@@ -127,9 +127,14 @@ class EntryIndex:
         except sqlite3.Error:
             raise
         except BaseException:
-            self._execute("COMMIT")
+            self.commit()
             raise
-        self._execute("COMMIT")
+        self.commit()
+
+    def commit(self) -> None:
+        """Commit what was changed; from here to its end, the session keeps others out but changes no more."""
+        if self._connected().in_transaction:
+            self._execute("COMMIT")
 
     def discard(self) -> None:
         """Remove the files of a damaged index. No session is under way meanwhile, in no process."""
@@ -182,9 +187,19 @@ class EntryIndex:
             raise sqlite3.DatabaseError("an index whose sizes do not add up")
         return row[0]
 
-    def add(self, digest: str, namespace: str, nbytes: int) -> None:
-        """Add or replace an entry as the most recently used one."""
-        self.remove(digest)
+    def held(self, digest: str) -> tuple[int, int]:
+        """Both :meth:`size` of an entry and the sum of all sizes, in one step."""
+        held, total = self._execute(
+            "SELECT (SELECT IFNULL(SUM(nbytes), 0) FROM entries WHERE digest = ?), "
+            "(SELECT IFNULL(SUM(nbytes), 0) FROM totals)",
+            (digest,),
+        ).fetchone()
+        return _size(held), _size(total)
+
+    def add(self, digest: str, namespace: str, nbytes: int, new: bool = False) -> None:
+        """Add or replace an entry as the most recently used one; ``new``: there is none to be replaced."""
+        if not new:
+            self.remove(digest)
         self._execute(
             f"INSERT INTO entries (used, digest, namespace, nbytes) VALUES ({_NEXT}, ?, ?, ?)",
             (digest, namespace, nbytes),
@@ -234,17 +249,17 @@ class EntryIndex:
 
     def _number(self, statement: str, *values: str) -> int:
         (number,) = self._execute(statement, values).fetchone()
-        if not isinstance(number, int) or number < 0:
-            raise sqlite3.DatabaseError("an index with a size that is no number")
-        return number
+        return _size(number)
 
     @contextmanager
     def _held(self, seconds: float) -> Iterator[None]:
         """The lock of the index. SQLite has locks of its own, but they cannot guard :meth:`discard`."""
         try:
-            if not self._path.parent.is_dir():  # deleted by hand
+            try:
+                fd = locked(self._lock_path, seconds)
+            except FileNotFoundError:  # the folder was deleted by hand
                 open_folder(self._path.parent)
-            fd = locked(self._lock_path, seconds)
+                fd = locked(self._lock_path, seconds)
         except OSError as error:
             raise IndexFailed(f"the index is locked: {error}") from error
         try:
@@ -303,6 +318,12 @@ class EntryIndex:
             return
         with suppress(sqlite3.Error):
             connection.close()
+
+
+def _size(number: object) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise sqlite3.DatabaseError("an index with a size that is no number")
+    return number
 
 
 def _failure(error: sqlite3.Error) -> IndexFailed:

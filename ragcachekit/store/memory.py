@@ -11,7 +11,7 @@ from threading import RLock
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.eviction.base import Access, EvictionPolicy
+from ragcachekit.store.eviction.base import HIT, Access, EvictionPolicy
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.types import KVKey
@@ -79,8 +79,12 @@ class MemoryStore:
             kv = self._entries.get(key)
             if worth:
                 self._counters.count("misses" if kv is None else "hits")
-                self._ranking.touch(key, Access(worth=worth))
-            return None if kv is None else Found(self._lend(key, kv), self._tier)
+            if kv is None:
+                return None
+            view = self._lend(key, kv)
+            if worth:
+                self._ranking.touch(key, HIT if worth == 1 else Access(worth=worth))
+            return Found(view, self._tier)
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`: nothing is left to be read."""
@@ -187,7 +191,8 @@ class MemoryStore:
         known = self._lent.get(key)
         view = known() if known is not None else None
         if view is None:
-            self._let_go(key)
+            if known is not None:
+                self._let_go(key)
             view = copy.copy(kv)  # shares the tensors
             # The callback may come in the middle of anything, so it only leaves a note.
             self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))

@@ -28,6 +28,8 @@ class Forget:
         Whether its caller still waits to hear what became of it.
     telling : bool
         Whether the service hears of it just now.
+    swept : bool
+        Whether what was there has gone, although not all have heard of it.
     """
 
     namespace: str
@@ -36,9 +38,11 @@ class Forget:
     done: bool = False
     waiting: bool = True
     telling: bool = False
+    swept: bool = False
 
     def add(self, other: Forget) -> None:
         """Stand for ``other`` too."""
+        self.swept = self.swept and other.swept
         if self.chunk_ids is None or other.chunk_ids is None:
             self.chunk_ids = None
         else:

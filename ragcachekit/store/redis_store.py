@@ -86,10 +86,12 @@ class RedisStore(RemoteStore):
 class RedisBackend:
     """Names, sizes, order of use and entries, all on the server."""
 
+    hears = True
+
     def __init__(
         self, url: str, prefix: str, budget: int, quotas: Mapping[str, int], deadline: float
     ) -> None:
-        self._client = _client(url, deadline)
+        self._client = connect(url, deadline)
         self._root = "{" + prefix + "}"
         self._budget, self._quotas = budget, quotas
         self._tokens: dict[str, str] = {}
@@ -155,7 +157,8 @@ class RedisBackend:
         return self._client.eval(script, 1, self._root, *arguments)
 
 
-def _client(url: str, deadline: float) -> Any:
+def connect(url: str, deadline: float) -> Any:
+    """A client whose every wait ends after ``deadline`` seconds; nothing is asked yet."""
     try:
         import redis
         from redis.backoff import NoBackoff

@@ -25,14 +25,27 @@ class Usage(NamedTuple):
     nbytes: int
 
 
+class NotHeard(Exception):
+    """What could be forgotten is gone, but a writer elsewhere may still bring it back: tell again later."""
+
+
 class Backend(Protocol):
     """Named byte strings within a byte budget, least recently used first out. Implementations promise:
 
     - methods may block and may raise anything: they are called under a guard, from several threads, and
       may go on after the caller has given up;
     - a name holds all of what was saved under it, or something that its seal exposes, or nothing;
-    - an entry saved late never survives a ``forget`` that was called after its ``save``.
+    - an entry saved late never survives a ``forget`` that was called after its ``save``, or that one
+      raises.
+
+    Attributes
+    ----------
+    hears : bool
+        Whether it is worth telling again what raised :class:`NotHeard`.
     """
+
+    @property
+    def hears(self) -> bool: ...
 
     def load(self, key: KVKey) -> bytes | None:
         """What is saved under ``key``, now the most recently used entry, or None."""

@@ -10,10 +10,11 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry_bytes import from_bytes, to_bytes
-from ragcachekit.store.entry_header import EntryDamaged, TensorSpec
+from ragcachekit.store.entry_header import EntryDamaged
+from ragcachekit.store.entry_layout import TensorSpec
 from ragcachekit.store.guard import Guard, GuardStats
-from ragcachekit.store.pending import PendingForgets
-from ragcachekit.store.remote_base import Backend, Saved, Usage
+from ragcachekit.store.pending import Forget, PendingForgets
+from ragcachekit.store.remote_base import Backend, NotHeard, Saved, Usage
 from ragcachekit.store.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
@@ -210,11 +211,18 @@ class RemoteStore:
             return False
         try:
             for forget in self._pending.all():
-                with self._pending.telling(forget) as chunk_ids:
-                    self._backend.forget(forget.namespace, chunk_ids, forget.dropped)
+                if self._backend.hears or not forget.swept:
+                    self._tell(forget)
         finally:
             self._settling.release()
         return True
+
+    def _tell(self, forget: Forget) -> None:
+        try:
+            with self._pending.telling(forget) as chunk_ids:
+                self._backend.forget(forget.namespace, chunk_ids, forget.dropped)
+        except NotHeard:
+            forget.swept = True
 
 
 def _end(guard: Guard, backend: Backend) -> None:

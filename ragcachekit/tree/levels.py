@@ -121,7 +121,7 @@ class Levels:
     # -- changing ----------------------------------------------------------------------------------
 
     def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
-        """A new node, pinned, in the fastest tier that can have it; None if none can. Pin the parent before."""
+        """A new node, pinned, in the fastest tier that can have it, if one can; pin the parent before."""
         node = Node(root, parent, step, kv.nbytes)
         node.uses, node.missed, node.pins = 1, access, 1
         for tier in self.tiers:

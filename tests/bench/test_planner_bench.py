@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from ragcachekit import RagCache
 from ragcachekit.bench import planner as bench
+from ragcachekit.bench import planner_measured
 from ragcachekit.bench.planner_pipeline import Machine, Medium, prefill_seconds, read_layers
 from ragcachekit.cli import app
+from ragcachekit.errors import RagCacheError
 from ragcachekit.model.profiling import extended, measure_profile, store_profile, stored_profile
 
 
@@ -48,10 +52,18 @@ def test_a_prefill_waits_for_each_layer():
     assert prefill_seconds([0.5], 1, 5, machine, Medium(0, 1), 1) == 3.5
 
 
+def test_a_pass_that_chooses_rows_waits_in_place_of_the_forward():
+    machine = Machine(layers=3, fixed=3.0, per_row=0.3, per_pair=0.0)
+    # 3 + 5 x 0.3 s, layers there at 4, 8 and 12: 13.5; then 3 + 7 x 0.3 s.
+    slow = prefill_seconds([4.0], 10, 5, machine, Medium(0, 1), 1, chosen=2)
+    assert slow == pytest.approx(12 + 1.5 + 5.1)
+    assert prefill_seconds([], 10, 5, machine, Medium(0, 1), 1, chosen=2) == pytest.approx(4.5 + 5.1)
+
+
 def test_figures_of_the_report(small):
-    assert len(small.rows) == len(bench.BANDWIDTHS) * 2 * len(bench.SPEEDS)
+    assert len(small.rows) == 2 * len(bench.BANDWIDTHS) * 2 * len(bench.SPEEDS)
     (every,) = bench.summary(small)
-    assert every["quicker"] >= 0.9  # of 48 cells; the whole grid is what is reported
+    assert every["quicker"] >= 0.9  # of 96 cells; the whole grid is what is reported
     assert 0 <= every["regret"] < min(every["regret_always"], every["regret_never"])
     assert every["strict"] <= every["right"]
     slow, fast = (
@@ -80,7 +92,7 @@ def test_the_command_writes_what_it_shows(monkeypatch, tmp_path):
     done = CliRunner().invoke(app, ["bench", "planner", "--draws", "1", *files])
     assert done.exit_code == 0, done.output
     frame = json.loads((tmp_path / "p.json").read_text())
-    assert (frame["bench"], len(frame["rows"])) == ("planner", 4)
+    assert (frame["bench"], len(frame["rows"])) == ("planner", 8)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -126,3 +138,31 @@ def test_a_model_is_measured_and_remembered(tmp_path):
     (file,) = (tmp_path / "prefill").iterdir()
     file.write_text("{")
     assert stored_profile(tmp_path, "model", model) is None
+
+
+def test_auto_is_measured_beside_always(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = planner_measured.run(shapes=("tiny",), prompt_tokens=(128,), runs=3, progress=False)
+    (row,) = report.rows
+    assert (row["shape"], row["prompt_tokens"], row["runs"]) == ("tiny", 128, 3)
+    assert 0 < row["low"] <= row["ratio"] <= row["high"]
+    assert row["auto_ms"] > 0 < row["always_ms"]
+    assert row["loaded"] in (0, 1 / 3, 2 / 3, 1)
+
+
+def test_no_figure_beside_a_wrong_answer(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = RagCache.generate
+
+    def wrong(self, prompt, **options):
+        answer = asked(self, prompt, **options)
+        return replace(answer, token_ids=(1, 2)) if self._stock.loads.planner else answer
+
+    monkeypatch.setattr(RagCache, "generate", wrong)
+    with pytest.raises(RagCacheError, match="full prefill"):
+        planner_measured.run(shapes=("tiny",), prompt_tokens=(128,), runs=1, progress=False)
+
+
+def test_bad_runs():
+    with pytest.raises(ValueError, match="runs"):
+        planner_measured.run(runs=0)

@@ -45,7 +45,7 @@ def report(tmp_path_factory):
 def test_rows_are_those_of_the_design(report):
     assert all(list(row)[: len(COLUMNS)] == COLUMNS for row in report.rows)
     assert [(row["policy"], row["tier"]) for row in report.rows] == [
-        *(("generate", "none"), ("full", "none"), ("cold", "none")),
+        *(("generate", "none"), ("prefix-cache", "none"), ("full", "none"), ("cold", "none")),
         *((policy, tier) for tier in ("host", "disk") for policy in ("reuse", "lego:16", "lego0")),
     ]
     frame = json.loads(json.dumps(report.to_dict()))

@@ -123,7 +123,7 @@ def test_nothing_is_waited_for_before_it_is_asked_for():
     plan = plan_over(name, Fetch(loader))
     cache = link([plan], described(name), torch.device("cpu"), 0).cache
     assert cache.get_seq_length() == plan.kept
-    assert cache.layers[1].get_mask_sizes(3) == (3, 0)
+    assert cache.layers[1].get_mask_sizes(3) == (0, 0)
     assert [layer.settling for layer in cache.layers] == [0.0] * LAYERS
     gate.open()
     kept = sorted(set(range(len(plan.token_ids))) - set(plan.rows))

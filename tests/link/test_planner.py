@@ -13,10 +13,12 @@ from ragcachekit.link.planner import (
     TIE,
     Candidate,
     LoadPlanner,
-    TierSpeed,
     pipelined,
+    pipelined_twice,
     preload_depth,
 )
+from ragcachekit.link.tier_speed import TierSpeed
+from ragcachekit.link.uses import Guide
 from ragcachekit.model.prefill_profile import PrefillProfile
 
 LAYERS = 8
@@ -64,6 +66,23 @@ def test_pipelined_time_is_what_stepping_through_gives(load, compute, layers):
     for layer in range(layers):
         done = max(done, (layer + 1) * load / layers) + compute / layers
     assert pipelined(load, compute, layers) == pytest.approx(done)
+
+
+def stepped(load, passes, layers):
+    """Seconds of several passes, each ``(seconds, layers it runs through)``, layer by layer as they load."""
+    done = 0.0
+    for seconds, through in passes:
+        for layer in range(through):
+            done = max(done, (layer + 1) * load / layers) + seconds / through
+    return done
+
+
+@pytest.mark.parametrize("load", [0.0, 0.3, 1.0, 2.5, 40.0])
+@pytest.mark.parametrize(("watch", "compute"), [(0.01, 1.0), (1.0, 1.0), (2.0, 7.0), (5.0, 0.1)])
+@pytest.mark.parametrize(("layers", "seen"), [(1, 1), (8, 8), (8, 1), (31, 12)])
+def test_two_passes_take_what_stepping_through_gives(load, watch, compute, layers, seen):
+    expected = stepped(load, [(watch, seen), (compute, layers)], layers)
+    assert pipelined_twice(load, watch, compute, layers, seen) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("load", [0.5, 2.0, 5.0])
@@ -191,3 +210,79 @@ class TestChoice:
         assert made.choose(one, 110, 10)[0] == [True]
         made.observe_prefill(0, 0, 1.0)  # no rows: nothing to learn
         assert made.choose(one, 110, 10)[0] == [True]
+
+
+class TestGuidedChoice:
+    """Policies that watch the question run it over the linked cache once before the forward."""
+
+    ONE = (candidate(100),)
+
+    def fixed(self, read=0.002):
+        """50 ms a forward and 0.1 ms a row; eight reads, of 16 ms together."""
+        made = LoadPlanner(linear(1e-4, fixed=0.05))
+        for _ in range(LEAST_READS):
+            made.observe_read("disk", 1000, read)
+        return made
+
+    def test_a_second_pass_can_make_loading_the_slower_way(self):
+        # Loaded: 62 ms in one pass, 122 in two. Computed: 70.
+        made = self.fixed()
+        plain, guided = (made.choose(self.ONE, 200, 100, guide)[0] for guide in (None, Guide(100)))
+        assert (plain, guided) == ([True], [False])
+
+    def test_a_pass_that_runs_in_any_case_decides_nothing_by_itself(self):
+        made = self.fixed()
+        assert made.choose(self.ONE, 200, 100, Guide(100, always=True))[0] == [True]
+
+    def test_exact_entries_need_no_pass(self):
+        made = self.fixed()
+        exact = Candidate("disk", LAYERS, 1000.0, LAYERS, 100, exempt=True)
+        assert made.choose([exact], 200, 100, Guide(100))[0] == [True]
+
+    def test_a_pass_over_few_layers_costs_little(self):
+        made = self.fixed(read=0.0001)
+        # Computing all: 70 ms. An eighth of the pass is 7.5 ms, on top of 60; all but one are 52.5.
+        few, all_but_one = Guide(100, watched=(0,)), Guide(100, watched=(-2, 1))
+        assert (few.layers(LAYERS), all_but_one.layers(LAYERS), Guide(1).layers(LAYERS)) == (1, 7, 8)
+        assert made.choose(self.ONE, 200, 100, few)[0] == [True]
+        assert made.choose(self.ONE, 200, 100, all_but_one)[0] == [False]
+
+    def test_what_is_recomputed_is_not_spared(self):
+        half = Candidate("disk", LAYERS, 1000.0, LAYERS, 50, recomputed=50)
+        made = planner(1e-4, 8000 / 9.6e-3)  # 9.6 ms to load, 10.1 to compute all, 5.1 to compute half
+        assert made.choose([candidate(100)], 101, 1)[0] == [True]
+        assert made.choose([half], 101, 1)[0] == [False]
+
+    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("seen", [LAYERS, 3])
+    def test_against_all_subsets_of_two_passes(self, seed, seen):
+        rng = random.Random(seed)
+        sizes = [rng.randrange(50, 900) for _ in range(5)]
+        again = [rng.randrange(n // 2) for n in sizes]
+        question, per_row, fixed = (
+            rng.randrange(5, 400),
+            10 ** rng.uniform(-5, -3),
+            rng.choice([0.0, 0.01, 0.2]),
+        )
+        bandwidth, exempt = 10 ** rng.uniform(5, 8), rng.randrange(-5, 5)
+        made = LoadPlanner(linear(per_row, fixed))
+        for nbytes in range(1000, 9000, 1000):
+            made.observe_read("disk", nbytes, nbytes / bandwidth)
+        chunks = [
+            Candidate("disk", LAYERS, 64.0 * n, LAYERS, n - r, r, exempt=i == exempt)
+            for i, (n, r) in enumerate(zip(sizes, again, strict=True))
+        ]
+        total = question + sum(sizes)
+        picked, _ = made.choose(chunks, total, question, Guide(question, watched=(seen - 1,)))
+
+        def seconds(loaded):
+            uses = list(zip(sizes, again, loaded, strict=True))
+            load = sum(LAYERS * 64 * n for n, _, use in uses if use) / bandwidth
+            first = question + sum(n for n, _, use in uses if not use)
+            forward = (fixed + per_row * (first + sum(r for _, r, use in uses if use)), LAYERS)
+            watches = any(use for i, use in enumerate(loaded) if i != exempt)
+            watch = ((fixed + per_row * first) * seen / LAYERS, seen)
+            return stepped(load, [watch, forward] if watches else [forward], LAYERS)
+
+        best = min(map(seconds, itertools.product([False, True], repeat=len(sizes))))
+        assert seconds(picked) <= best * (1 + TIE) * 1.001

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from store_kit import (
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store import entry_file, folder
+from ragcachekit.store.disk import DiskStore
 
 
 def test_folder_is_0700_and_every_file_0600(tmp_path: Path) -> None:
@@ -115,10 +118,61 @@ def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(entry_file, "write_all", watched)
     for number in range(8):
         assert store.put(key_of(number), kv_of(number))
+    assert max(seen) <= 3 * size  # a new one has its room before
     for _ in range(8):
         assert store.put(key_of(7), kv_of(7))
     store.close()
-    assert max(seen) <= 4 * size
+    assert max(seen) <= 4 * size  # one that takes an older one's place is there beside it
+
+
+def test_after_a_full_medium_room_is_made_for_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that does not know how much others have written finds out when it fails."""
+    path = tmp_path / "kv"
+    filled(path, entries=1)
+    budget = 3 * entry_size(path)
+    ours, theirs = opened(path, budget), opened(path, budget)
+    for number in range(1, 4):
+        assert theirs.put(key_of(number), kv_of(number))
+    write_all = entry_file.write_all
+
+    def full(fd: int, parts: Any) -> None:
+        write_all(fd, parts)
+        if sum(file.stat().st_size for file in path.iterdir() if file.is_file()) > budget:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(entry_file, "write_all", full)
+    assert [ours.put(key_of(9), kv_of(9)) for _ in range(2)] == [False, True]
+    assert [n for n in (1, 2, 3, 9) if holds(ours, n)] == [2, 3, 9]
+    assert agrees_with_files(ours, path)
+    ours.close()
+    theirs.close()
+
+
+def test_the_row_is_there_before_the_name(tmp_path: Path) -> None:
+    """Killed at any step, a writer leaves no file that other processes do not count."""
+    path = tmp_path / "kv"
+    filled(path, entries=2)
+    index = path / "index" / "cache.db"
+    seen: list[tuple[str, bool, bool]] = []
+
+    def at(step: str) -> None:
+        with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True, timeout=0)) as reader:
+            try:
+                rows = reader.execute(
+                    "SELECT 1 FROM entries WHERE digest = ?", (key_of(9).digest(),)
+                ).fetchall()
+            except sqlite3.OperationalError:  # in the middle of a transaction
+                return
+        seen.append((step, file_of(path, key_of(9)).exists(), bool(rows)))
+
+    store = DiskStore(path, 1 << 20, at=at)
+    assert store.put(key_of(9), kv_of(9))
+    store.close()
+    assert ("committed", False, True) in seen
+    assert ("renamed", True, True) in seen
+    assert [step for step, there, counted in seen if there and not counted] == []
 
 
 def test_the_budget_holds_when_another_process_fills_the_folder_meanwhile(
@@ -164,7 +218,8 @@ def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path:
     ]
     for orphan in orphans:
         orphan.write_bytes(b"half an entry")
-    with folder.temp_file(tmp_path / "kv") as (_, living):
+    with folder.temp_file(tmp_path / "kv") as temp:
+        living = Path(temp.path)
         store = opened(tmp_path / "kv")
         assert living.exists()
         assert [orphan.exists() for orphan in orphans] == [False, False]
@@ -199,8 +254,8 @@ def test_a_sweep_between_creation_and_lock_costs_only_another_try(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", swept_first)
-    with folder.temp_file(tmp_path) as (_, path):
-        assert path.exists()
+    with folder.temp_file(tmp_path) as temp:
+        assert Path(temp.path).exists()
 
 
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,7 +16,8 @@ from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry_file import EntryImage, read_entry, read_key
-from ragcachekit.store.entry_header import EntryDamaged
+from ragcachekit.store.entry_header import EntryDamaged, EntryHeader, encode_header
+from ragcachekit.store.entry_layout import Layout, TensorSpec
 from ragcachekit.types import KVKey
 
 
@@ -53,9 +56,8 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
     assert meta["namespace"] == KEY.namespace
     assert meta["chunk_id"] == KEY.chunk_id
     assert meta["encoding"] == KEY.encoding
-    content = json.loads(meta["content"])
-    assert (content["context"], content["start"]) == (["system", "neighbour"], 3)
-    assert (meta["schema"], meta["quantised"]) == ("3", "")
+    assert (json.loads(meta["context"]), meta["start"]) == (["system", "neighbour"], "3")
+    assert (meta["schema"], meta["quantised"]) == ("4", "")
 
 
 def test_layers_may_differ_in_shape_and_type(tmp_path: Path) -> None:
@@ -79,6 +81,56 @@ def test_attention_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
         raw[at] ^= 1
         assert is_damaged(path, bytes(raw))
         raw[at] ^= 1
+
+
+KINDS = {
+    "small, all alike": kv_of(1),
+    "large, all alike": kv_of(2, tokens=700, heads=8, width=64),
+    "bf16": kv_of(3, dtype=torch.bfloat16),
+    "fp8": kv_of(4).each(lambda tensor: tensor.to(torch.float8_e4m3fn)),
+    "out of order": kv_of(5, tokens=8).each(lambda tensor: tensor.transpose(1, 2)),
+    "large, out of order": kv_of(6, tokens=64, heads=90, width=64).each(lambda t: t.transpose(1, 2)),
+    "learns": kv_of(7).each(lambda tensor: tensor.clone().requires_grad_()),
+    "keys and values differ": ChunkKV(kv_of(8).keys, kv_of(9, heads=1).values),
+    "layers differ": ChunkKV(
+        kv_of(1).keys + kv_of(1, heads=3).keys, kv_of(2).values + kv_of(2, heads=3).values
+    ),
+}
+
+
+@pytest.mark.parametrize("kv", KINDS.values(), ids=KINDS)
+def test_every_kind_of_tensors_is_written_in_order_and_sealed(tmp_path: Path, kv: ChunkKV) -> None:
+    """Layer by layer, keys first, and beside each layer the CRC of all up to its end."""
+    layers = [
+        b"".join(bytes(t.detach().contiguous().view(torch.uint8).numpy()) for t in pair)
+        for pair in zip(kv.keys, kv.values, strict=True)
+    ]
+    path = written(tmp_path, KEY, kv)
+    data = path.read_bytes()
+    assert data.endswith(b"".join(layers))
+    length = int.from_bytes(data[:8], "little")
+    assert 8 + length + sum(map(len, layers)) == len(data)
+    meta = json.loads(data[8 : 8 + length])["__metadata__"]
+    running = [google_crc32c.value(b"".join(layers[: n + 1])) for n in range(len(layers))]
+    assert meta["running_crc32c"] == "".join(f"{crc:08x}" for crc in running)
+    assert contents(read_entry(path, KEY)) == contents(kv.each(torch.Tensor.detach))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 3, 8), (2, 4, 8)), ((2, 3), (2, 3)), ((2, 3, 8, 1), (2, 3, 8, 1))], ids=str
+)
+def test_a_whole_header_that_describes_no_chunk_kv_is_damage(tmp_path: Path, shapes: Any) -> None:
+    layout = Layout(((1, *(TensorSpec(torch.uint8, shape) for shape in shapes)),))
+    body = bytes(layout.nbytes)
+    header = encode_header(EntryHeader(KEY, None, layout, (google_crc32c.value(body),)))
+    with pytest.raises(EntryDamaged, match="schema"):
+        read_key(written_raw(tmp_path, header + body))
+
+
+def written_raw(folder: Path, data: bytes) -> Path:
+    path = folder / f"{KEY.digest()}.safetensors"
+    path.write_bytes(data)
+    return path
 
 
 def test_no_tokens(tmp_path: Path) -> None:

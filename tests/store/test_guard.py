@@ -230,6 +230,26 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     os.close(read)
 
 
+def test_what_is_posted_runs_behind_the_back_and_its_failures_count(hanging: Hanging) -> None:
+    clock = Clock()
+    guard = Guard("test", LONG, failures=2, cooldown=5, clock=clock)
+    assert guard.post(failing)
+    assert guard.post(failing)
+    while guard.ready:
+        pass
+    assert (guard.stats().errors, guard.stats().opened) == (2, 1)
+    assert not guard.post(lambda: None), "left alone"
+    clock.now += 6
+    assert guard.ready
+    assert not guard.post(lambda: None), "somebody who waits for the outcome has to try first"
+    assert guard.run(lambda: 1, 0) == 1
+    assert guard.post(hanging)
+    assert hanging.inside.acquire(timeout=LONG), "it runs, and nobody waits for it"
+    guard.close()
+    assert not guard.ready
+    assert not guard.post(failing)
+
+
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])
 def test_a_deadline_has_to_be_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match="deadline must be > 0"):

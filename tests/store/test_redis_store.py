@@ -66,8 +66,10 @@ def test_two_clients_share_entries_and_budget(server: RedisServer) -> None:
 
 
 def test_use_by_one_client_counts_for_the_other(server: RedisServer) -> None:
-    one, two = (redis_store(server, budget=5_000) for _ in range(2))
-    assert one.put(key_of(0), kv_of(0))
+    first = redis_store(server)
+    assert first.put(key_of(0), kv_of(0))
+    budget = 5 * first.stats()[0].nbytes // 2
+    one, two = (redis_store(server, budget=budget) for _ in range(2))
     assert one.put(key_of(1), kv_of(1))
     assert two.get(key_of(0)) is not None
     assert one.put(key_of(2), kv_of(2))

@@ -155,6 +155,17 @@ def test_what_was_used_often_is_still_that_after_it_was_swapped_out() -> None:
     assert [node.step.ids[-1] for node in gpu] == ["c5"]
 
 
+def test_how_often_a_path_was_asked_for_outlives_its_eviction() -> None:
+    """RAGCache section 5.1 counts retrievals of a document within a window, cached or not."""
+    tree = host_tree(8, policy=lambda: open_eviction("pgdsf"))
+    # Priorities when they come: a4 2, b4 1, c4 1 + 1, d4 2 + 1 (then a4 has left), a4 2 + 3, e4 3 + 1.
+    for name in ("a4", "a4", "b4", "c4", "d4", "a4", "e4"):
+        request(tree, path_of(name))
+    assert known(tree, "d4") == 0
+    request(tree, path_of("f4"))
+    assert (known(tree, "a4"), known(tree, "e4"), known(tree, "f4")) == (1, 0, 1)
+
+
 # -- tiers -----------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,8 @@ class Record:
         Sum over these of seconds per new token.
     worth : float
         Sum of the accesses' worth, as the policy ages it.
+    holds : int
+        How often it is held now: then it does not leave, whatever its priority.
     """
 
     nbytes: int
@@ -69,6 +71,7 @@ class Record:
     missed: int = 0
     cost: float = 0.0
     worth: float = 0.0
+    holds: int = 0
 
 
 @runtime_checkable

@@ -36,7 +36,6 @@ class Ranking(Generic[K]):
         self._groups = groups
         self._live: dict[K, Record] = {}
         self._past: OrderedDict[K, Record] = OrderedDict()
-        self._held: dict[K, int] = {}
         self._now = 0
         self._sizes: defaultdict[str, int] = defaultdict(int)
         self._members: Counter[str] = Counter()
@@ -85,8 +84,7 @@ class Ranking(Generic[K]):
             self._uncount(record)
         record.nbytes, record.tokens, record.group = nbytes, tokens, group
         self._count(record)
-        if hold:
-            self._held[item] = self._held.get(item, 0) + 1
+        record.holds += hold
         self._accessed(item, record, access)
 
     def touch(self, item: K, access: Access = HIT) -> None:
@@ -98,24 +96,24 @@ class Ranking(Generic[K]):
     def remove(self, item: K) -> None:
         """Forget an entry and all that was known of it."""
         self._past.pop(item, None)
-        self._held.pop(item, None)
         record = self._live.pop(item, None)
         if record is not None:
             self._uncount(record)
 
     def hold(self, item: K) -> None:
         """Keep an entry from eviction until it is released as often as it was held."""
-        if item in self._live:
-            self._held[item] = self._held.get(item, 0) + 1
+        record = self._live.get(item)
+        if record is not None:
+            record.holds += 1
 
     def release(self, item: K) -> None:
         """Undo one :meth:`hold`; lets entries pass that have been removed since."""
-        count = self._held.get(item, 0)
-        if count > 1:
-            self._held[item] = count - 1
-        elif count == 1:
-            del self._held[item]
-            self._push(item, self._live[item])
+        record = self._live.get(item)
+        if record is None or not record.holds:
+            return
+        record.holds -= 1
+        if not record.holds:
+            self._push(item, record)
 
     def lowest(self, group: str | None = None) -> K | None:
         """Who would leave next (of one group, where one is named); None if nobody can."""
@@ -123,9 +121,8 @@ class Ranking(Generic[K]):
             self._check_groups()
         heap = self._heaps.get(group, [])
         while heap:
-            item = heap[0][2]
-            if self._current(heap[0]) and item not in self._held:
-                return item
+            if self._may_leave(heap[0]):
+                return heap[0][2]
             heapq.heappop(heap)  # outdated, or held: then its release puts it back
         return None
 
@@ -144,7 +141,7 @@ class Ranking(Generic[K]):
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self._live, self._past, self._held, self._sizes, self._members, self._heaps):
+        for table in (self._live, self._past, self._sizes, self._members, self._heaps):
             table.clear()
         self.nbytes = 0
 
@@ -152,7 +149,7 @@ class Ranking(Generic[K]):
         self._now += 1
         self._policy.accessed(record, access, self._now)
         record.at = self._now
-        if item not in self._held:  # else its release does it, once for all uses until then
+        if not record.holds:  # else its release does it, once for all uses until then
             self._push(item, record)
 
     def _push(self, item: K, record: Record) -> None:
@@ -168,13 +165,15 @@ class Ranking(Generic[K]):
         if len(heap) > 2 * live + 64:
             self._rebuild(group)
 
-    def _current(self, entry: tuple[float, int, K]) -> bool:
-        record = self._live.get(entry[2])
-        return record is not None and (record.priority, record.at) == entry[:2]
+    def _may_leave(self, entry: tuple[float, int, K]) -> bool:
+        """Whether what a heap says of an entry is still so, and nobody holds it."""
+        priority, at, item = entry
+        record = self._live.get(item)
+        return record is not None and not record.holds and record.at == at and record.priority == priority
 
     def _rebuild(self, group: str | None) -> None:
-        """Drop what is outdated or there twice. (Who is held may be missing; its release puts it back.)"""
-        heap = list({entry for entry in self._heaps[group] if self._current(entry)})
+        """Drop what is outdated, held (its release puts it back) or there twice."""
+        heap = list({entry for entry in self._heaps[group] if self._may_leave(entry)})
         heapq.heapify(heap)
         self._heaps[group] = heap
 

@@ -1,0 +1,56 @@
+"""Which rows a linked forward computes, and how attention gets to know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ragcachekit.link.marks import mark_of
+from ragcachekit_kernels import dispatch
+
+
+class Observer(Protocol):
+    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
+
+    def saw(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+    ) -> None:
+        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
+
+        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LinkRows:
+    """The rows of one linked forward.
+
+    Attributes
+    ----------
+    positions : tuple of sequence of int
+        Per prompt of the batch, the ascending positions of its rows. A prompt with fewer rows than
+        the widest one is padded in front; padding rows are computed and thrown away. Kept as
+        ``dispatch.Rows``, so that all layers share one copy of them on the device.
+    offsets : tuple of int
+        Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
+    observer : Observer, optional
+        Told about every layer of the forward.
+    """
+
+    positions: tuple[Sequence[int], ...]
+    offsets: tuple[int, ...]
+    observer: Observer | None = None
+
+    def __post_init__(self) -> None:
+        rows = tuple(p if isinstance(p, dispatch.Rows) else dispatch.Rows(tuple(p)) for p in self.positions)
+        object.__setattr__(self, "positions", rows)
+
+
+def linked_rows(keys: torch.Tensor) -> LinkRows | None:
+    """The rows that a cache layer marked ``keys`` with, or None outside a linked forward."""
+    mark = mark_of(keys)
+    return mark if isinstance(mark, LinkRows) else None

@@ -1,0 +1,56 @@
+"""How fast a storage tier is, from the reads that it served."""
+
+from __future__ import annotations
+
+import math
+
+FADING = 0.99
+"""What a read still counts after the next one: some hundred reads are remembered."""
+
+
+class TierSpeed:
+    """Seconds of a read as ``latency + (nbytes + beside) / bandwidth``, fitted to some hundred last reads.
+
+    ``beside`` are the bytes that other reads were about when it began: reads that run at once share the
+    bandwidth and wait for their latencies side by side. Least squares with fading weights; where all
+    reads look the same, all is put down to bandwidth, which is as good for more reads of that kind.
+    """
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, nbytes: float, seconds: float, beside: float = 0) -> None:
+        """One more read."""
+        x = nbytes + beside
+        self.reads += 1
+        self._n = FADING * self._n + 1
+        self._x = FADING * self._x + x
+        self._y = FADING * self._y + seconds
+        self._xx = FADING * self._xx + x * x
+        self._xy = FADING * self._xy + x * seconds
+
+    @property
+    def latency(self) -> float:
+        """Seconds before a read's first byte."""
+        return self.line()[0]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of all reads together."""
+        slope = self.line()[1]
+        return 1 / slope if slope > 0 else math.inf
+
+    def line(self) -> tuple[float, float]:
+        """Seconds before a read's first byte, and seconds per byte; zeros before the first read."""
+        if not self._n or not self._x:
+            return 0.0, 0.0
+        x, y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - x * x
+        if spread <= (0.1 * x) ** 2:
+            return 0.0, y / x
+        slope = (self._xy / self._n - x * y) / spread
+        if slope <= 0:
+            return y, 0.0
+        latency = y - slope * x
+        return (latency, slope) if latency >= 0 else (0.0, y / x)

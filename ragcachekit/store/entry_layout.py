@@ -1,0 +1,164 @@
+"""Types and shapes of an entry's tensors, and where each of them lies.
+
+Entries of one model with as many tokens are laid out alike, so layouts are kept and shared: what follows
+from one (offsets, the text that describes it) is worked out once, not at every read and write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ragcachekit.model.kv import ChunkKV
+
+_KEPT = 256  # layouts, of some ten KB each
+_KIND = attrgetter("dtype", "shape")
+_COMPACT = json.JSONEncoder(separators=(",", ":")).encode
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""As safetensors calls them."""
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Type and shape of one stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the raw tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of ``tensor``; TypeError for a dtype that safetensors does not know."""
+        if tensor.dtype not in NAMES:
+            raise TypeError(
+                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, NAMES))}"
+            )
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    def entry(self, name: str, offset: int) -> str:
+        """What a safetensors header says of this tensor, ``offset`` bytes behind the header."""
+        shape, end = ",".join(map(str, self.shape)), offset + self.nbytes
+        kind = NAMES[self.dtype]
+        return f'{_COMPACT(name)}:{{"dtype":"{kind}","shape":[{shape}],"data_offsets":[{offset},{end}]}}'
+
+
+Group = tuple[int, TensorSpec, TensorSpec]
+"""How many layers, one behind the other, have keys and values like these."""
+
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Keys and values of every layer, keys first, one behind the other; see :meth:`of` and :meth:`read`."""
+
+    groups: tuple[Group, ...]
+
+    @staticmethod
+    def of(kv: ChunkKV) -> Layout:
+        """The layout of ``kv``; TypeError for a dtype that safetensors does not know."""
+        first = TensorSpec.of(kv.keys[0])
+        if len(set(map(_KIND, (*kv.keys, *kv.values)))) == 1:  # as of almost every model
+            return _shared(((len(kv.keys), first, first),))
+        pairs = zip(map(TensorSpec.of, kv.keys), map(TensorSpec.of, kv.values), strict=True)
+        return _shared(tuple((len(list(same)), *pair) for pair, same in groupby(pairs)))
+
+    @staticmethod
+    def read(text: str) -> Layout:
+        """The reverse of :attr:`text`; KeyError, TypeError or ValueError unless it describes chunk KV."""
+        return _read(text)
+
+    @cached_property
+    def text(self) -> str:
+        """All of it, short."""
+        return _COMPACT([[count, *_plain(keys), *_plain(values)] for count, keys, values in self.groups])
+
+    @cached_property
+    def layers(self) -> int:
+        """Number of layers."""
+        return sum(count for count, _, _ in self.groups)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[TensorSpec, TensorSpec], ...]:
+        """Keys and values of each layer."""
+        return tuple(pair for count, keys, values in self.groups for pair in [(keys, values)] * count)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each layer begins, in bytes behind the header, and where the last one ends."""
+        return tuple(accumulate((keys.nbytes + values.nbytes for keys, values in self.pairs), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return self.offsets[-1]
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[Shape, Shape], ...]:
+        """As :class:`ragcachekit.store.base.LayerSource` has them."""
+        return tuple(((k.dtype, k.shape), (v.dtype, v.shape)) for k, v in self.pairs)
+
+    @cached_property
+    def alike(self) -> TensorSpec | None:
+        """What every tensor is, if they are all the same."""
+        first = self.groups[0][1]
+        return first if len(self.groups) == 1 and first == self.groups[0][2] else None
+
+    @cached_property
+    def entries(self) -> str:
+        """What a safetensors header says of each tensor."""
+        named, offset = [], 0
+        for number, (keys, values) in enumerate(self.pairs):
+            named.append(keys.entry(f"k.{number}", offset))
+            named.append(values.entry(f"v.{number}", offset + keys.nbytes))
+            offset += keys.nbytes + values.nbytes
+        return ",".join(named)
+
+
+_shared = lru_cache(_KEPT)(Layout)
+
+
+@lru_cache(_KEPT)
+def _read(text: str) -> Layout:
+    groups = tuple(
+        (count, spec_of(keys, keys_shape), spec_of(values, values_shape))
+        for count, keys, keys_shape, values, values_shape in json.loads(text)
+    )
+    shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
+    if not groups or min(count for count, _, _ in groups) < 1 or {len(shape) for shape in shapes} != {3}:
+        raise ValueError("no layers of [kv_heads, tokens, head_dim]")
+    if len({shape[1] for shape in shapes}) != 1:
+        raise ValueError("layers of different numbers of tokens")
+    return _shared(groups)
+
+
+def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
+    """The spec that :func:`_plain` wrote."""
+    return TensorSpec(DTYPES[dtype], tuple(shape))
+
+
+def _plain(spec: TensorSpec) -> tuple[Any, ...]:
+    return NAMES[spec.dtype], spec.shape

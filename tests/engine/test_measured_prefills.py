@@ -1,0 +1,119 @@
+"""What the planner hears of a prefill is the forward's time, whatever streamers and readers take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from engine_kit import PROMPT, rag_for, warmed
+from loading_kit import SlowStore
+from speaking import byte_level, speaker
+from transformers.generation.streamers import BaseStreamer
+
+from ragcachekit import RagCache
+from ragcachekit.model.prefill_profile import PrefillProfile
+
+ASKED = {"max_new_tokens": 3, "do_sample": False}
+TEXT = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+LONG = 1e6
+"""Seconds on the test's clock; nothing that it runs takes that long."""
+
+
+class Clock:
+    """The real clock, put forward by whoever wants to seem slow."""
+
+    def __init__(self, monkeypatch):
+        self._real, self._skew = time.perf_counter, 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self._real() + self._skew)
+
+    def advance(self):
+        self._skew += LONG
+
+
+class Slow(BaseStreamer):
+    """Takes long for the prompt, for every token and for the end."""
+
+    def __init__(self, clock):
+        self.clock, self.given = clock, []
+
+    def put(self, value):
+        self.given.append(value.flatten().tolist())
+        self.clock.advance()
+
+    def end(self):
+        self.clock.advance()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def learning(policy="lego:4", warm=True):
+    store = SlowStore()
+    if warm:
+        warmed("llama", PROMPT, policy=policy, store=store)
+    return rag_for("llama", policy=policy, store=store, load="auto", cold="never"), store
+
+
+def listening(rag):
+    """Give the planner a profile, and list what it hears of prefills: cached and new rows, seconds."""
+    planner, heard = rag._stock.loads.planner, []
+    planner.profile = PrefillProfile([0, 512], [1, 512], [[1.0, 512.0]] * 2)
+    inner = planner.observe_prefill
+
+    def observe(cached, new, seconds):
+        heard.append((cached, new, seconds))
+        inner(cached, new, seconds)
+
+    planner.observe_prefill = observe
+    return heard
+
+
+@pytest.mark.parametrize("policy", ["lego:4", "query:0.2"])
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_slow_streamer_is_no_slow_model(clock, policy, warm):
+    rag, _ = learning(policy, warm)
+    heard = listening(rag)
+    quick, slow = rag.generate(PROMPT, **ASKED), Slow(clock)
+    answer = rag.generate(PROMPT, streamer=slow, **ASKED)
+    assert answer.token_ids == quick.token_ids
+    assert len(slow.given) == 1 + len(answer.token_ids)
+    assert [(cached, new) for cached, new, _ in heard[:1]] == [(c, n) for c, n, _ in heard[1:]]
+    assert (heard[0][0] > 0) is warm
+    assert all(0 < seconds < 60 for *_, seconds in heard), "its own time alone"
+    assert rag._stock.loads.planner.profile.scale < 1, "each row took less than the second it was thought to"
+    assert answer.report.ttft_ms > LONG * 1e3, "who waits for the first token waits for the streamer, too"
+    rag.close()
+
+
+def test_a_load_that_fails_with_a_slow_streamer(clock):
+    rag, store = learning()
+    heard, failed = listening(rag), []
+
+    def fail(key, layer):
+        if layer == 1 and not failed:
+            failed.append(key)
+            raise OSError("injected")
+
+    store.before_read = fail
+    slow = Slow(clock)
+    answer = rag.generate(PROMPT, streamer=slow, **ASKED)
+    assert failed
+    assert len(slow.given) == 1 + len(answer.token_ids), "told the prompt once"
+    assert [0 < seconds < 60 for *_, seconds in heard] == [True]
+    rag.close()
+
+
+def test_a_reader_that_is_slow_between_pieces_is_no_slow_model(clock, tmp_path):
+    options = {"store": SlowStore(), "load": "auto", "policy": "lego:4", "cold": "never"}
+    rag = RagCache(speaker(), byte_level(), cache_dir=tmp_path, **options)
+    rag.encode([TEXT])
+    heard, pieces = listening(rag), []
+    stream = rag.stream(f"{TEXT}\nWhere?", max_new_tokens=24, do_sample=False)
+    for piece in stream:
+        pieces.append(piece)
+        clock.advance()
+    assert "".join(pieces) == stream.answer.text != ""
+    assert [(cached > 0, 0 < seconds < 60) for cached, _, seconds in heard] == [(True, True)]
+    rag.close()
