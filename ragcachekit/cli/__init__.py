@@ -16,6 +16,7 @@ from ragcachekit.cli import (
     estimate,
     eviction,
     fidelity,
+    kernels,
     measure,
     planner,
     store_bench,
@@ -72,6 +73,7 @@ _bench.command()(calibrate.budget)
 _bench.command()(eviction.eviction)
 _bench.command()(store_bench.store)
 _bench.command()(planner.planner)
+_bench.command()(kernels.kernels)
 app.add_typer(_bench, name="bench")
 
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
