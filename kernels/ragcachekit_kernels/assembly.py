@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.backend import interpreted
-from ragcachekit_kernels.launch import FUSED
+from ragcachekit_kernels.launch import FUSED, launching_on
 from ragcachekit_kernels.packing import Batch, Shape, batches, blocks, skipped, upload
 from ragcachekit_kernels.planes import Layout, Numbers
 from ragcachekit_kernels.rounding import rounded
@@ -231,10 +231,11 @@ class _Launch:
         programs = len(self.listed) * (end - begin)
         if not programs:
             return
-        _move_kernel[(programs, self.head_tiles)](
-            table, *at, skip_at or 0, begin, end - begin, len(self.batch.planes), len(self.listed),
-            **self.constants, SKIP=skip_at is not None, num_warps=4, **FUSED,
-        )  # fmt: skip
+        with launching_on(table.device):
+            _move_kernel[(programs, self.head_tiles)](
+                table, *at, skip_at or 0, begin, end - begin, len(self.batch.planes), len(self.listed),
+                **self.constants, SKIP=skip_at is not None, num_warps=4, **FUSED,
+            )  # fmt: skip
 
 
 class TritonAssembly:

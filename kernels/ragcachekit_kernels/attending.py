@@ -5,7 +5,8 @@ Part of :mod:`ragcachekit_kernels.dispatch`, which is where to import these from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ragcachekit_kernels import tiled
 from ragcachekit_kernels.backend import uses_triton
+from ragcachekit_kernels.fallback import attempt, refusal
 from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +32,8 @@ def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         return "torch: gradients are asked for"
     if key.stride(2) != 1 or value.stride(2) != 1:
         return "torch: the last dimension of keys or values is not contiguous"
-    return "triton"
+    refused = refusal(_case(key, value))
+    return f"torch: {refused}" if refused else "triton"
 
 
 def sparse_attention(
@@ -62,11 +65,13 @@ def sparse_attention(
     options = _options(scale, window, softcap, sinks)
     if not rows:
         return query.new_empty(query.shape[0], 0, value.shape[-1])
+    in_torch = partial(tiled.sparse_attention, query, key, value, rows.positions, **options)
     if attention_choice(query, key, value) != "triton":
-        return tiled.sparse_attention(query, key, value, rows.positions, **options)
+        return in_torch()
     from ragcachekit_kernels import row_attention
 
-    return row_attention.attention(query, key, value, rows.on(key.device), **options)[0]
+    kernel = partial(row_attention.attention, query, key, value, rows.on(key.device), **options)
+    return attempt(_case(key, value), lambda: kernel()[0], in_torch)
 
 
 def sparse_attention_lse(
@@ -90,11 +95,13 @@ def sparse_attention_lse(
         wide = torch.promote_types(query.dtype, torch.float32)
         nothing = query.new_empty(query.shape[0], 0, value.shape[-1])
         return nothing, nothing.new_empty(query.shape[0], 0, dtype=wide)
+    in_torch = partial(tiled.sparse_attention_lse, query, key, value, rows.positions, **options)
     if attention_choice(query, key, value) != "triton":
-        return tiled.sparse_attention_lse(query, key, value, rows.positions, **options)
+        return in_torch()
     from ragcachekit_kernels import row_attention
 
-    out, lse = row_attention.attention(query, key, value, rows.on(key.device), with_lse=True, **options)
+    kernel = partial(row_attention.attention, query, key, value, rows.on(key.device), **options)
+    out, lse = attempt(_case(key, value), partial(kernel, with_lse=True), in_torch)
     assert lse is not None
     return out, lse
 
@@ -131,8 +138,8 @@ def sparse_attention_at(
     Returns
     -------
     torch.Tensor
-        ``[heads, room, value_dim]``, a view of ``[room, heads, value_dim]``; rows from the count on hold
-        anything.
+        ``[heads, room, value_dim]``, a view of ``[room, heads, value_dim]``; zeros in rows from the count on:
+        they go through the rest of the model, where one scale may serve all rows.
 
     Raises
     ------
@@ -157,6 +164,10 @@ def sparse_attention_at(
     return row_attention.attention_at(
         query, table, layer, kv_heads, value_dim, rows, tokens=tokens, **options
     )[0]
+
+
+def _case(key: torch.Tensor, value: torch.Tensor) -> Hashable:
+    return "attention", str(key.device), str(key.dtype), key.shape[2], value.shape[2]
 
 
 def _rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:

@@ -70,8 +70,10 @@ def _over(
     The scale is multiplied into the scores (an FMA with the subtraction of the maximum), not into the query:
     that would round the query a second time.
     """
+    # Keys past the end are masked as scores, so only pointers need care. Values would spread a NaN.
+    CHECK_KEYS: tl.constexpr = MASKED and not DESCRIPTORS
     for start in tl.range(low, high, BLOCK_N):
-        keys = _load(key, head, start, high, KEY_ROW, BLOCK_N, D, D_PAD, MASKED, DESCRIPTORS)
+        keys = _load(key, head, start, high, KEY_ROW, BLOCK_N, D, D_PAD, CHECK_KEYS, DESCRIPTORS)
         scores = _dot(query, tl.trans(keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
         if SOFTCAP:  # cap * tanh(x) = cap - 2 cap / (e^(2x) + 1); scale turns scores into 2x, to base 2
             scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcachekit_kernels.launch import FUSED, LOG2E, padded, processors, upcast
+from ragcachekit_kernels.launch import FUSED, LOG2E, launching_on, padded, processors, upcast
 from ragcachekit_kernels.rows import DeviceRows
 from ragcachekit_kernels.score_kernels import columns_kernel, log_sums_kernel
 from ragcachekit_kernels.spans import Spans
@@ -44,8 +44,10 @@ def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fuse
     Of 16-bit vectors as many in a tile as the registers allow, so that keys come to a multiprocessor once;
     ``plain`` kernels (no window, no soft-cap) fit two to a multiprocessor, if they are told to.
     """
-    if dtype == torch.float32:  # three products each, operands in registers
-        return Tiling(min(padded(vectors), 32), 64, 8, 2, None)
+    if dtype == torch.float32:  # three products each, operands in registers: larger tiles would spill
+        if head_dim <= 64:
+            return Tiling(min(padded(vectors), 32), 64, 8, 2, None)
+        return Tiling(16, 64 if head_dim <= 128 else 32, 4, 2, None)
     most = 128 if head_dim > 128 or fused else 256
     rows = min(padded(vectors), most)
     return Tiling(rows, 64, 8 if rows >= 128 else 4, 3, 128 if plain and head_dim <= 128 else None)
@@ -72,7 +74,8 @@ def log_sums(
     out = query.new_empty(run.parts, run.cuts, rows.room, query.shape[0], dtype=torch.float32)
     if run.parts:
         grid = (run.tiles, key.shape[0], run.parts * run.cuts)
-        log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
+        with launching_on(key.device):
+            log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
     whole = out.squeeze(1) if run.cuts == 1 else torch.logsumexp(out, 1)
     if sinks is not None and spans is None:
         whole = torch.logaddexp(whole, sinks.float())
@@ -108,17 +111,11 @@ def column_scores(
     out = query.new_zeros(run.slots * key.shape[0], key.shape[1], dtype=torch.float32)
     if run.parts:
         grid = (run.slots, key.shape[0], run.parts * run.cuts)
-        columns_kernel[grid](
-            *run.inputs,
-            sums,
-            out,
-            *run.numbers,
-            *run.strides,
-            *apart,
-            LSE=not fused,
-            ONCE=run.once,
-            **run.options,
-        )
+        with launching_on(key.device):
+            columns_kernel[grid](
+                *run.inputs, sums, out, *run.numbers, *run.strides, *apart,
+                LSE=not fused, ONCE=run.once, **run.options,
+            )  # fmt: skip
     return out.sum(0)
 
 

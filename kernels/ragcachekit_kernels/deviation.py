@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.launch import FUSED, padded
+from ragcachekit_kernels.launch import FUSED, launching_on, padded
 from ragcachekit_kernels.rows import DeviceRows
 from ragcachekit_kernels.spans import Spans
 
@@ -54,23 +54,11 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, rows: DeviceRows) -> torc
     """As :func:`ragcachekit_kernels.reference.kv_deviation`; rows from the count on hold anything."""
     new, old = (x if x.stride(2) == 1 else x.contiguous() for x in (new, old))
     out = torch.empty(rows.room, dtype=torch.float32, device=new.device)
-    _deviation_kernel[(triton.cdiv(rows.room, ROWS),)](
-        new,
-        old,
-        rows.positions,
-        rows.count,
-        out,
-        new.stride(0),
-        new.stride(1),
-        old.stride(0),
-        old.stride(1),
-        HEADS=new.shape[0],
-        D=new.shape[2],
-        PADDED=padded(new.shape[2]),
-        ROWS=ROWS,
-        num_warps=4,
-        **FUSED,
-    )
+    with launching_on(new.device):
+        _deviation_kernel[(triton.cdiv(rows.room, ROWS),)](
+            new, old, rows.positions, rows.count, out, *new.stride()[:2], *old.stride()[:2],
+            HEADS=new.shape[0], D=new.shape[2], PADDED=padded(new.shape[2]), ROWS=ROWS, num_warps=4, **FUSED,
+        )  # fmt: skip
     return out
 
 
@@ -79,5 +67,7 @@ def span_sums(values: torch.Tensor, spans: Spans) -> torch.Tensor:
     out = torch.empty(len(spans), dtype=torch.float64, device=values.device)
     if len(spans):
         table = spans.on(values.device)
-        _span_sums_kernel[(len(spans),)](values.contiguous(), table, out, BLOCK=BLOCK, num_warps=4, **FUSED)
+        values = values.contiguous()
+        with launching_on(values.device):
+            _span_sums_kernel[(len(spans),)](values, table, out, BLOCK=BLOCK, num_warps=4, **FUSED)
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ragcachekit_kernels.backend import interpreted
@@ -11,6 +13,16 @@ FUSED = {"enable_fp_fusion": True}
 
 LOG2E = 1.4426950408889634
 """Kernels take powers of two: logits are multiplied by this."""
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one while its kernels are launched: Triton launches on the current device.
+
+    Nothing to do on CPUs, and on the GPU that is current already.
+    """
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def padded(size: int) -> int:

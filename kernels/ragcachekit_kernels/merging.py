@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.launch import FUSED, padded
+from ragcachekit_kernels.launch import FUSED, launching_on, padded
 
 ROWS = 8
 """Query vectors of a program."""
@@ -72,8 +72,9 @@ def merge(
         ``[heads]`` logits, natural; they join here and in no part.
     """
     splits, room, heads, value_dim = parts.shape
-    _merge_kernel[(triton.cdiv(room * heads, ROWS),)](
-        parts, part_lse, out, lse, count, sinks, splits, room,
-        HEADS=heads, DV=value_dim, DV_PAD=padded(value_dim), BLOCK=ROWS,
-        SINKS=sinks is not None, LSE=lse is not None, num_warps=4, **FUSED,
-    )  # fmt: skip
+    with launching_on(parts.device):
+        _merge_kernel[(triton.cdiv(room * heads, ROWS),)](
+            parts, part_lse, out, lse, count, sinks, splits, room,
+            HEADS=heads, DV=value_dim, DV_PAD=padded(value_dim), BLOCK=ROWS,
+            SINKS=sinks is not None, LSE=lse is not None, num_warps=4, **FUSED,
+        )  # fmt: skip

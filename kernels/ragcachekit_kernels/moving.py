@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 
 from ragcachekit_kernels import reference
 from ragcachekit_kernels.backend import uses_triton
+from ragcachekit_kernels.fallback import attempt, refusal
 from ragcachekit_kernels.planes import Assembly, ChunkTensors, Layout, Place, Plane, Table
 from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
 
@@ -21,14 +23,18 @@ def moving_choice(layout: Layout) -> str:
     if not uses_triton(device):
         return "torch"
     kv = {plane.kv.dtype for plane in layout.planes}
-    chunks = {f.dtype for chunk in layout.kinds for f in chunk.formats if not f.scaled}
-    rounded = {f.dtype for chunk in layout.kinds for f in chunk.formats if f.scaled}
+    kinds = layout.kinds
+    chunks = {f.dtype for chunk in kinds for f in chunk.formats if not f.scaled}
+    rounded = {f.dtype for chunk in kinds for f in chunk.formats if f.scaled}
     for dtype in sorted((kv | chunks) - set(DTYPES) | rounded - set(ROUNDED), key=str):
         return f"torch: {dtype}".replace("torch.", "")
     if any(cos.dtype != torch.float32 for cos, _ in layout.tables):
         return "torch: cosines are not float32"
-    elsewhere = {t.device for chunk in layout.kinds for t in chunk.tensors} - {device}
-    return f"torch: chunks on {elsewhere.pop()}" if elsewhere else "triton"
+    elsewhere = {t.device for chunk in kinds for t in chunk.tensors} - {device}
+    if elsewhere:
+        return f"torch: chunks on {elsewhere.pop()}"
+    refused = refusal(_case(layout))
+    return f"torch: {refused}" if refused else "triton"
 
 
 def assembly(
@@ -76,7 +82,9 @@ def assembly(
         return _Reference(layout)
     from ragcachekit_kernels.assembly import TritonAssembly
 
-    return TritonAssembly(layout)
+    kernels = TritonAssembly(layout)
+    # What is rotated where it lies must not be begun twice: for that there is no second way.
+    return kernels if None in layout.chunks else _Attempted(layout, kernels)
 
 
 def assemble(
@@ -109,7 +117,7 @@ def disassemble(
         return
     from ragcachekit_kernels.storing import disassemble as kernels
 
-    kernels(layout)
+    attempt(_case(layout), partial(kernels, layout), partial(reference.disassemble, layout))
 
 
 def scatter(
@@ -144,12 +152,14 @@ def scatter(
     rows = positions if isinstance(positions, Rows) else Rows(tuple(positions))
     if rows[-1] >= min(into_key.shape[1], into_value.shape[1]):
         raise ValueError(f"position {rows[-1]} lies outside of {into_key.shape[1]} slots")
+    in_torch = partial(reference.scatter, key, value, into_key, into_value, rows.positions)
     if not uses_triton(key.device) or {t.dtype for t in (key, value, into_key, into_value)} - set(DTYPES):
-        reference.scatter(key, value, into_key, into_value, rows.positions)
+        in_torch()
         return
     from ragcachekit_kernels.scatter import scatter as kernel
 
-    kernel(key, value, into_key, into_value, rows.on(key.device))
+    case = "scatter", str(key.device), str(key.dtype), str(into_key.dtype), key.shape[2], value.shape[2]
+    attempt(case, partial(kernel, key, value, into_key, into_value, rows.on(key.device)), in_torch)
 
 
 def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: int, rows: DeviceRows) -> None:
@@ -157,9 +167,22 @@ def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: in
 
     For captured graphs, with Triton only. ``key`` and ``value`` have ``rows.room`` rows; those from
     ``rows.count`` on are not written.
+
+    Raises
+    ------
+    ValueError
+        If Triton does not run on this device, the table is of another type than its kernels know, or there
+        are not ``rows.room`` rows.
     """
     if key.shape[1] != rows.room or value.shape[1] != rows.room:
         raise ValueError(f"{key.shape[1]} and {value.shape[1]} rows where there is room for {rows.room}")
+    if not uses_triton(key.device):
+        raise ValueError(f"rows through a KV table need Triton, which does not run on {key.device}")
+    if table.dtype not in DTYPES or {key.dtype, value.dtype} - set(DTYPES):
+        raise ValueError(
+            f"rows through a KV table must be bfloat16, float16 or float32, got {key.dtype}, {value.dtype} "
+            f"into {table.dtype}"
+        )
     from ragcachekit_kernels.scatter import scatter_at as kernel
 
     kernel(key, value, table, layer, rows)
@@ -173,3 +196,21 @@ class _Reference:
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         reference.assemble(self._layout, first, last)
+
+
+class _Attempted:
+    """Kernels, or the reference where Triton cannot have them; chunks are read and planes written only."""
+
+    def __init__(self, layout: Layout, kernels: Assembly) -> None:
+        self._layout, self._kernels, self._case = layout, kernels, _case(layout)
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        in_torch = partial(reference.assemble, self._layout, first, last)
+        attempt(self._case, partial(self._kernels.run, first, last), in_torch)
+
+
+def _case(layout: Layout) -> Hashable:
+    """The formats that kernels are compiled for."""
+    kv = {(str(plane.kv.dtype), plane.kv.shape[2]) for plane in layout.planes}
+    chunks = {(str(f.dtype), f.dim) for chunk in layout.kinds for f in chunk.formats}
+    return "moving", str(layout.planes[0].kv.device), frozenset(kv), frozenset(chunks)

@@ -92,15 +92,32 @@ class ChunkTensors:
         scales: tuple[torch.Tensor | None, ...] = ()
         if any(part.scales for part in parts):
             scales = tuple(part.scale(i) for part in parts for i in range(len(part.tensors)))
-        out = cls(tensors, scales)
         kinds: dict[Format, int] = {}
+        # By the signature's identity: of the same and of moved ones it is one.
+        known: dict[int, list[int]] = {}
         numbers: list[int] = []
         for part in parts:
-            own = [kinds.setdefault(kind, len(kinds)) for kind in part.signature[0]]
-            numbers.extend(own[number] for number in part.signature[1])
-        out.__dict__["signature"] = tuple(kinds), tuple(numbers)  # where cached_property looks
-        out.__dict__["entries"] = np.concatenate([part.entries for part in parts])
-        return out
+            own = known.get(id(part.signature))
+            if own is None:
+                new = [kinds.setdefault(kind, len(kinds)) for kind in part.signature[0]]
+                own = known[id(part.signature)] = [new[number] for number in part.signature[1]]
+            numbers += own
+        entries = np.concatenate([part.entries for part in parts])
+        return cls(tensors, scales)._read((tuple(kinds), tuple(numbers)), entries)
+
+    def moved(
+        self, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None], nbytes: int
+    ) -> ChunkTensors:
+        """Others of the same shapes and strides, each ``nbytes`` (a multiple of 16) behind the one here."""
+        entries = self.entries.copy()
+        entries[:, 0] += nbytes
+        entries[entries[:, 2] != 0, 2] += nbytes
+        return ChunkTensors(tensors, scales)._read(self.signature, entries)
+
+    def _read(self, signature: tuple[tuple[Format, ...], tuple[int, ...]], entries: Numbers) -> ChunkTensors:
+        """What is known without asking the tensors."""
+        self.__dict__.update(signature=signature, entries=entries)  # where cached_property looks
+        return self
 
     def scale(self, plane: int) -> torch.Tensor | None:
         """The scales of one tensor."""

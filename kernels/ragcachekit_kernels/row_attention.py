@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ragcachekit_kernels.attention_kernels import attention_kernel
 from ragcachekit_kernels.configs import QUESTION_ROWS, UNIT, USUAL_TOKENS, Config, config_for, splits_for
-from ragcachekit_kernels.launch import FUSED, LOG2E, padded, processors, upcast
+from ragcachekit_kernels.launch import FUSED, LOG2E, launching_on, padded, processors, upcast
 from ragcachekit_kernels.merging import merge
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
@@ -62,11 +62,14 @@ def attention_at(
     """Launch over the keys and values of one layer of ``table``; what :func:`_launch` returns.
 
     ``tokens`` only helps to choose into how many parts keys are split: about how many keys there will be.
+    Without ``out`` rows from the count on are zeros.
     """
     head_dim = query.shape[-1]
     plain = options.get("window") is None and options.get("softcap") is None
     case = (query.device, query.dtype, head_dim, value_dim)
     config = config or config_for(*case, table=True, plain=plain)
+    if options.get("out") is None:  # rows from the count on are not written
+        options["out"] = query.new_zeros(rows.room, query.shape[0], value_dim)
     sources = {
         "key": None,
         "value": None,
@@ -125,41 +128,42 @@ def _launch(
     parts = query.new_empty(*plane, value_dim, dtype=torch.float32) if splits > 1 else out
     part_lse = query.new_empty(*plane, dtype=torch.float32) if splits > 1 else lse
     sinks = None if sinks is None else sinks.contiguous()
-    attention_kernel[(min(items, programs) if config.resident else items,)](
-        query=query,
-        **sources,
-        out=parts,
-        lse=part_lse,
-        positions=rows.positions,
-        count=rows.count,
-        sinks=sinks,
-        scale=scale * LOG2E if softcap is None else scale * 2 * LOG2E / softcap,
-        cap=0.0 if softcap is None else softcap * LOG2E,
-        window=window or 0,
-        splits=splits,
-        room=room,
-        query_head=query.stride(0),
-        query_row=query.stride(1),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        D=head_dim,
-        DV=value_dim,
-        D_PAD=padded(head_dim),
-        DV_PAD=padded(value_dim),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        LSE=with_lse,
-        SPLIT=splits > 1,
-        TABLE=sources["table"] is not None,
-        DESCRIPTORS=config.descriptors,
-        UPCAST=upcast(query.dtype),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **FUSED,
-    )
+    with launching_on(query.device):
+        attention_kernel[(min(items, programs) if config.resident else items,)](
+            query=query,
+            **sources,
+            out=parts,
+            lse=part_lse,
+            positions=rows.positions,
+            count=rows.count,
+            sinks=sinks,
+            scale=scale * LOG2E if softcap is None else scale * 2 * LOG2E / softcap,
+            cap=0.0 if softcap is None else softcap * LOG2E,
+            window=window or 0,
+            splits=splits,
+            room=room,
+            query_head=query.stride(0),
+            query_row=query.stride(1),
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            D=head_dim,
+            DV=value_dim,
+            D_PAD=padded(head_dim),
+            DV_PAD=padded(value_dim),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            WINDOW=window is not None,
+            SOFTCAP=softcap is not None,
+            SINKS=sinks is not None,
+            LSE=with_lse,
+            SPLIT=splits > 1,
+            TABLE=sources["table"] is not None,
+            DESCRIPTORS=config.descriptors,
+            UPCAST=upcast(query.dtype),
+            num_warps=config.warps,
+            num_stages=config.stages,
+            **FUSED,
+        )
     if part_lse is not None and splits > 1:
         merge(parts, part_lse, out, lse, rows.count, sinks)
     return out.transpose(0, 1), None if lse is None else lse.t()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.launch import FUSED, padded
+from ragcachekit_kernels.launch import FUSED, launching_on, padded
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -71,21 +71,23 @@ def scatter(
     """As :func:`ragcachekit_kernels.dispatch.scatter`."""
     key, value = _dense(key), _dense(value)
     sizes, grid = _sizes(key, value, rows)
-    _scatter_kernel[grid](
-        key, value, into_key, into_value, rows.positions, rows.count, rows.room, *key.stride()[:2],
-        *value.stride()[:2], into_key.stride(0), into_value.stride(0), **sizes, num_warps=4, **FUSED,
-    )  # fmt: skip
+    with launching_on(key.device):
+        _scatter_kernel[grid](
+            key, value, into_key, into_value, rows.positions, rows.count, rows.room, *key.stride()[:2],
+            *value.stride()[:2], into_key.stride(0), into_value.stride(0), **sizes, num_warps=4, **FUSED,
+        )  # fmt: skip
 
 
 def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: int, rows: DeviceRows) -> None:
     """As :func:`ragcachekit_kernels.dispatch.scatter_at`."""
     key, value = _dense(key), _dense(value)
     sizes, grid = _sizes(key, value, rows)
-    _scatter_at_kernel[grid](
-        key, value, table.entries, layer, rows.positions, rows.count, rows.room, *key.stride()[:2],
-        *value.stride()[:2], KV=TYPES[table.dtype], STEP=16 // table.dtype.itemsize, **sizes, num_warps=4,
-        **FUSED,
-    )  # fmt: skip
+    with launching_on(key.device):
+        _scatter_at_kernel[grid](
+            key, value, table.entries, layer, rows.positions, rows.count, rows.room, *key.stride()[:2],
+            *value.stride()[:2], KV=TYPES[table.dtype], STEP=16 // table.dtype.itemsize, **sizes,
+            num_warps=4, **FUSED,
+        )  # fmt: skip
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

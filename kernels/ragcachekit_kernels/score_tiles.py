@@ -34,7 +34,7 @@ def load_keys(key, start, stop, stride, CHECKED: tl.constexpr, D: tl.constexpr, 
     """``[BLOCK, PADDED]`` from ``start`` on; where CHECKED, zeros from ``stop`` on."""
     at = start + tl.arange(0, BLOCK)
     dim = tl.arange(0, PADDED)
-    pointers = key + at[:, None] * stride + dim[None, :]
+    pointers = key + at.to(tl.int64)[:, None] * stride + dim[None, :]
     if CHECKED:
         return tl.load(pointers, mask=(at < stop)[:, None] & (dim < D)[None, :], other=0.0)
     if D == PADDED:

@@ -5,7 +5,8 @@ Part of :mod:`ragcachekit_kernels.dispatch`, which is where to import these from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ragcachekit_kernels import reference, tiled
 from ragcachekit_kernels.backend import uses_triton
 from ragcachekit_kernels.context import ContextMass
+from ragcachekit_kernels.fallback import attempt, refusal
 from ragcachekit_kernels.rows import Rows
 from ragcachekit_kernels.spans import Spans
 
@@ -29,7 +31,8 @@ def scoring_choice(query: torch.Tensor, key: torch.Tensor) -> str:
         return f"torch: head_dim {key.shape[2]} is more than 256"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return "torch: gradients are asked for"
-    return "triton"
+    refused = refusal(_case("scores", key))
+    return f"torch: {refused}" if refused else "triton"
 
 
 def column_scores(
@@ -65,12 +68,14 @@ def column_scores(
         "softcap": softcap,
         "sinks": sinks,
     }
+    in_torch = partial(tiled.column_scores, query, key, rows.positions, spans, **options)
     if not rows or scoring_choice(query, key) != "triton":
-        return tiled.column_scores(query, key, rows.positions, spans, **options)
+        return in_torch()
     from ragcachekit_kernels import column_scores as kernels
 
     ranges = spans if spans is None or isinstance(spans, Spans) else Spans(tuple(spans))
-    return kernels.column_scores(query, key, rows.on(key.device), ranges, **options)
+    kernel = partial(kernels.column_scores, query, key, rows.on(key.device), ranges, **options)
+    return attempt(_case("scores", key), kernel, in_torch)
 
 
 def context_mass(
@@ -106,11 +111,13 @@ def context_mass(
     if sum(lengths) != key.shape[1] or not lengths:
         raise ValueError(f"segments of {list(lengths)} tokens do not make up {key.shape[1]} keys")
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    in_torch = partial(tiled.context_mass, query, key, rows.positions, lengths, **options)
     if not rows or scoring_choice(query, key) != "triton":
-        return tiled.context_mass(query, key, rows.positions, lengths, **options)
+        return in_torch()
     from ragcachekit_kernels import context_kernels
 
-    return context_kernels.context_mass(query, key, rows.on(key.device), lengths, **options)
+    kernel = partial(context_kernels.context_mass, query, key, rows.on(key.device), lengths, **options)
+    return attempt(_case("scores", key), kernel, in_torch)
 
 
 def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -126,7 +133,10 @@ def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
         return reference.span_sums(values, spans)
     from ragcachekit_kernels import deviation
 
-    return deviation.span_sums(values, spans if isinstance(spans, Spans) else Spans(tuple(spans)))
+    ranges = spans if isinstance(spans, Spans) else Spans(tuple(spans))
+    case = "sums", str(values.device), str(values.dtype)
+    in_torch = partial(reference.span_sums, values, spans)
+    return attempt(case, partial(deviation.span_sums, values, ranges), in_torch)
 
 
 def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
@@ -162,7 +172,13 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int])
         return reference.kv_deviation(new, old, rows.positions)
     from ragcachekit_kernels import deviation
 
-    return deviation.kv_deviation(new, old, rows.on(new.device))
+    kernel = partial(deviation.kv_deviation, new, old, rows.on(new.device))
+    in_torch = partial(reference.kv_deviation, new, old, rows.positions)
+    return attempt(_case("deviation", new), kernel, in_torch)
+
+
+def _case(kernel: str, tensor: torch.Tensor) -> Hashable:
+    return kernel, str(tensor.device), str(tensor.dtype), tensor.shape[2]
 
 
 def _rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:

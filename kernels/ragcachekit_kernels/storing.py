@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.assembly import TritonAssembly, angles, constants, flag, load, store, turn
-from ragcachekit_kernels.launch import FUSED
+from ragcachekit_kernels.launch import FUSED, launching_on
 from ragcachekit_kernels.packing import Batch, batches, blocks, upload
 from ragcachekit_kernels.planes import Layout
 from ragcachekit_kernels.rounding import rounded
@@ -179,4 +179,6 @@ def _quantise(batch: Batch, device: torch.device) -> None:
     listed = blocks(batch.places)
     table, at = upload((listed, batch.addresses, batch.entries), device)
     grid = (len(listed) * len(batch.planes), batch.shape.chunk.heads)
-    _quantise_kernel[grid](table, *at, len(batch.planes), **quantise_constants(batch), num_warps=4, **FUSED)
+    named = quantise_constants(batch)
+    with launching_on(device):
+        _quantise_kernel[grid](table, *at, len(batch.planes), **named, num_warps=4, **FUSED)

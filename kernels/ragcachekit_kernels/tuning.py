@@ -18,11 +18,14 @@ def tune_attention(
     head_dim: int,
     tokens: int,
     positions: Sequence[int],
+    few: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     heard: Callable[[str], object] = lambda _: None,
 ) -> tuple[str, ...]:
-    """Tune with these rows, by pointers and by tables of addresses; takes minutes.
+    """Tune for many rows (addresses as arguments) and for few (captured: addresses from a table).
+
+    Takes minutes; what is found is written as soon as it is.
 
     Every candidate is compared with the reference before it is timed (:mod:`ragcachekit_kernels.tune`).
     The environment variable ``RAGCACHEKIT_KERNEL_TUNING`` set to ``path`` makes dispatch use what is
@@ -32,8 +35,10 @@ def tune_attention(
     ----------
     path : path
         The tuning file to write.
-    heads, kv_heads, head_dim, tokens, positions, dtype
-        The case, as :func:`ragcachekit_kernels.dispatch.sparse_attention` gets it.
+    heads, kv_heads, head_dim, tokens, dtype
+        The model and prompt.
+    positions, few : sequence of int
+        Rows of a large forward, and of one that is captured.
     device : torch.device
     heard : callable
         Hears one line per candidate.
@@ -52,13 +57,14 @@ def tune_attention(
         raise ValueError(f"there is nothing to tune on {device}: the Triton kernels do not run there")
     from ragcachekit_kernels import tune
 
-    shape = tune.Shape(heads, kv_heads, head_dim, tokens, positions, dtype)
-
     def timer(call: Callable[[], object]) -> float:
         took = tune.milliseconds(call)
         heard(f"{took:.3f} ms")
         return took
 
-    results = [tune.tune(shape, device, table=table, timer=timer) for table in (False, True)]
-    tune.save(path, results)
+    results: list[tune.Tuned] = []
+    for rows, table in ((positions, False), (few, True)):
+        shape = tune.Shape(heads, kv_heads, head_dim, tokens, rows, dtype)
+        results.append(tune.tune(shape, device, table=table, timer=timer))
+        tune.save(path, results)
     return tuple(f"{one.key}: {one.best}, the best of {len(one.tried)} tried" for one in results)

@@ -303,3 +303,20 @@ class TestRefused:
     def test_spans_that_go_backwards(self, span):
         with pytest.raises(ValueError, match="span"):
             Spans((span,))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a sparse file stands in for memory")
+def test_keys_that_lie_more_than_31_bits_apart(tmp_path):
+    """Strided views of a large cache: a product of 32 bits would turn back and read what lies before."""
+    step, before = 2**30, 2**31
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(2 * (before + 3 * step + 16))  # takes no room but for what is written
+    memory = torch.from_file(str(path), shared=True, size=before + 3 * step + 16, dtype=torch.float16)
+    key = memory.as_strided((1, 4, 16), (16, step, 1), before)
+    query, near = (torch.randn(1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (2, 4))
+    key.copy_(near)
+    found = dispatch.column_scores(query.half(), key, [1, 3], scale=0.3)
+    want = dispatch.column_scores(query.half(), near.half(), [1, 3], scale=0.3)
+    assert torch.equal(found, want)
+    assert (want > 0).all()

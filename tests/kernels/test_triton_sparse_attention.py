@@ -272,6 +272,26 @@ def test_through_dispatch_by_table():
     torch.testing.assert_close(ours.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("room", [9, 300])
+def test_rows_past_the_count_leave_a_captured_attention_as_zeros(monkeypatch, room):
+    """Memory that was used before is full of NaN here."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *size, **kind: nan_filled(empty(*size, **kind)))
+    query, key, value = drawn(2, 2, 40, 16, 16, room)
+    entry = [key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)]
+    table = KVTable(torch.tensor([entry], device=DEVICE), key.dtype)
+    where = torch.tensor([4, 30] + [30] * (room - 2), dtype=torch.int32, device=DEVICE)
+    rows = DeviceRows(where, torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    out = dispatch.sparse_attention_at(query, table, 0, 2, 16, rows, scale=0.3)
+    assert (out[:, 2:] == 0).all()
+    want, _ = by_row(query[:, :2], key, value, [4, 30], scale=0.3)
+    torch.testing.assert_close(out[:, :2].cpu().double(), want, rtol=2e-5, atol=2e-5)
+
+
+def nan_filled(memory):
+    return memory.fill_(NAN) if memory.is_floating_point() else memory
+
+
 class TestChoice:
     def test_what_goes_to_triton(self):
         query, key, value = drawn(1, 1, 8, 16, 16, 1)
