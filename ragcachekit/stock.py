@@ -181,10 +181,15 @@ class Stock:
         self.prompts.neighbours.forget(space, gone)
         with self.warmer.forgetting(space, gone):
             self.prompts.variants.forget(space, gone)
-            from_store = self.store.forget(space, gone)
-            # After the store: requests that still found something there began before the tree forgets.
-            from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
-            self.loads.forget(space, gone)
+            # After the store, also where it raises: requests that still found something there began before.
+            from_tree = 0
+            try:
+                from_store = self.store.forget(space, gone)
+            finally:
+                try:
+                    from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
+                finally:
+                    self.loads.forget(space, gone)
         return from_tree + from_store
 
     # -- what requests leave behind ----------------------------------------------------------------

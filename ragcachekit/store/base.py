@@ -132,6 +132,11 @@ class KVStore(Protocol):
         """Drop entries of the namespace whose chunk id, or any context id, is among ``chunk_ids``.
 
         ``None`` drops the whole namespace. Returns the number of entries dropped.
+
+        Raises
+        ------
+        StoreError
+            If entries may be left that would be handed out.
         """
         ...
 

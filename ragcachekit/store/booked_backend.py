@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from threading import Lock
 
 from fsspec.spec import AbstractFileSystem
 
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.books import Books
 from ragcachekit.store.fsspec_objects import Objects, name_of
-from ragcachekit.store.remote_base import NotHeard, Saved, Usage, hashed
+from ragcachekit.store.process import PerProcess
+from ragcachekit.store.remote_base import Left, NotHeard, Saved, Usage, Writes, hashed
 from ragcachekit.types import KVKey
 
 _TRIES = 32  # times that a write asks for room: others may have been quicker
@@ -25,7 +28,9 @@ class BookedBackend:
     The objects are the truth: a read asks for the object and waits for no server. A write reserves its
     bytes, deletes whom the books name, writes, and has the object counted; without the server nothing is
     written, so that the budget holds whatever fails. A writer that dies in between loses its reservation
-    after a while, and its object with it. ``forget`` first makes the books refuse what is being written.
+    after a while, and its object with it. ``forget`` first makes the books refuse what is being written,
+    and is not done before those writes have ended. What was written, refused and could not be deleted is
+    not read here, and every operation tries to delete it.
 
     Parameters
     ----------
@@ -48,6 +53,8 @@ class BookedBackend:
     ) -> None:
         self._objects, self._books = Objects(fs, root), books(exists=self._is_there)
         self._budget, self._quotas = budget, quotas
+        self._doomed: dict[str, str] = {}  # name → token of the write, the one last tried at the end
+        self._locks = PerProcess(Lock)
         self._folder = hashlib.sha256(f"{fs.protocol}:{root}".encode()).hexdigest()[:32]
 
     @property
@@ -56,6 +63,8 @@ class BookedBackend:
 
     def load(self, key: KVKey) -> bytes | None:
         name = name_of(key)
+        if self._hidden(name):
+            return None
         try:
             blob = self._objects.read(name)
         except FileNotFoundError:
@@ -64,8 +73,10 @@ class BookedBackend:
         self._books.used(name)
         return blob
 
-    def save(self, key: KVKey, blob: bytearray, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
         name, token = name_of(key), secrets.token_hex(8)
+        if self._hidden(name):
+            return Saved(False)
         limits = (self._budget, quota_of(self._quotas, key.namespace) or 0)
         place, evicted = self._room(name, len(blob), limits, token)
         if place is None:
@@ -74,7 +85,7 @@ class BookedBackend:
             self._books.release(name, token, whole=True)
             return Saved(False, evicted)
         try:
-            self._objects.write(key, bytes(blob))
+            self._objects.write(key, blob)
         except BaseException:
             # Where objects are renamed into place, the former one is as it was; else nobody knows.
             self._give_up(name, token, whole=place == "again" and self._objects.renames)
@@ -88,17 +99,25 @@ class BookedBackend:
         self._remove([name_of(key)])
 
     def exists(self, key: KVKey) -> bool:
-        return self._objects.exists(name_of(key))
+        return not self._hidden(name_of(key)) and self._objects.exists(name_of(key))
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None,
+        dropped: set[str],
+        awaits: Writes = frozenset(),
+    ) -> None:
         group = hashed(namespace)
         earlier = [f"{group}/{digest}" for digest in dropped]
-        heard = self._known() and self._books.forgotten(group)
-        found = list(self._objects.concerned(namespace, chunk_ids))
-        for at in range(0, len(found), _AT_ONCE):
-            self._remove(found[at : at + _AT_ONCE], dropped)
-        if not heard:
-            raise NotHeard
+        writes: Writes | None = frozenset()
+        if awaits:
+            self._await(group, awaits)
+        else:
+            writes = self._books.forgotten(group) if self._known() else None
+        self._sweep(list(self._objects.concerned(namespace, chunk_ids)), dropped)
+        if writes is None or writes:
+            raise NotHeard(writes or frozenset())
         for name in earlier:  # deleted while the books could not be told
             self._books.doubt(name)
 
@@ -170,20 +189,68 @@ class BookedBackend:
     def _give_up(self, name: str, token: str, *, whole: bool) -> None:
         """End a write that does not count. If its object cannot be deleted, the reservation goes on."""
         if not whole:
-            self._objects.remove(name)
+            try:
+                self._objects.remove(name)
+            except BaseException:
+                with self._locks.get():
+                    self._doomed[name] = token
+                raise
         self._books.release(name, token, whole=whole)
+
+    def _hidden(self, name: str) -> bool:
+        """Whether what lies under ``name`` was refused; before that, try again to delete such objects."""
+        if not self._doomed:
+            return False
+        with self._locks.get():
+            oldest = next(iter(self._doomed), name)
+            tried = {other: self._doomed.pop(other) for other in {name, oldest} if other in self._doomed}
+            self._doomed |= tried  # at the end
+        for other, token in tried.items():
+            with suppress(Exception):
+                self._bury(other, token)
+        return name in self._doomed
+
+    def _bury(self, name: str, token: str) -> None:
+        writer = self._books.writer(name)
+        if writer is None or writer == token:  # else its lease had ended, and another process deleted it
+            self._objects.remove(name)
+            self._books.release(name, token, whole=False)
+        with self._locks.get():
+            self._doomed.pop(name, None)
+
+    def _await(self, group: str, awaits: Writes) -> None:
+        """NotHeard until these writes have ended; what they have written meanwhile goes."""
+        writes = self._books.writes(group) if self._known() else None
+        left = awaits if writes is None else awaits & writes
+        if left:
+            for _, name in left:
+                with suppress(Exception):
+                    self._objects.remove(name)
+            raise NotHeard(left)
+
+    def _sweep(self, names: Sequence[str], dropped: set[str]) -> None:
+        left: Left | None = None
+        for at in range(0, len(names), _AT_ONCE):
+            try:
+                self._remove(names[at : at + _AT_ONCE], dropped)
+            except Left as some:
+                left = some
+        if left is not None:
+            raise left
 
     def _remove(self, names: Sequence[str], dropped: set[str] | None = None) -> None:
         """Delete objects, and have the books know; what is written under their names later is not meant."""
         stamps = self._books.stamps(names) if self._known() else {}
         gone: dict[str, str] = {}
+
+        def removed(name: str) -> None:
+            if name in stamps:
+                gone[name] = stamps[name]
+            if dropped is not None:
+                dropped.add(name.partition("/")[2])
+
         try:
-            for name in names:
-                self._objects.remove(name)
-                if name in stamps:
-                    gone[name] = stamps[name]
-                if dropped is not None:
-                    dropped.add(name.partition("/")[2])
+            self._objects.remove_all(names, removed)
         finally:
             self._books.gone(gone)
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from ragcachekit.errors import StoreError
 from ragcachekit.store import books_scripts as scripts
 from ragcachekit.store.guard import Guard
+from ragcachekit.store.process import PerProcess
 from ragcachekit.store.redis_store import connect
-from ragcachekit.store.remote_base import Usage
+from ragcachekit.store.remote_base import Usage, Writes
 
 _AT_ONCE = 500  # names per script: other clients wait that long
 _REMEMBERED = 10_000  # uses that are held back while the server does not answer
@@ -47,7 +48,8 @@ class Books:
     prefix : str
         What all keys on the server begin with.
     failures, cooldown, clock
-        After how many failures in a row the server is left alone, and for how many seconds.
+        After how many failures in a row (or twice as many among the last four times as many) the server is
+        left alone, and for how many seconds.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Books:
         self._prefix, self._exists = prefix, exists
         self.mark = ""
         """What the folder is known by; empty while it is not known."""
-        self._lock = Lock()
+        self._locks = PerProcess(Lock)
         self._used: dict[str, None] = {}
         self._doubted: dict[str, None] = {}
         self._teller = 0  # process that has a telling under way
@@ -93,7 +95,7 @@ class Books:
         """Ask for room within ``limits`` (budget, quota or 0), telling which objects were deleted for it."""
 
         def ask() -> Any:
-            self._tell_used()  # or what was read just now would be among the victims
+            self._tell_latest()  # or what was read just now would be among the victims
             return self._eval(scripts.RESERVE, name, nbytes, *limits, token, self._lease, *deleted)
 
         reply = self._run(ask)
@@ -120,10 +122,21 @@ class Books:
         for pairs in _pieces(_flat(stamps.items()), 2 * _AT_ONCE):
             self._run(lambda pairs=pairs: self._eval(scripts.GONE, *pairs))  # type: ignore[misc]
 
-    def forgotten(self, group: str) -> bool:
-        """From now on no write of this namespace that was reserved before counts; False if not heard."""
-        token = secrets.token_hex(8)
-        return self._run(lambda: self._client.hset(self._key("gen"), group, token)) is not None
+    def forgotten(self, group: str) -> Writes | None:
+        """From now on no write of this namespace that was reserved before counts; None if not heard.
+
+        Returns those writes: an object of theirs may still come, until they have given up.
+        """
+        return self._writes(group, secrets.token_hex(8))
+
+    def writes(self, group: str) -> Writes | None:
+        """The writes of this namespace that are under way and within their lease; None if not heard."""
+        return self._writes(group, "")
+
+    def writer(self, name: str) -> str | None:
+        """Token of the write that has reserved this name, empty if none has; None if not heard."""
+        reply = self._run(lambda: self._client.hget(self._key("writes"), name) or b"- ")
+        return None if reply is None else reply.split(b" ")[1].decode()
 
     def used(self, name: str) -> None:
         """An object was read. The server hears of it later."""
@@ -178,6 +191,10 @@ class Books:
             raise StoreError("nobody knows whose books these are")
         return ":".join((f"{{{self._prefix}-bulk-{self.mark}}}", *fields))
 
+    def _writes(self, group: str, gen: str) -> Writes | None:
+        reply = self._run(lambda: self._eval(scripts.WRITES, group, gen))
+        return None if reply is None else frozenset(zip(*[iter(_texts(reply))] * 2, strict=True))
+
     def _stamps(self, names: Sequence[str]) -> dict[str, str]:
         stamps: dict[str, str] = {}
         for some in _pieces(names, _AT_ONCE):
@@ -192,7 +209,7 @@ class Books:
         return {name: s for name, s in stamps.items() if name not in found and int(s) <= begun}
 
     def _note(self, name: str, *, found: bool) -> None:
-        with self._lock:
+        with self._locks.get():
             notes = self._used if found else self._doubted
             notes.pop(name, None)
             notes[name] = None
@@ -208,7 +225,7 @@ class Books:
         try:
             while self._notes():
                 self._tell_used()
-                with self._lock:
+                with self._locks.get():
                     doubted, self._doubted = list(self._doubted), {}
                 known = self._stamps(doubted)
                 gone = {name: stamp for name, stamp in known.items() if not self._exists(name)}
@@ -220,14 +237,24 @@ class Books:
 
     def _notes(self) -> bool:
         """Whether there is more to tell; if not, the next note needs another telling."""
-        with self._lock:
+        with self._locks.get():
             if not (self._used or self._doubted):
                 self._teller = 0
                 return False
             return True
 
+    def _tell_latest(self) -> None:
+        """No more than one script: an operation waits. If there is more, all is told behind its back, in
+        order, so that these are the last once more."""
+        with self._locks.get():
+            used = list(self._used)
+            if len(used) <= _AT_ONCE:
+                self._used = {}
+        if used:
+            self._eval(scripts.TOUCH, *used[-_AT_ONCE:])
+
     def _tell_used(self) -> None:
-        with self._lock:
+        with self._locks.get():
             used, self._used = list(self._used), {}
         for names in _pieces(used, _AT_ONCE):
             self._eval(scripts.TOUCH, *names)

@@ -226,6 +226,26 @@ end
 )
 """ARGV: name and stamp, in turn. Their objects went; what was written since is another matter."""
 
+WRITES = (
+    _COMMON
+    + """
+local ns, token = ARGV[1], ARGV[2]
+if token ~= '' then redis.call('HSET', GEN, ns, token) end
+local reply, time, found = {}, now(), redis.call('HGETALL', WRITES)
+for i = 1, #found, 2 do
+  local name = found[i]
+  if ns_of(name) == ns and tonumber(redis.call('ZSCORE', LEASES, name) or 0) > time then
+    local _, by = writing(name)
+    reply[#reply + 1] = by
+    reply[#reply + 1] = name
+  end
+end
+return reply
+"""
+)
+"""ARGV: hash of a namespace, token of a forget or empty. With a token, no write of the namespace that was
+reserved before counts. Tokens and names, in turn, of its writes under way whose lease has not ended."""
+
 TOUCH = (
     _COMMON
     + """

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
+from ragcachekit.store.disk_forget import DiskForgets
 from ragcachekit.store.disk_shelf import Shelf
 from ragcachekit.store.disk_source import DiskSource
 from ragcachekit.store.entry_buffers import Buffers
@@ -21,10 +22,9 @@ from ragcachekit.store.entry_file import (
     can_read_directly,
     nowhere,
     open_entry,
-    read_key,
 )
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import open_folder, temp_file
+from ragcachekit.store.folder import TakenAway, TempFile, open_folder, temp_file
 from ragcachekit.store.index import IndexDamaged, IndexFailed
 from ragcachekit.types import KVKey
 
@@ -103,6 +103,7 @@ class DiskStore:
             self.direct = direct and can_read_directly(self._folder)
         except (OSError, IndexFailed) as error:
             raise StoreError(f"cannot open the cache folder {self._folder}: {error}") from error
+        self._forgets = DiskForgets(self._shelf, self._counters)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
@@ -142,45 +143,44 @@ class DiskStore:
         TypeError
             For KV of a dtype that safetensors does not know.
         """
-        image = EntryImage(key, kv)
         if self._closed:
             return False
-        most = self._shelf.most(key.namespace)
-        if image.nbytes > most:
-            self._counters.warn_once(
-                "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
-            )
-        elif self._write(key, image):
-            return True
-        self._counters.count("failed_writes")
-        return False
+        try:
+            with temp_file(self._folder, key.namespace) as temp:  # from here on, forgetting stops it
+                self._at("created")
+                kept = self._write(temp, key, EntryImage(key, kv))
+        except (OSError, IndexFailed) as error:
+            kind = "forgotten" if isinstance(error, TakenAway) else "write"
+            self._counters.warn_once(kind, "cannot write to %s: %s", self._folder, error)
+            kept = False
+        if not kept:
+            self._counters.count("failed_writes")
+        return kept
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """As :meth:`put`; nobody is handed down."""
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and os.path.exists(self._shelf.name(key.digest()))
+        digest = key.digest()
+        return not (self._closed or self._forgets.hides(key, digest)) and os.path.exists(
+            self._shelf.name(digest)
+        )
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
-        if self._closed:
-            return frozenset()
-        # The files' sealed headers decide, not the index: a forgotten tenant must be gone.
-        try:
-            files = self._shelf.files()
-        except OSError as error:
-            self._counters.warn_once("forget", "cannot list %s, nothing forgotten: %s", self._folder, error)
-            return frozenset()
-        dropped = frozenset(digest for digest in files if self._drop_if(digest, namespace, chunk_ids))
-        if dropped:
-            self._shelf.sync()
-        return dropped
+        return frozenset() if self._closed else self._forgets.drop(namespace, chunk_ids)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Delete the files of the namespace that hold, or were encoded behind, one of ``chunk_ids``.
 
-        Files too damaged to say whose they are go as well.
+        Files too damaged to say whose they are go as well, and so do those of the namespace whose header
+        cannot be read. What cannot be deleted is not handed out by this process any more, and not counted.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be listed, so that something may be left. What is known has gone.
         """
         return len(self.drop(namespace, chunk_ids))
 
@@ -204,7 +204,7 @@ class DiskStore:
 
     def _reader(self, key: KVKey, digest: str) -> EntryReader | None:
         """The open file of ``key``, or None and a counted miss."""
-        if not self._closed:
+        if not (self._closed or self._forgets.hides(key, digest)):
             try:
                 return open_entry(self._shelf.name(digest), key, self.direct, self._buffers)
             except FileNotFoundError:
@@ -234,40 +234,28 @@ class DiskStore:
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
 
-    def _write(self, key: KVKey, image: EntryImage) -> bool:
-        try:
-            try:
-                self._write_once(key, image)
-            except IndexDamaged:
-                self._shelf.rebuild()
-                self._write_once(key, image)
-        except (OSError, IndexFailed) as error:
-            self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
+    def _write(self, temp: TempFile, key: KVKey, image: EntryImage) -> bool:
+        digest, most = key.digest(), self._shelf.most(key.namespace)
+        if image.nbytes > most:
+            self._counters.warn_once(
+                "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
+            )
             return False
-        return True
-
-    def _write_once(self, key: KVKey, image: EntryImage) -> None:
-        digest = key.digest()
-        self._shelf.make_room(digest, key.namespace, image.nbytes)
+        if self._forgets.hides(key, digest):
+            return False
         try:
-            with temp_file(self._folder) as temp:
-                self._at("created")
-                image.write(temp.fd, self._at)
-                self._shelf.publish(temp, digest, key.namespace, image.nbytes)
+            self._mending(partial(self._shelf.make_room, digest, key.namespace, image.nbytes))
+            image.write(temp.fd, self._at)
+            self._mending(partial(self._shelf.publish, temp, digest, key.namespace, image.nbytes))
         except BaseException:
             self._shelf.settle(digest)
             raise
+        return True
 
-    def _drop_if(self, digest: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
-        path = self._shelf.path(digest)
+    def _mending(self, step: Callable[[], None]) -> None:
+        """Take a step again if the index is damaged, once that is mended."""
         try:
-            if not concerns(read_key(path), namespace, chunk_ids):
-                return False
-        except EntryDamaged:
-            self._counters.count("damaged")
-        except FileNotFoundError:  # another process evicted it just now
-            return False
-        except OSError as error:
-            self._counters.warn_once("forget", "cannot tell whose %s is: %s", path, error)
-            return False
-        return self._shelf.remove(digest)
+            step()
+        except IndexDamaged:
+            self._shelf.rebuild()
+            step()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 
-from ragcachekit.store.base import quota_of
+from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.entry_file import At, read_key
+from ragcachekit.store.entry_file import At, EntryReader, read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, sync_folder
-from ragcachekit.store.index import EntryIndex, IndexFailed
+from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, sync_folder, unfinished
+from ragcachekit.store.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged, IndexFailed
+from ragcachekit.store.notes import Notes
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
-_NOTES = 256  # uses remembered before they are written down
+_NOBODY = ""  # whose files are that can be neither read nor deleted: they count, under no quota
+_MOST_STUCK = 8  # files that one eviction passes over because they cannot be deleted
+_SECONDS_TO_OPEN = 60.0  # to wait for another process that opens the folder or rebuilds the index
 
 
 class Shelf:
@@ -53,14 +56,10 @@ class Shelf:
         self._folder, self._budget, self._quotas = folder, budget, dict(quotas)
         self._prefix = os.path.join(folder, "")
         self._counters, self._at = counters, at
-        self._noting = Lock()
-        self._used: dict[str, None] = {}
-        self._missed: set[str] = set()
+        self._notes = Notes()
         self._nbytes = 0  # of all entries, when this process last looked
         self._index = EntryIndex(folder / "index")
-        with exclusive(folder / "lock"):
-            sweep_orphans(folder)
-            self._restore()
+        self.rebuild(_SECONDS_TO_OPEN)
 
     def path(self, digest: str) -> Path:
         """Where the entry with this digest stands, if there is one."""
@@ -73,6 +72,11 @@ class Shelf:
     def files(self) -> dict[str, int]:
         """As :func:`entry_files`."""
         return entry_files(self._folder)
+
+    def owners(self) -> dict[str, str]:
+        """Digest → namespace as the index has it; IndexFailed if it cannot say."""
+        with self._index.session():
+            return self._index.owners()
 
     def content(self) -> tuple[int, int]:
         """Number of entries and their bytes."""
@@ -105,32 +109,31 @@ class Shelf:
 
         Flushed first: a power failure must not leave a torn file in the place of an older entry. (To name
         new files first, so that one commit of the file system's journal covers content and name, gains
-        nothing: the folder's fsync waits for the medium all the same.) If it raises, :meth:`settle`.
+        nothing: the folder's fsync waits for the medium all the same.) If it raises, :meth:`settle`. A file
+        that has its name by then keeps it: the older one is gone already, and this one is whole.
         """
-        try:
-            os.fsync(temp.fd)
-            self._at("synced")
-            with self._index.session():
-                self._write_notes()
-                held = self._evict(digest, namespace, nbytes)
-                self._at("room made")
-                self._index.add(digest, namespace, nbytes, new=not held)
-                self._at("indexed")
-                self._index.commit()
-                self._nbytes += nbytes - held
-                self._at("committed")
-                temp.rename(self.name(digest))
-                self._at("renamed")
-            sync_folder(self._folder)
-            self._at("folder synced")
-        except BaseException:
-            if temp.named:  # it was promised to nobody, and might not be there after a power failure
-                self.remove(digest, os.fstat(temp.fd))
-            raise
+        os.fsync(temp.fd)
+        self._at("synced")
+        with self._index.session():
+            self._write_notes()
+            held = self._evict(digest, namespace, nbytes)
+            self._at("room made")
+            counted = max(held, nbytes)  # until the new file has its name, the old one is there
+            self._index.add(digest, namespace, counted, new=not held)
+            self._at("indexed")
+            self._index.commit()
+            self._nbytes += counted - held
+            self._at("committed")
+            temp.rename(self.name(digest))
+            self._at("renamed")
+        if counted > nbytes:
+            self.settle(digest)
+        sync_folder(self._folder)
+        self._at("folder synced")
 
     def settle(self, digest: str) -> None:
         """Make the row of an entry agree with its file, if the index can be written."""
-        with suppress(IndexFailed), self._index.session():
+        with suppress(IndexFailed, OSError), self._index.session():
             self._settle(digest)
             self._nbytes = self._index.nbytes()
 
@@ -147,7 +150,8 @@ class Shelf:
                     self._at("removed")
                     self._index.remove(digest)
                 return True
-            path.unlink(missing_ok=True)
+            if seen is None or _same(path, seen):
+                path.unlink(missing_ok=True)
         except OSError as error:
             self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
             return False
@@ -158,30 +162,54 @@ class Shelf:
 
         A use costs no transaction that way. In a crash, the order of the last uses is lost, no more.
         """
-        with self._noting:
-            self._used.pop(digest, None)
-            if found:
-                self._used[digest] = None
-            else:
-                self._missed.add(digest)
-            if len(self._used) + len(self._missed) < _NOTES:
-                return
-        with suppress(IndexFailed), self._index.session(wait=False):
-            self._write_notes()
-            self._shrink(self._budget)
+        if not self._notes.add(digest, found):
+            return
+        with suppress(IndexFailed, OSError):
+            try:
+                with self._index.session(seconds=0.0):
+                    self._write_notes()
+                    self._shrink(self._budget)
+            except IndexDamaged:  # a process that only reads would never hear of it otherwise
+                self.rebuild(0.0)
 
-    def rebuild(self) -> None:
-        """Bring the index to agree with the files, from nothing if it is damaged; drop what is no entry."""
-        with exclusive(self._folder / "lock"):
+    def rebuild(self, seconds: float = SECONDS_TO_LOCK) -> None:
+        """Bring the index to agree with the files, from nothing if it is damaged; drop what is no entry.
+
+        Raises
+        ------
+        OSError, IndexFailed
+            Also if others keep the folder busy for longer than ``seconds``.
+        """
+        with exclusive(self._folder / "lock", seconds):
             sweep_orphans(self._folder)
-            self._restore()
+            self._restore(seconds)
 
     def start_over(self) -> None:
         """As :meth:`rebuild`, trusting no row."""
-        with exclusive(self._folder / "lock"):
+        with exclusive(self._folder / "lock", _SECONDS_TO_OPEN):
             self._index.discard()
             sweep_orphans(self._folder)
-            self._restore()
+            self._restore(_SECONDS_TO_OPEN)
+
+    def interrupt(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Let no write under way, of any process, bring back what is to be forgotten.
+
+        Its temporary file is taken away, whatever it is for if that cannot be read yet. Files that get their
+        names meanwhile are there for whoever lists the folder afterwards.
+
+        Raises
+        ------
+        OSError
+            If one may be left.
+        """
+        concerned = [
+            path
+            for path in unfinished(self._folder, namespace)
+            if not _is_of_others(path, namespace, chunk_ids)
+        ]
+        left = [path for path in concerned if not self._deleted(path)]
+        if left:
+            raise OSError(errno.EIO, "cannot take away what is just being written", str(left[0]))
 
     def sync(self) -> None:
         """Make deletions survive a power failure."""
@@ -190,20 +218,20 @@ class Shelf:
 
     def close(self) -> None:
         """Write down the order of use and close the index."""
-        with suppress(IndexFailed), self._index.session():
+        with suppress(IndexFailed, OSError), self._index.session():
             self._write_notes()
         self._index.close()
 
-    def _restore(self) -> None:
+    def _restore(self, seconds: float) -> None:
         try:
-            self._reconcile()
-        except IndexFailed as error:
+            self._reconcile(seconds)
+        except IndexDamaged as error:
             self._counters.warn_once("index", "index rebuilt from the files: %s", error)
-            self._index.discard()
-            self._reconcile()
+            self._index.discard(seconds)
+            self._reconcile(seconds)
 
-    def _reconcile(self) -> None:
-        with self._index.session(create=True):
+    def _reconcile(self, seconds: float) -> None:
+        with self._index.session(create=True, seconds=seconds):
             self._index.check()
             files, rows = self.files(), self._index.rows()
             for digest, nbytes in rows.items():
@@ -214,33 +242,48 @@ class Shelf:
                     self._settle(digest)
             for namespace in self._index.namespaces():
                 quota = quota_of(self._quotas, namespace)
-                if quota is not None:  # it may be smaller than last time
+                if quota is not None and namespace != _NOBODY:  # it may be smaller than last time
                     self._shrink(quota, namespace)
             self._shrink(self._budget)
 
     def _write_notes(self) -> None:
-        with self._noting:
-            used, self._used = self._used, {}
-            missed, self._missed = self._missed, set()
+        used, missed = self._notes.take()
         if used or missed:
-            missed.update(self._index.touch(list(used)))
-            for digest in missed:
+            # Nearly all that is missed was never there, and has no row that could be wrong.
+            for digest in (*self._index.among(missed), *self._index.touch(used)):
                 self._settle(digest)
             self._at("uses noted")
 
     def _settle(self, digest: str) -> None:
-        path = self.path(digest)
         try:
-            nbytes = os.lstat(path).st_size
+            nbytes = os.lstat(self.name(digest)).st_size
             if self._index.size(digest) != nbytes:
-                self._index.add(digest, read_key(path).namespace, nbytes)
+                self._index.add(digest, self._whose(self.path(digest)), nbytes)
         except FileNotFoundError:
             self._index.remove(digest)
+
+    def _whose(self, path: Path) -> str:
+        """The namespace of an entry, nobody's if that cannot be told; a damaged file is deleted."""
+        try:
+            return read_key(path).namespace
+        except FileNotFoundError:
+            raise
         except EntryDamaged as error:  # nobody could ever read it
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
+            if self._deleted(path):
+                raise FileNotFoundError from error
+        except OSError as error:
+            self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
+        return _NOBODY
+
+    def _deleted(self, path: Path) -> bool:
+        try:
             path.unlink(missing_ok=True)
-            self._index.remove(digest)
+        except OSError as error:
+            self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
+            return False
+        return True
 
     def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit; returns what that is."""
@@ -253,9 +296,18 @@ class Shelf:
         return held
 
     def _shrink(self, most: int, namespace: str | None = None, but: str = "") -> None:
+        stuck: set[str] = set()
         while (nbytes := self._index.nbytes(namespace)) > most:
             victim = self._index.oldest(but, namespace)
-            self.path(victim).unlink(missing_ok=True)
+            try:
+                self.path(victim).unlink(missing_ok=True)
+            except OSError as error:
+                if victim in stuck or len(stuck) == _MOST_STUCK:
+                    raise
+                self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
+                stuck.add(victim)
+                self._index.touch([victim])  # the next one's turn, also the next time
+                continue
             self._at("evicted")
             self._index.remove(victim)
             self._counters.count("evictions")
@@ -274,6 +326,15 @@ def entry_files(folder: Path) -> dict[str, int]:
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, match[1], status.st_size))
     return {digest: size for _, digest, size in sorted(found)}
+
+
+def _is_of_others(path: Path, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
+    """Whether an unfinished file is certainly not what is to be forgotten."""
+    try:
+        with EntryReader(path) as reader:
+            return not concerns(reader.header.key, namespace, chunk_ids)
+    except (EntryDamaged, OSError):
+        return False
 
 
 def _same(path: Path, seen: os.stat_result) -> bool:

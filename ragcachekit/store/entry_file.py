@@ -191,7 +191,7 @@ class EntryReader:
     def _read(self, offset: int, nbytes: int) -> torch.Tensor:
         if self._direct:
             return self._read_pages(offset, nbytes)
-        raw = self._buffers.take(nbytes)
+        raw = self._memory(nbytes)
         self._fill(raw, offset, nbytes)
         return raw
 
@@ -199,11 +199,17 @@ class EntryReader:
         """As ``_read``, of whole pages into whole pages, which is what O_DIRECT wants."""
         before = offset % PAGE
         whole = -(-(before + nbytes) // PAGE) * PAGE
-        memory = self._buffers.take(whole + PAGE)
+        memory = self._memory(whole + PAGE)
         memory = memory[-memory.data_ptr() % PAGE :][:whole]
         self._fill(memory, offset - before, before + nbytes)
         part = memory[before : before + nbytes]
         return part.clone() if nbytes < SMALL else part  # whose pages would be many times the entry
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self._buffers.take(nbytes)
+        except RuntimeError as error:  # as torch says it
+            raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
 
     def _fill(self, memory: torch.Tensor, offset: int, needed: int) -> None:
         """Read into ``memory`` until its first ``needed`` bytes are there."""

@@ -24,6 +24,7 @@ SCHEMA = "4"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."
+_FIELDS = 12  # of the metadata
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
@@ -100,15 +101,19 @@ def header_size(prefix: bytes, file_size: int) -> int:
 
 
 def decode_header(raw: bytes) -> EntryHeader:
-    """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written."""
+    """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written.
+
+    The CRC guards against faults alone: anybody who may write into the folder can put a right one over a
+    header of his own. So whatever the header says is checked, too, and has to say it as we write it.
+    """
     # The text is compared, not the number: "A" for "a" is a flipped bit too.
     if raw[_SEAL] != _seal(raw):
         raise EntryDamaged("the header does not match its CRC")
     try:
         # The object of ``__metadata__`` alone: what follows it says the same of each tensor at length.
         return _parse(_JSON.raw_decode(raw[_LENGTH_BYTES:].decode(), _METADATA)[0])
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
-        raise EntryDamaged(f"a header of another schema: {error!r}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        raise EntryDamaged(f"a header of another schema: {error!r:.200}") from error
 
 
 def _seal(raw: bytes | bytearray) -> bytes:
@@ -145,23 +150,42 @@ def _sums_entries(header: EntryHeader) -> list[str]:
 
 
 def _parse(meta: dict[str, str]) -> EntryHeader:
+    "".join(meta.values()).encode()  # strings alone, and no lone surrogates
     if meta["schema"] != SCHEMA:
         raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
     context, start, sums, crcs = meta["context"], meta["start"], meta["sums"], meta["running_crc32c"]
     layout = Layout.read(meta["layers"])
-    if len(crcs) != _HEX * layout.layers:
+    raw = bytes.fromhex(crcs)
+    if len(crcs) != _HEX * layout.layers or raw.hex() != crcs:
         raise ValueError("layers without CRC")
+    if len(meta) != _FIELDS:
+        raise ValueError("more than belongs into a header")
     return EntryHeader(
         KVKey(
             *(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"]),
-            () if context == _NOTHING else tuple(json.loads(context)),
+            () if context == _NOTHING else _context(context),
         ),
-        int(start) if start else None,
+        _start(start) if start else None,
         layout,
-        struct.unpack(f">{layout.layers}I", bytes.fromhex(crcs)),
+        struct.unpack(f">{layout.layers}I", raw),
         () if sums == _NOTHING else _sums(sums),
         meta["quantised"],
     )
+
+
+def _start(text: str) -> int:
+    start = int(text)
+    if start < 0 or str(start) != text:
+        raise ValueError("a start that nobody wrote")
+    return start
+
+
+def _context(text: str) -> tuple[str, ...]:
+    context = tuple(json.loads(text))
+    "".join(context).encode()  # as above: their text may hold escapes
+    if _COMPACT(context) != text:
+        raise ValueError("a context that nobody wrote")
+    return context
 
 
 def _described(sums: tuple[SealedSpec, ...]) -> str:
@@ -169,4 +193,13 @@ def _described(sums: tuple[SealedSpec, ...]) -> str:
 
 
 def _sums(text: str) -> tuple[SealedSpec, ...]:
-    return tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in json.loads(text))
+    sums = tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in json.loads(text))
+    names = [spec.name for spec in sums]
+    "".join(names).encode()
+    if (
+        {type(spec.crc32c) for spec in sums} != {int}
+        or names != sorted(set(names))
+        or _described(sums) != text
+    ):
+        raise ValueError("sums that nobody wrote")
+    return sums

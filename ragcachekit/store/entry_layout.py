@@ -19,6 +19,9 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 
 _KEPT = 256  # layouts, of some ten KB each
+_MOST_LAYERS = 1 << 16
+_MOST_DIMS = 64  # as many as torch can do sums over
+_MOST_NUMBERS = 1 << 40  # zeros in a shape counted as ones, so that strides are far from overflowing
 _KIND = attrgetter("dtype", "shape")
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -88,7 +91,10 @@ class Layout:
 
     @staticmethod
     def read(text: str) -> Layout:
-        """The reverse of :attr:`text`; KeyError, TypeError or ValueError unless it describes chunk KV."""
+        """The reverse of :attr:`text`.
+
+        KeyError, TypeError, ValueError or RecursionError unless it is the text of chunk KV, to the letter.
+        """
         return _read(text)
 
     @cached_property
@@ -144,20 +150,38 @@ _shared = lru_cache(_KEPT)(Layout)
 @lru_cache(_KEPT)
 def _read(text: str) -> Layout:
     groups = tuple(
-        (count, spec_of(keys, keys_shape), spec_of(values, values_shape))
+        (_count(count), spec_of(keys, keys_shape), spec_of(values, values_shape))
         for count, keys, keys_shape, values, values_shape in json.loads(text)
     )
     shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
-    if not groups or min(count for count, _, _ in groups) < 1 or {len(shape) for shape in shapes} != {3}:
+    if not groups or {len(shape) for shape in shapes} != {3}:
         raise ValueError("no layers of [kv_heads, tokens, head_dim]")
     if len({shape[1] for shape in shapes}) != 1:
         raise ValueError("layers of different numbers of tokens")
-    return _shared(groups)
+    # Only now: 2.0 and True equal 2 and 1, and what is shared would be handed to honest entries.
+    layout = _shared(groups)
+    if layout.layers > _MOST_LAYERS or layout.text != text:
+        raise ValueError("layers that nobody wrote")
+    return layout
 
 
 def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
-    """The spec that :func:`_plain` wrote."""
+    """The spec that :func:`_plain` wrote; KeyError, TypeError or ValueError for anything else."""
+    if (
+        type(shape) is not list
+        or len(shape) > _MOST_DIMS
+        or not all(type(n) is int and n >= 0 for n in shape)
+    ):
+        raise ValueError("a shape that is none")
+    if math.prod(n or 1 for n in shape) > _MOST_NUMBERS:
+        raise ValueError("a shape that no memory holds")
     return TensorSpec(DTYPES[dtype], tuple(shape))
+
+
+def _count(count: int) -> int:
+    if type(count) is not int or not 0 < count <= _MOST_LAYERS:
+        raise ValueError("a number of layers that is none")
+    return count
 
 
 def _plain(spec: TensorSpec) -> tuple[Any, ...]:

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
 
-_TEMP_NAME = re.compile(r"(\d+)-[0-9a-f]{16}\.tmp")
+_TEMP_NAME = re.compile(r"(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.tmp")
 _LOCK_POLL = 0.0005  # seconds
 _PARTS = 512  # in one call; Linux takes 1024
 
@@ -59,48 +60,79 @@ def _refuse_foreign(path: Path, status: os.stat_result) -> None:
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` against other processes; the kernel frees it if this one dies."""
-    fd = locked(path, None)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def locked(path: Path, seconds: float | None) -> int:
-    """A descriptor of the lock file ``path`` that holds its lock until it is closed.
+def exclusive(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock file ``path`` against other processes; the kernel frees it if this one dies.
 
     Raises
     ------
     BlockingIOError
-        If somebody else has held it for ``seconds`` (None: wait for ever).
+        If somebody else has held it for ``seconds``.
+    OSError
+        If the file cannot be opened.
+    """
+    by, fd = os.getpid(), locked(path, seconds)
+    try:
+        yield
+    finally:
+        release(fd, by)
+
+
+def locked(path: Path, seconds: float) -> int:
+    """A descriptor of the lock file ``path`` that holds its lock until its :func:`release`.
+
+    Raises
+    ------
+    BlockingIOError
+        If somebody else has held it for ``seconds``.
     OSError
         If the file cannot be opened.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        if seconds is None:
-            _flock(fd, fcntl.LOCK_EX)
-        else:
-            _flock_within(fd, seconds)
+        lock_within(fd, seconds, fcntl.LOCK_EX, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _flock_within(fd: int, seconds: float) -> None:
+def release(fd: int, by: int) -> None:
+    """Unlock and close a descriptor that process ``by`` locked.
+
+    Closing alone is not enough: a child forked meanwhile has a copy of the descriptor, and the lock with
+    it, for as long as it lives. The child itself must not unlock: that would free its parent's lock.
+    """
+    if by == os.getpid():
+        _flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def lock_within(fd: int, seconds: float | None, how: int, path: Path) -> None:
+    """Lock an open file in the way of ``flock``; nothing happens where the file system knows no locks.
+
+    Raises
+    ------
+    BlockingIOError
+        If somebody else has held it for ``seconds`` (None: wait for ever).
+    """
+    if seconds is None:
+        _flock(fd, how)
+        return
     end = time.monotonic() + seconds
     while True:
         try:
-            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            _flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             if time.monotonic() >= end:
-                raise
+                message = f"another process or thread has held this lock for {seconds:g} s; is it stopped?"
+                raise BlockingIOError(errno.EAGAIN, message, str(path)) from error
             time.sleep(_LOCK_POLL)  # the kernel has no lock with a deadline
         else:
             return
+
+
+class TakenAway(OSError):
+    """Somebody removed a file that was still being written, see :func:`unfinished`."""
 
 
 class TempFile:
@@ -110,18 +142,28 @@ class TempFile:
         self.fd, self.path, self.named = fd, path, False
 
     def rename(self, name: str) -> None:
-        """Give it its final name, in place of what has that now."""
-        os.replace(self.path, name)
+        """Give it its final name, in place of what has that now.
+
+        Raises
+        ------
+        TakenAway
+            If it is not there any more.
+        """
+        try:
+            os.replace(self.path, name)
+        except FileNotFoundError as error:
+            raise TakenAway(f"{self.path} was taken away while it was written") from error
         self.named = True
 
 
 @contextmanager
-def temp_file(folder: str | os.PathLike[str]) -> Iterator[TempFile]:
+def temp_file(folder: str | os.PathLike[str], whose: str = "") -> Iterator[TempFile]:
     """A new file of mode 0600, removed on leaving unless it was renamed.
 
-    Its lock tells other processes that its writer is alive, see :func:`sweep_orphans`.
+    Its lock tells other processes that its writer is alive, see :func:`sweep_orphans`; its name tells them
+    ``whose`` it is to be, see :func:`unfinished`.
     """
-    temp = TempFile(*_create_locked(folder))
+    temp = TempFile(*_create_locked(folder, _mark(whose)))
     try:
         yield temp
     finally:
@@ -131,9 +173,13 @@ def temp_file(folder: str | os.PathLike[str]) -> Iterator[TempFile]:
         os.close(temp.fd)
 
 
-def _create_locked(folder: str | os.PathLike[str]) -> tuple[int, str]:
+def _mark(whose: str) -> str:
+    return blake2b(whose.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+
+
+def _create_locked(folder: str | os.PathLike[str], mark: str) -> tuple[int, str]:
     while True:
-        path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        path = os.path.join(folder, f"{os.getpid()}-{mark}{secrets.token_hex(4)}.tmp")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
@@ -152,6 +198,18 @@ def orphans(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def unfinished(folder: Path, whose: str) -> Iterator[Path]:
+    """Temporary files of ``whose``, with or without a living writer (and in one of 2^32 cases another's).
+
+    Whoever removes one keeps it from getting its name.
+    """
+    mark = _mark(whose)
+    for path in folder.iterdir():
+        match = _TEMP_NAME.fullmatch(path.name)
+        if match and match[2] == mark:
+            yield path
+
+
 def sweep_orphans(folder: Path) -> int:
     """Remove temporary files whose writer is gone; returns how many."""
     swept = 0
@@ -167,12 +225,13 @@ def _abandoned(path: Path, pid: int) -> bool:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
+    by = os.getpid()
     try:
         return _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) or not _alive(pid)
     except BlockingIOError:
         return False
     finally:
-        os.close(fd)
+        release(fd, by)
 
 
 def _flock(fd: int, operation: int) -> bool:

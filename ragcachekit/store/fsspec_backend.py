@@ -11,7 +11,8 @@ from fsspec.spec import AbstractFileSystem
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.fsspec_objects import Objects, group_of, name_of
-from ragcachekit.store.remote_base import Saved, Usage, hashed
+from ragcachekit.store.process import PerProcess
+from ragcachekit.store.remote_base import Saved, Usage, Writes, hashed
 from ragcachekit.types import KVKey
 
 
@@ -43,8 +44,8 @@ class FsspecBackend:
         self._quotas = {hashed(name): quota for name, quota in quotas.items() if name != "*"}
         self._other_quota = quotas.get("*")
         self._index: Ranking[str] = Ranking(Lru(), groups=True)
-        self._lock = Lock()  # around the bookkeeping, never while waiting for the file system
-        self._changing = Lock()  # around writes and forgets
+        self._locks = PerProcess(Lock)  # around the bookkeeping, never while waiting for the file system
+        self._changing = PerProcess(Lock)  # around writes and forgets
         self._listed = False
 
     def load(self, key: KVKey) -> bytes | None:
@@ -54,17 +55,17 @@ class FsspecBackend:
         except FileNotFoundError:
             self._gone(name)
             return None
-        with self._lock:
+        with self._locks.get():
             if name in self._index:
                 self._index.touch(name)
                 return blob
         # Another process wrote it. It counts from now on, unless that costs somebody else's place.
-        with self._lock:
+        with self._locks.get():
             if self._index.nbytes + len(blob) <= self._budget:
                 self._add(name, len(blob))
         return blob
 
-    def save(self, key: KVKey, blob: bytearray, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
         name = name_of(key)
         with self._alone():
             self._list()
@@ -72,12 +73,12 @@ class FsspecBackend:
             if not wanted():
                 return Saved(False, evicted)
             try:
-                self._objects.write(key, bytes(blob))
+                self._objects.write(key, blob)
             except BaseException:
                 if name not in self._index:
                     self._remove_or_count(name, len(blob))
                 raise
-            with self._lock:
+            with self._locks.get():
                 self._add(name, len(blob))
             return Saved(True, evicted + self._make_room(name, len(blob)))  # reads may have added some
 
@@ -87,16 +88,24 @@ class FsspecBackend:
     def exists(self, key: KVKey) -> bool:
         return self._objects.exists(name_of(key))
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None,
+        dropped: set[str],
+        awaits: Writes = frozenset(),
+    ) -> None:
+        def removed(name: str) -> None:
+            self._gone(name)
+            dropped.add(name.partition("/")[2])
+
         with self._alone():
-            for name in self._objects.concerned(namespace, chunk_ids):
-                self._discard(name)
-                dropped.add(name.partition("/")[2])
+            self._objects.remove_all(self._objects.concerned(namespace, chunk_ids), removed)
 
     def usage(self) -> Usage:
         if not self._listed:
             self.open()
-        with self._lock:
+        with self._locks.get():
             return Usage(len(self._index), self._index.nbytes)
 
     def open(self) -> int:
@@ -109,12 +118,13 @@ class FsspecBackend:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._changing.acquire(timeout=self._patience):
+        changing = self._changing.get()
+        if not changing.acquire(timeout=self._patience):
             raise TimeoutError("an earlier write has not ended")
         try:
             yield
         finally:
-            self._changing.release()
+            changing.release()
 
     def _make_room(self, name: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
@@ -123,7 +133,7 @@ class FsspecBackend:
             try:
                 self._discard(victim)  # it counts until the object has gone
             except BaseException:
-                with self._lock:
+                with self._locks.get():
                     self._index.touch(victim)  # one that cannot be deleted is not asked for every time
                 raise
             evicted += 1
@@ -133,7 +143,7 @@ class FsspecBackend:
         """Who has to leave next for ``nbytes`` under ``name``; None once they fit."""
         group = group_of(name)
         quota = self._quotas.get(group, self._other_quota)
-        with self._lock:
+        with self._locks.get():
             self._index.touch(name)  # now last in line: what it has now is not evicted for itself
             own = self._index.size(name) if name in self._index else 0
             if quota and self._index.nbytes_of(group) - own + nbytes > quota:
@@ -149,7 +159,7 @@ class FsspecBackend:
         self._index.add(name, nbytes, group=group_of(name))
 
     def _gone(self, name: str) -> None:
-        with self._lock:
+        with self._locks.get():
             self._index.remove(name)
 
     def _remove_or_count(self, name: str, nbytes: int) -> None:
@@ -157,7 +167,7 @@ class FsspecBackend:
         try:
             self._objects.remove(name)
         except Exception:
-            with self._lock:
+            with self._locks.get():
                 self._add(name, nbytes)
 
     def _discard(self, name: str) -> None:
@@ -169,7 +179,7 @@ class FsspecBackend:
         if self._listed:
             return 0
         found = self._objects.listing()
-        with self._lock:
+        with self._locks.get():
             for name, nbytes in found.items():
                 self._add(name, nbytes)
         self._listed = True  # also if not all of what is too much can be deleted: the next write goes on

@@ -6,7 +6,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from threading import Lock
@@ -17,7 +18,8 @@ from fsspec.spec import AbstractFileSystem
 from ragcachekit.store.base import concerns
 from ragcachekit.store.entry_bytes import key_in
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.remote_base import hashed
+from ragcachekit.store.process import PerProcess
+from ragcachekit.store.remote_base import Left, hashed
 from ragcachekit.store.seal import OVERHEAD, body
 from ragcachekit.types import KVKey
 
@@ -26,6 +28,8 @@ _TEMP = "tmp"
 _MARK = "books.id"
 _BEGINNING = 64 << 10  # bytes that hold most headers
 _ABANDONED = 3600.0  # seconds after which a temporary file has no writer any more
+_KNOWN = 1 << 16  # keys that are remembered; of other objects, forgetting reads the header
+_HOPELESS = 8  # objects that cannot be deleted, one after the other, before the rest is not tried
 
 
 class Objects:
@@ -45,26 +49,51 @@ class Objects:
         self._fs, self.root = fs, root.rstrip("/")
         # File systems with a rename of their own show half-written files; object stores do neither.
         self.renames = type(fs).mv is not AbstractFileSystem.mv
-        self._keys: dict[str, KVKey] = {}
-        self._lock = Lock()  # around the keys, never while waiting for the file system
+        self._keys: OrderedDict[str, KVKey] = OrderedDict()
+        self._locks = PerProcess(Lock)  # around the keys, never while waiting for the file system
 
     def read(self, name: str) -> bytes:
         """The object; FileNotFoundError if there is none."""
         blob: bytes = self._fs.cat_file(self._path(name))
         return blob
 
-    def write(self, key: KVKey, blob: bytes) -> None:
+    def write(self, key: KVKey, blob: memoryview) -> None:
         """Write the object of ``key`` in place of the one that is there, whole where the system renames."""
-        self._put(self._path(name_of(key)), blob)
-        with self._lock:
-            self._keys[name_of(key)] = key
+        # Files take the buffer as it is; who sends requests may not, and copies before it sends.
+        self._put(self._path(name_of(key)), blob if "file" in _protocols(self._fs) else bytes(blob))
+        self._remember(name_of(key), key)
 
     def remove(self, name: str) -> None:
         """Delete the object, if it is there."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        with self._lock:
+        with self._locks.get():
             self._keys.pop(name, None)
+
+    def remove_all(self, names: Iterable[str], removed: Callable[[str], object]) -> None:
+        """Delete objects, telling each that went.
+
+        Raises
+        ------
+        Left
+            At the end, if some could not be deleted.
+        Exception
+            What the file system raises, if it is so for eight in a row.
+        """
+        left: Exception | None = None
+        row = 0
+        for name in names:
+            try:
+                self.remove(name)
+            except Exception as error:
+                left, row = error, row + 1
+                if row == _HOPELESS:
+                    raise
+            else:
+                row = 0
+                removed(name)
+        if left is not None:
+            raise Left(f"{type(left).__name__}: {left}") from left
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
@@ -108,15 +137,20 @@ class Objects:
         return text if re.fullmatch("[0-9a-f]{32}", text) else None
 
     def make_mark(self) -> str:
-        """Mark the folder, and return the mark."""
-        mark = secrets.token_hex(16)
-        self._put(f"{self.root}/{_MARK}", mark.encode())
-        return mark
+        """Mark the folder, unless another process was quicker; the mark that it has now."""
+        path, mark = f"{self.root}/{_MARK}", secrets.token_hex(16)
+        if "file" in _protocols(self._fs) and self._made(path, mark):
+            return mark
+        there = self.mark()
+        if there is None:  # none, or the half of one
+            self._put(path, mark.encode())
+            there = self.mark()
+        return there or mark
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}{_ENDING}"
 
-    def _put(self, path: str, blob: bytes) -> None:
+    def _put(self, path: str, blob: bytes | memoryview) -> None:
         if not self.renames:
             self._fs.pipe_file(path, blob)
             return
@@ -131,6 +165,27 @@ class Objects:
                 self._fs.rm_file(temp)
             raise
 
+    def _made(self, path: str, text: str) -> bool:
+        """Make a file whole and only if there is none; False if there is, or the file system cannot."""
+        temp = f"{self.root}/{_TEMP}/{secrets.token_hex(16)}"
+        self._make_folder(temp.rpartition("/")[0])
+        try:
+            self._fs.pipe_file(temp, text.encode())
+            os.link(temp, path)
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                os.unlink(temp)
+        return True
+
+    def _remember(self, name: str, key: KVKey) -> None:
+        with self._locks.get():
+            self._keys[name] = key
+            self._keys.move_to_end(name)
+            if len(self._keys) > _KNOWN:
+                self._keys.popitem(last=False)
+
     def _make_folder(self, path: str) -> None:
         if "file" in _protocols(self._fs):
             os.makedirs(self.root, mode=0o700, exist_ok=True)  # KV says what the documents say
@@ -138,16 +193,18 @@ class Objects:
 
     def _concerned(self, name: str, nbytes: int, namespace: str, chunk_ids: frozenset[str]) -> bool:
         """Whether the object is to be forgotten; one that cannot be read as an entry is nobody's loss."""
-        with self._lock:
+        with self._locks.get():
             key = self._keys.get(name)
         try:
-            key = key or self._key_of(name, nbytes)
+            try:
+                key = key or self._key_of(name, nbytes)
+            except OSError:
+                key = self._key_of(name, nbytes)
         except FileNotFoundError:
             return False
-        except EntryDamaged:
+        except Exception:  # it may be about anything
             return True
-        with self._lock:
-            self._keys[name] = key
+        self._remember(name, key)
         return concerns(key, namespace, chunk_ids)
 
     def _key_of(self, name: str, nbytes: int) -> KVKey:

@@ -49,7 +49,8 @@ class FsspecStore(RemoteStore):
     options : mapping
         For the file system (``endpoint_url`` of S3 and the like).
     failures, cooldown, clock
-        After how many failures in a row it is left alone, and for how many seconds.
+        After how many failures in a row (or twice as many among the last four times as many) it is left
+        alone, and for how many seconds.
 
     Raises
     ------

@@ -47,10 +47,10 @@ class GpuStore(MemoryStore):
             self._counters.warn_once("memory", "no room on %s: %s", self._device, error)
             return False, ()
 
-    def _placed(self, kv: ChunkKV) -> ChunkKV:
+    def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         kv = kv.to(self._device)
         if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
             kv = kv.each(torch.Tensor.contiguous)
         # Read here and not at every use: what is lent knows them too.
         _ = kv.planes.formats, kv.planes.entries
-        return kv
+        return kv, kv.nbytes

@@ -17,6 +17,8 @@ from threading import Condition, Thread
 from typing import Any, TypeVar
 
 from ragcachekit.store.breaker import Breaker
+from ragcachekit.store.patience import patience
+from ragcachekit.store.process import PerProcess
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,8 @@ class GuardStats:
     timeouts, errors : int
         How many of them took too long, or raised.
     refused : int
-        How many were not tried, because the breaker was open or every thread hung.
+        How many were not tried, because the breaker was open, every thread hung, or the plan that asked
+        had waited enough.
     opened : int
         Times that the breaker opened.
     stuck : int
@@ -99,15 +102,14 @@ class Guard:
         self.deadline = deadline
         self._name = name
         self._workers, self._spares = workers, spares
-        self._breaker = Breaker(failures, cooldown, clock)
+        self._breakers = PerProcess(lambda: Breaker(failures, cooldown, clock))
         self._counts = {"calls": 0, "timeouts": 0, "errors": 0, "refused": 0}
         self._closed = self._warned = False
         self._start()
 
     def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late, or is not worth trying."""
-        if self._pid != os.getpid():
-            self._start()  # a fork took the threads away, and perhaps left the lock held
+        self._own()
         self._count("calls")
         if self._closed or not self._breaker.allow():
             self._count("refused")
@@ -120,14 +122,26 @@ class Guard:
             self._record(failure)
         return result
 
+    def look(self, operation: Callable[[], T], default: T) -> T:
+        """As :meth:`run`, and not tried if the plan that asks has waited enough here."""
+        plan = patience()
+        if plan is None:
+            return self.run(operation, default)
+        if not plan.lasts(self, self.deadline):
+            self._own()
+            self._count("calls")
+            self._count("refused")
+            return default
+        with plan.spending(self):
+            return self.run(operation, default)
+
     def post(self, operation: Callable[[], object]) -> bool:
         """Run ``operation`` behind the caller's back; False if it is not worth trying.
 
         It has to end by itself (give its sockets time-outs): nobody gives it up. What it raises is a
         failure like any other; after failures in a row others than it try first.
         """
-        if self._pid != os.getpid():
-            self._start()
+        self._own()
         self._count("calls")
         job = None if self._closed or self._breaker.is_open else self._submit(operation)
         if job is None:
@@ -143,6 +157,7 @@ class Guard:
 
     def stats(self) -> GuardStats:
         """Counts since it was made."""
+        self._own()
         with self._ready:
             return GuardStats(
                 **self._counts, opened=self._breaker.opened, stuck=self._stuck, is_open=self._breaker.is_open
@@ -151,15 +166,24 @@ class Guard:
     def close(self) -> None:
         """Let idle threads end; further operations are refused."""
         self._closed = True
-        if self._pid == os.getpid():  # else a fork took the threads away, and perhaps left the lock held
-            with self._ready:
-                self._ready.notify_all()
+        self._own()
+        with self._ready:
+            self._ready.notify_all()
+
+    @property
+    def _breaker(self) -> Breaker:
+        return self._breakers.get()
+
+    def _own(self) -> None:
+        """A fork took the threads away, and perhaps left the lock held: begin anew."""
+        if self._pid != os.getpid():
+            self._start()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
         self._ready = Condition()
         self._jobs: deque[_Job] = deque()
         self._threads = self._idle = self._stuck = 0
+        self._pid = os.getpid()  # last: whoever sees it finds the rest
 
     def _count(self, event: str) -> None:
         with self._ready:
@@ -186,7 +210,7 @@ class Guard:
 
     def _record(self, failure: str) -> None:
         if self._breaker.record(not failure):
-            _log.warning("%s tier: left alone for a while after failures in a row: %s", self._name, failure)
+            _log.warning("%s tier: left alone for a while after too many failures: %s", self._name, failure)
 
     def _posted(self, future: Future[Any]) -> None:
         error = future.exception()

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.folder import locked, open_folder
+from ragcachekit.store.folder import locked, open_folder, release
+from ragcachekit.store.process import PerProcess
 
 _NAME = "cache.db"
-_SECONDS_TO_LOCK = 5.0
+_AT_ONCE = 500  # values that a statement is given; SQLite takes at least 999
+SECONDS_TO_LOCK = 5.0
+"""How long work that changes the folder waits for others who do."""
 
 _SCHEMA = (
     # The order of use is the row id: the oldest row is the first, and any index on a column has it behind.
@@ -44,19 +47,22 @@ _SETTINGS = (
 )
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
 
-# What the machine is to blame for; rebuilding would help against none of it.
+# What the machine is to blame for; rebuilding would help against none of it. That a file cannot be written
+# (SQLITE_READONLY) is not among it: so says a flipped bit, and a file of its own can be replaced.
 _NOT_DAMAGE = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_INTERRUPT,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_PROTOCOL,
 }
+
+# The second, if a damaged schema is no text: sqlite3 cannot even decode the message that says so.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)
 
 
 class IndexFailed(StoreError):
@@ -80,14 +86,14 @@ class EntryIndex:
         open_folder(folder)
         self._path = folder / _NAME
         self._lock_path = folder / "lock"
-        self._mutex = Lock()
+        self._mutex = PerProcess(Lock)
         self._connection: sqlite3.Connection | None = None
         self._of: tuple[int, int, int] | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._closed = False
 
     @contextmanager
-    def session(self, *, create: bool = False, wait: bool = True) -> Iterator[None]:
+    def session(self, *, create: bool = False, seconds: float = SECONDS_TO_LOCK) -> Iterator[None]:
         """A transaction that no other thread or process can come between.
 
         It is committed even if the body raises: rows follow what happened to files, and files have no
@@ -97,16 +103,16 @@ class EntryIndex:
         ----------
         create : bool
             Begin an index where there is none; otherwise that is damage.
-        wait : bool
-            False: raise at once if somebody else is at work.
+        seconds : float
+            How long to wait while somebody else is at work.
 
         Raises
         ------
         IndexDamaged, IndexFailed
             For whatever SQLite or a damaged row brings up; nothing is changed then.
         """
-        seconds = _SECONDS_TO_LOCK if wait else 0.0
-        if not self._mutex.acquire(timeout=seconds):
+        mutex = self._mutex.get()
+        if not mutex.acquire(timeout=seconds):
             raise IndexFailed("another thread is busy with the index")
         try:
             with self._held(seconds):
@@ -114,17 +120,17 @@ class EntryIndex:
                     self._begin(create)
                     with self._committed():
                         yield
-                except sqlite3.Error as error:
+                except _FAILURES as error:
                     self._disconnect()  # takes back what was not committed
                     raise _failure(error) from error
         finally:
-            self._mutex.release()
+            mutex.release()
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error:
+        except _FAILURES:
             raise
         except BaseException:
             self.commit()
@@ -136,15 +142,16 @@ class EntryIndex:
         if self._connected().in_transaction:
             self._execute("COMMIT")
 
-    def discard(self) -> None:
+    def discard(self, seconds: float = SECONDS_TO_LOCK) -> None:
         """Remove the files of a damaged index. No session is under way meanwhile, in no process."""
-        with self._mutex, self._held(_SECONDS_TO_LOCK):
+        with self._mutex.get(), self._held(seconds):
             self._disconnect()
             for suffix in ("", "-journal", "-wal", "-shm"):
                 self._path.with_name(_NAME + suffix).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise unless tables, indexes and sums agree with each other and every row makes sense."""
+        """Raise unless it can be written, and tables, indexes and sums agree and every row makes sense."""
+        self._execute("PRAGMA user_version = 0")
         for (found,) in self._execute("PRAGMA integrity_check(1)"):
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found))
@@ -156,6 +163,10 @@ class EntryIndex:
     def rows(self) -> dict[str, int]:
         """Digest → file size, least recently used first."""
         return dict(self._execute("SELECT digest, nbytes FROM entries ORDER BY used").fetchall())
+
+    def owners(self) -> dict[str, str]:
+        """Digest → namespace."""
+        return dict(self._execute("SELECT digest, namespace FROM entries").fetchall())
 
     def nbytes(self, namespace: str | None = None) -> int:
         """Sum of all sizes, or of those of one namespace."""
@@ -219,6 +230,15 @@ class EntryIndex:
             return []
         return [digest for digest in digests if not self.size(digest)]
 
+    def among(self, digests: Iterable[str]) -> list[str]:
+        """Those that have a row."""
+        asked, found = list(digests), []
+        for at in range(0, len(asked), _AT_ONCE):
+            some = tuple(asked[at : at + _AT_ONCE])
+            marks = ",".join("?" * len(some))
+            found += self._execute(f"SELECT digest FROM entries WHERE digest IN ({marks})", some).fetchall()
+        return [digest for (digest,) in found]
+
     def remove(self, digest: str) -> None:
         """Forget an entry; no error if there is none."""
         found = self._execute("SELECT used, namespace, nbytes FROM entries WHERE digest = ?", (digest,))
@@ -235,7 +255,7 @@ class EntryIndex:
 
     def close(self) -> None:
         """Close the connection; further sessions fail."""
-        with self._mutex:
+        with self._mutex.get():
             self._closed = True
             self._disconnect()
 
@@ -254,6 +274,7 @@ class EntryIndex:
     @contextmanager
     def _held(self, seconds: float) -> Iterator[None]:
         """The lock of the index. SQLite has locks of its own, but they cannot guard :meth:`discard`."""
+        by = os.getpid()
         try:
             try:
                 fd = locked(self._lock_path, seconds)
@@ -265,7 +286,7 @@ class EntryIndex:
         try:
             yield
         finally:
-            os.close(fd)
+            release(fd, by)
 
     def _begin(self, create: bool) -> None:
         if self._closed:
@@ -276,7 +297,7 @@ class EntryIndex:
             self._disconnect()
             self._of = of
             self._connection = sqlite3.connect(
-                self._path, timeout=_SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
+                self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
             )
             for setting in _SETTINGS:
                 self._execute(setting).fetchall()
@@ -326,7 +347,7 @@ def _size(number: object) -> int:
     return number
 
 
-def _failure(error: sqlite3.Error) -> IndexFailed:
+def _failure(error: sqlite3.Error | UnicodeDecodeError) -> IndexFailed:
     code = getattr(error, "sqlite_errorcode", None)
     kind = IndexFailed if code is not None and code & 0xFF in _NOT_DAMAGE else IndexDamaged
     return kind(f"the index failed: {error!r}")

@@ -65,7 +65,7 @@ class Loader:
         desk = self._desk
         with desk.changed:
             desk.sweep()
-            load = desk.findable.get(key)
+            load = desk.find(key)
             handle = LoadingKV(load, self._deadline) if load is not None else None
             forgets = desk.forgets
         if handle is None:
@@ -116,6 +116,7 @@ class Loader:
         with desk.changed:
             if desk.closed:
                 return
+            desk.sweep()
             known = {*desk.findable, *desk.queue}
             desk.queue.extend(key for key in dict.fromkeys(keys) if key not in known)
             while len(desk.queue) > MOST_PREFETCHES:

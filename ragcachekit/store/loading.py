@@ -11,7 +11,8 @@ from typing import overload
 
 import torch
 
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
+from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
 from ragcachekit.types import KVKey
 
@@ -42,6 +43,8 @@ class Load:
     ----------
     late : callable
         To be told, with the condition held, that the request waited this many seconds for it in vain.
+    left : callable
+        To be told, at any moment, that one who held it does not any more.
     pairs : list
         What has been read and verified, layer by layer; None for what has not.
     rank : float
@@ -54,6 +57,7 @@ class Load:
     source: LayerSource
     changed: threading.Condition
     late: Callable[[Load, float], object]
+    left: Callable[[Load], object] = lambda _: None
     rank: float = float("inf")
     prefetched: bool = False
     busy: bool = False
@@ -85,14 +89,16 @@ class Load:
     def kv(self) -> ChunkKV:
         """All of it, once it is complete."""
         keys, values = zip(*(pair for pair in self.pairs if pair is not None), strict=True)
-        return ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
+        kv = ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
+        return PackedKV.of(kv, kv.quantised) if is_packed(kv.sums) else kv
 
 
 class LoadingKV:
     """One request's hold on an entry that is being read; stands where :class:`ChunkKV` stands for linking.
 
     What the header says is there at once. ``keys[i]`` and ``values[i]`` wait until layer ``i`` has been
-    read and verified. Dropping the last hold gives the reading up.
+    read and verified. Dropping the last hold gives the reading up. An entry that is read in eight bits
+    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does.
 
     Attributes
     ----------
@@ -114,16 +120,27 @@ class LoadingKV:
         source = load.source
         self.key, self.tier, self.nbytes = load.key, source.tier, source.nbytes
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums: Mapping[str, torch.Tensor] = source.sums
+        self.sums: Mapping[str, torch.Tensor] = own_sums(source.sums)
         self.quantised = source.quantised
         self.keys: Sequence[torch.Tensor] = _Side(self, 0)
         self.values: Sequence[torch.Tensor] = _Side(self, 1)
         load.handles.add(self)
 
+    def __del__(self) -> None:
+        load = self.load
+        load.handles.discard(self)  # whose weak references may still be alive
+        load.left(load)
+
     @property
-    def shapes(self) -> tuple[tuple[tuple[torch.dtype, tuple[int, ...]], ...], ...]:
+    def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
         """Per layer, dtype and shape of keys and of values; does not wait."""
-        return self.load.source.shapes
+        source = self.load.source
+        return unpacked_shapes(source.shapes, source.sums) if is_packed(source.sums) else source.shapes
+
+    @property
+    def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
+        """Per layer, dtypes and shapes of :meth:`stored_layer`; does not wait."""
+        return with_scales(self.load.source.shapes, self.load.source.sums)
 
     @property
     def ready(self) -> int:
@@ -161,6 +178,14 @@ class LoadingKV:
         LoadFailed
             If they cannot be read, are damaged, or are not there before the deadline.
         """
+        pair, sums = self._read(number), self.load.source.sums
+        return unpacked_layer(number, *pair, sums) if is_packed(sums) else pair
+
+    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
+        """As :meth:`layer`; what is read in eight bits comes as it is, with its scales."""
+        return *self._read(number), *scales_of(self.load.source.sums, number)
+
+    def _read(self, number: int) -> Pair:
         pair = self.load.pairs[number]
         return pair if pair is not None else self._wait(number)
 

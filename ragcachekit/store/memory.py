@@ -41,8 +41,8 @@ class MemoryStore:
 
     Notes
     -----
-    ``ChunkKV.nbytes`` is what counts. Tensors that are slices of a larger buffer keep all of that
-    buffer alive, so an encoder that works in batches hands over copies.
+    ``ChunkKV.nbytes`` is what counts, unless a tier knows that more is taken. Tensors that are slices of
+    a larger buffer keep all of that buffer alive, so an encoder that works in batches hands over copies.
     """
 
     shared = False
@@ -96,15 +96,18 @@ class MemoryStore:
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """As :meth:`put`, with whom it evicted."""
-        kv = self._placed(kv)
         with self._lock:
-            if self._closed or not self._may_fit(key, kv):
+            if self._closed or not self._may_fit(key, self._least(kv)):
+                return False, ()
+        kv, nbytes = self._placed(kv)
+        with self._lock:
+            if self._closed or not self._may_fit(key, nbytes):
                 return False, ()
             self._let_go(key)
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
             # Ranked before anybody leaves: it starts from the clock at which it came (RAGCache, Algorithm 1).
-            self._ranking.add(key, kv.nbytes, kv.tokens, key.namespace, access)
+            self._ranking.add(key, nbytes, kv.tokens, key.namespace, access)
             evicted = self._make_room(key)
             return True, evicted
 
@@ -142,25 +145,29 @@ class MemoryStore:
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
 
-    def _placed(self, kv: ChunkKV) -> ChunkKV:
-        """The KV as this tier holds it."""
-        return kv
+    def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        """The KV as this tier holds it, and the bytes that it takes."""
+        return kv, kv.nbytes
+
+    def _least(self, kv: ChunkKV) -> int:
+        """Bytes that it will take at least: what cannot fit is not placed for nothing."""
+        return kv.nbytes
 
     # -- room --------------------------------------------------------------------------------------
 
-    def _may_fit(self, key: KVKey, kv: ChunkKV) -> bool:
+    def _may_fit(self, key: KVKey, nbytes: int) -> bool:
         """Whether it would fit if all but what is in use were evicted."""
         self._take_back()
         quota = quota_of(self._quotas, key.namespace)
-        held = {k: self._entries[k].nbytes for k in self._lent if k != key}
+        held = {k: self._ranking.size(k) for k in self._lent if k != key}
         own = sum(size for k, size in held.items() if k.namespace == key.namespace)
         for what, limit, kept in (("budget", self._budget, sum(held.values())), ("quota", quota, own)):
-            if limit is not None and kept + kv.nbytes > limit:
+            if limit is not None and kept + nbytes > limit:
                 self._counters.count("failed_writes")
                 self._counters.warn_once(
                     what,
                     "entry of %d bytes does not fit into the %s of %d beside the %d in use",
-                    *(kv.nbytes, what, limit, kept),
+                    *(nbytes, what, limit, kept),
                 )
                 return False
         return True

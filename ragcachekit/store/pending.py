@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from ragcachekit.store.base import concerns
+from ragcachekit.store.process import PerProcess
+from ragcachekit.store.remote_base import Writes
 from ragcachekit.types import KVKey
 
 
@@ -30,6 +32,10 @@ class Forget:
         Whether the service hears of it just now.
     swept : bool
         Whether what was there has gone, although not all have heard of it.
+    awaits : frozenset
+        Writes that were told of it, and have to end.
+    again : float
+        Monotonic seconds before which operations that it is not about do not tell again.
     """
 
     namespace: str
@@ -39,10 +45,19 @@ class Forget:
     waiting: bool = True
     telling: bool = False
     swept: bool = False
+    awaits: Writes = frozenset()
+    again: float = 0.0
+
+    def concerns(self, key: KVKey) -> bool:
+        """Whether it is about ``key``."""
+        return concerns(key, self.namespace, self.chunk_ids)
 
     def add(self, other: Forget) -> None:
         """Stand for ``other`` too."""
         self.swept = self.swept and other.swept
+        # If one of them has told nobody yet, both are told from the beginning.
+        self.awaits = self.awaits | other.awaits if self.awaits and other.awaits else frozenset()
+        self.again = min(self.again, other.again)
         if self.chunk_ids is None or other.chunk_ids is None:
             self.chunk_ids = None
         else:
@@ -53,7 +68,7 @@ class PendingForgets:
     """Thread safe. Per namespace at most two that nobody waits for: one being told, one that gathers."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._locks = PerProcess(Lock)
         self._of: dict[str, list[Forget]] = {}
 
     def __len__(self) -> int:
@@ -62,20 +77,20 @@ class PendingForgets:
 
     def concern(self, key: KVKey) -> bool:
         """Whether one of them is about ``key``."""
-        with self._lock:
+        with self._locks.get():
             pending = self._of.get(key.namespace, ())
-            return any(concerns(key, forget.namespace, forget.chunk_ids) for forget in pending)
+            return any(forget.concerns(key) for forget in pending)
 
     def add(self, namespace: str, chunk_ids: frozenset[str] | None) -> Forget:
         """Remember a forget whose caller waits for it, until :meth:`leave`."""
         forget = Forget(namespace, None if chunk_ids is None else set(chunk_ids))
-        with self._lock:
+        with self._locks.get():
             self._of.setdefault(namespace, []).append(forget)
         return forget
 
     def leave(self, forget: Forget) -> None:
         """Its caller waits no longer: if it is not done, it becomes part of an earlier one."""
-        with self._lock:
+        with self._locks.get():
             forget.waiting = False
             pending = self._of.get(forget.namespace, [])
             left = [other for other in pending if not (other.waiting or other.telling)]
@@ -85,20 +100,20 @@ class PendingForgets:
 
     def all(self) -> list[Forget]:
         """The ones that there are now."""
-        with self._lock:
+        with self._locks.get():
             return [forget for pending in self._of.values() for forget in pending]
 
     @contextmanager
     def telling(self, forget: Forget) -> Iterator[frozenset[str] | None]:
         """While the service hears of it: the chunk ids, which do not grow meanwhile. Then it is done."""
-        with self._lock:
+        with self._locks.get():
             forget.telling = True
             chunk_ids = None if forget.chunk_ids is None else frozenset(forget.chunk_ids)
         try:
             yield chunk_ids
             forget.done = True
         finally:
-            with self._lock:
+            with self._locks.get():
                 forget.telling = False
                 if forget.done:
                     self._remove(forget)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
+from ragcachekit.model.packed import LIKE, PackedKV, own_sums, unpack, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.tiered import Tier
 from ragcachekit.types import ENCODING_PREFIX, KVKey
+from ragcachekit_kernels.dispatch import uses_triton
 
 KINDS: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
@@ -26,14 +29,14 @@ KINDS: dict[str, tuple[torch.dtype, float]] = {
 EXACT_ONLY = (ENCODING_PREFIX, "path")
 """Encodings that are only ever reused exactly; rounding would leave them without a use."""
 
-_KEYS, _VALUES, _LIKE = "scale.k.", "scale.v.", "like"
 _OVER_TOKENS, _OVER_CHANNELS = 1, 2
 
 
 def pack(kv: ChunkKV, kind: str) -> ChunkKV:
     """``kv`` in eight bits, its scales among the ``sums``.
 
-    With s = max|x| / largest over what shares a scale, the error of an element x after :func:`unpack`
+    With s = max|x| / largest over what shares a scale, the error of an element x after
+    :func:`~ragcachekit.model.packed.unpack`
     (and before the rounding to its own dtype) is at most
 
     - ``int8``: s / 2 = max|x| / 254;
@@ -45,17 +48,11 @@ def pack(kv: ChunkKV, kind: str) -> ChunkKV:
     packed = [
         (*_round(kv.keys[i], kind, _OVER_TOKENS), *_round(kv.values[i], kind, _OVER_CHANNELS)) for i in layers
     ]
-    scales = {f"{_KEYS}{i}": packed[i][1] for i in layers} | {f"{_VALUES}{i}": packed[i][3] for i in layers}
+    scales = {f"{SCALE_OF_KEYS}{i}": packed[i][1] for i in layers}
+    scales |= {f"{SCALE_OF_VALUES}{i}": packed[i][3] for i in layers}
     like = torch.empty(0, dtype=kv.keys[0].dtype)
     keys, values = tuple(p[0] for p in packed), tuple(p[2] for p in packed)
-    return ChunkKV(keys, values, kv.start, {**kv.sums, **scales, _LIKE: like})
-
-
-def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
-    """The reverse of :func:`pack`, marked as ``quantised``."""
-    layers = [_layer(i, packed.keys[i], packed.values[i], packed.sums) for i in range(packed.layers)]
-    keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
-    return ChunkKV(keys, values, packed.start, _own(packed.sums), kind)
+    return ChunkKV(keys, values, kv.start, {**kv.sums, **scales, LIKE: like})
 
 
 def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,24 +66,15 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if kind == "int8" else scaled).to(dtype), scale
 
 
-def _layer(
-    number: int, keys: torch.Tensor, values: torch.Tensor, sums: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = sums[_LIKE].dtype
-    wide = keys.float() * sums[f"{_KEYS}{number}"].to(keys.device)
-    return wide.to(dtype), (values.float() * sums[f"{_VALUES}{number}"].to(values.device)).to(dtype)
-
-
-def _own(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t for n, t in sums.items() if not n.startswith((_KEYS, _VALUES)) and n != _LIKE}
-
-
 class QuantisedStore:
     """A tier that rounds what it is given to eight bits, and gives it back marked as rounded.
 
     Rounded KV has keys of its own (the encoding says ``+int8``), so a tier that is opened without
     rounding, or by a process with another configuration, does not find it. KV that is only ever reused
     exactly (a prompt's prefix) passes through as it is.
+
+    Where linking goes by kernel, entries are handed out in eight bits: they are multiplied by their scales in
+    the kernel that puts them in place, and by whoever else asks for their tensors.
 
     Parameters
     ----------
@@ -107,7 +95,7 @@ class QuantisedStore:
         found = self._tier.get(self._key(key), worth)
         if found is None or _exact(key):
             return found
-        return Found(unpack(found.kv, self._kind), found.tier)
+        return Found(self._handed_out(found.kv), found.tier)
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`, layer by layer where the tier reads so."""
@@ -115,8 +103,8 @@ class QuantisedStore:
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):
-            return Found(unpack(opened.kv, self._kind), opened.tier)
-        return _Unpacking(opened, self._kind)
+            return Found(self._handed_out(opened.kv), opened.tier)
+        return (_Packed if uses_triton(self._device) else _Unpacking)(opened, self._kind)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv`` rounded; KV that cannot be rounded is refused."""
@@ -151,6 +139,14 @@ class QuantisedStore:
         """Close the tier."""
         self._tier.close()
 
+    @cached_property
+    def _device(self) -> torch.device:
+        """Where this machine links. A model elsewhere on it gets the same, unpacked a little later."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _handed_out(self, packed: ChunkKV) -> ChunkKV:
+        return (PackedKV.of if uses_triton(self._device) else unpack)(packed, self._kind)
+
     def _key(self, key: KVKey) -> KVKey:
         return key if _exact(key) else replace(key, encoding=f"{key.encoding}+{self._kind}")
 
@@ -163,24 +159,34 @@ def _plain(key: KVKey) -> KVKey:
     return key if _exact(key) else replace(key, encoding=key.encoding.rpartition("+")[0])
 
 
-class _Unpacking:
-    """A rounded entry, read layer by layer."""
+class _Packed:
+    """A rounded entry, read layer by layer; the scales are among its ``sums``."""
 
     def __init__(self, source: LayerSource, kind: str) -> None:
         self._source = source
-        self._scales = source.sums
-        dtype = source.sums[_LIKE].dtype
         self.tier, self.nbytes = source.tier, source.nbytes
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums: Mapping[str, torch.Tensor] = _own(source.sums)
+        self.sums: Mapping[str, torch.Tensor] = source.sums
         self.quantised: str = kind
-        self.shapes = tuple(((dtype, k), (dtype, v)) for (_, k), (_, v) in source.shapes)
+        self.shapes = source.shapes
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _layer(number, *self._source.layer(number), self._scales)
+        return self._source.layer(number)
 
     def finished(self, kv: ChunkKV) -> None:
         self._source.finished(kv)
 
     def close(self) -> None:
         self._source.close()
+
+
+class _Unpacking(_Packed):
+    """The same, unpacked as it is read."""
+
+    def __init__(self, source: LayerSource, kind: str) -> None:
+        super().__init__(source, kind)
+        self.sums = own_sums(source.sums)
+        self.shapes = unpacked_shapes(source.shapes, source.sums)
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return unpacked_layer(number, *super().layer(number), self._source.sums)

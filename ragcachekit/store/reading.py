@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import resource
 import threading
 import time
 from collections import OrderedDict, deque
@@ -30,6 +31,9 @@ JOIN_SECONDS = 5.0
 
 MOST_STUCK = 4
 """Threads that hang in a read (a mount that is gone) and have another one in their place."""
+
+SHARE_OF_FILES = 0.5
+"""How many of the files that the process may open are the loader's at most."""
 
 Observe = Callable[[str, int, float, int], object]
 """Hears of every read: the tier, its bytes, its seconds, and the bytes of others in work when it began."""
@@ -62,6 +66,8 @@ class Desk:
         Bytes that reads in work are about.
     forgets : int
         How often something was forgotten.
+    dropped : deque of Load
+        Closed as nobody holds them any more, and perhaps still findable.
     """
 
     store: KVStore
@@ -81,6 +87,7 @@ class Desk:
     opening: int = 0
     forgets: int = 0
     closed: bool = False
+    dropped: deque[Load] = field(default_factory=deque)
 
     def share(
         self, key: KVKey, source: LayerSource, use: Callable[[Load], _Use], forgets: int
@@ -92,9 +99,9 @@ class Desk:
         be this, so nobody else finds it.
         """
         with self.changed:
-            load = self.findable.get(key)
-            if load is None and not self.closed:
-                load = Load(key, source, self.changed, self.late)
+            load = self.find(key)
+            if load is None and not self.closed and self.may_open():
+                load = Load(key, source, self.changed, self.late, self.left)
                 self.active.append(load)
                 if forgets == self.forgets:
                     self.findable[key] = load
@@ -102,6 +109,37 @@ class Desk:
         if load is None or load.source is not source:
             source.close()
         return used
+
+    def find(self, key: KVKey) -> Load | None:
+        """A load that whoever asks may join; the condition is held."""
+        self._hide_dropped()
+        return self.findable.get(key)
+
+    def may_open(self) -> bool:
+        """Whether there is a file left for one entry more; the condition is held."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY or len(self.active) < SHARE_OF_FILES * most:
+            return True
+        self.sweep()
+        return len(self.active) < SHARE_OF_FILES * most
+
+    def left(self, load: Load) -> None:
+        """Somebody dropped his hold on it: close its file at once if he was the last.
+
+        In any thread and at any moment, also where garbage is collected while this very thread is changing
+        something here: so nothing that others go through is changed under them, and nobody is waited for.
+        Whoever comes to the loader next does the rest.
+        """
+        if self.changed.acquire(blocking=False):
+            try:
+                if load in self.active and not load.busy and not load.wanted:
+                    others = self.active.copy()
+                    others.remove(load)
+                    self.active = others
+                    self.dropped.append(load)
+                    load.source.close()
+            finally:
+                self.changed.release()
 
     def wake(self) -> None:
         """Have as many threads as there is work for; the condition is held."""
@@ -191,8 +229,13 @@ class Desk:
         if self.findable.get(load.key) is load:
             del self.findable[load.key]
 
+    def _hide_dropped(self) -> None:
+        while self.dropped:
+            self.hide(self.dropped.popleft())
+
     def sweep(self) -> None:
         """Let go of what nobody wants any more."""
+        self._hide_dropped()
         old = time.perf_counter() - HOLD_SECONDS
         while self.held:
             first = next(iter(self.held.values()))
@@ -200,7 +243,8 @@ class Desk:
                 break
             self.unhold(first)
         for load in [load for load in self.active if not load.busy and not load.wanted]:
-            self.active.remove(load)
+            if load in self.active:
+                self.active.remove(load)
             self.hide(load)
             load.source.close()
 

@@ -11,7 +11,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.guard import Guard
 from ragcachekit.store.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
-from ragcachekit.store.remote_base import Saved, Usage, hashed
+from ragcachekit.store.remote_base import Saved, Usage, Writes, hashed
 from ragcachekit.store.remote_store import RemoteStore
 from ragcachekit.store.seal import Seal
 from ragcachekit.types import KVKey
@@ -46,7 +46,8 @@ class RedisStore(RemoteStore):
     quotas : mapping of str to int
         Bytes that single namespaces may take; ``*`` stands for every other one.
     failures, cooldown, clock
-        After how many failures in a row the server is left alone, and for how many seconds.
+        After how many failures in a row (or twice as many among the last four times as many) the server is
+        left alone, and for how many seconds.
 
     Raises
     ------
@@ -105,7 +106,7 @@ class RedisBackend:
         blob, known = both.execute()
         return blob if known else None
 
-    def save(self, key: KVKey, blob: bytearray, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
         namespace = hashed(key.namespace)
         quota = quota_of(self._quotas, key.namespace) or 0
         ids = sorted({hashed(name) for name in (key.chunk_id, *key.context)})
@@ -114,9 +115,7 @@ class RedisBackend:
             # Asked after the token was learnt: if that is the one of a later forget, this says no.
             if not wanted():
                 break
-            reply = self._eval(
-                SAVE, key.digest(), namespace, token, memoryview(blob), self._budget, quota, *ids
-            )
+            reply = self._eval(SAVE, key.digest(), namespace, token, blob, self._budget, quota, *ids)
             if reply[0] >= 0:
                 return Saved(True, reply[0])
             token = self._tokens[namespace] = reply[1].decode()
@@ -128,7 +127,13 @@ class RedisBackend:
     def exists(self, key: KVKey) -> bool:
         return bool(self._client.exists(self._blob(key.digest())))
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None,
+        dropped: set[str],
+        awaits: Writes = frozenset(),
+    ) -> None:
         if chunk_ids is not None and not chunk_ids:
             return
         ids = sorted(hashed(name) for name in chunk_ids or ())

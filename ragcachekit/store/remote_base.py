@@ -25,8 +25,26 @@ class Usage(NamedTuple):
     nbytes: int
 
 
+Writes = frozenset[tuple[str, str]]
+"""Writes under way: what each is called, and the name it is for."""
+
+
 class NotHeard(Exception):
-    """What could be forgotten is gone, but a writer elsewhere may still bring it back: tell again later."""
+    """What could be forgotten is gone, but a writer elsewhere may still bring it back: tell again later.
+
+    Attributes
+    ----------
+    awaits : frozenset
+        The writes that were told, and have to end. Empty if nobody could be told.
+    """
+
+    def __init__(self, awaits: Writes = frozenset()) -> None:
+        super().__init__(f"{len(awaits)} writes under way" if awaits else "not heard")
+        self.awaits = awaits
+
+
+class Left(Exception):
+    """Not all could be deleted; what could be is gone."""
 
 
 class Backend(Protocol):
@@ -51,7 +69,7 @@ class Backend(Protocol):
         """What is saved under ``key``, now the most recently used entry, or None."""
         ...
 
-    def save(self, key: KVKey, blob: bytearray, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
         """Keep ``blob`` under ``key``, as long as ``wanted`` says that nobody forgot it meanwhile."""
         ...
 
@@ -63,10 +81,18 @@ class Backend(Protocol):
         """Whether something is saved under ``key``."""
         ...
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None,
+        dropped: set[str],
+        awaits: Writes = frozenset(),
+    ) -> None:
         """As :meth:`~ragcachekit.store.base.KVStore.forget`; digests of what went are added to ``dropped``.
 
-        One after the other, so that they are known even if it fails half-way.
+        One after the other, so that they are known even if it fails half-way. One that cannot be deleted
+        does not keep the others: :class:`Left` at the end. ``awaits`` is what the last telling of the same
+        forget raised :class:`NotHeard` with.
         """
         ...
 

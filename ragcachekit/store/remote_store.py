@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from threading import Lock
@@ -14,12 +15,16 @@ from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.entry_layout import TensorSpec
 from ragcachekit.store.guard import Guard, GuardStats
 from ragcachekit.store.pending import Forget, PendingForgets
-from ragcachekit.store.remote_base import Backend, NotHeard, Saved, Usage
+from ragcachekit.store.process import PerProcess
+from ragcachekit.store.remote_base import Backend, Left, NotHeard, Saved, Usage
 from ragcachekit.store.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
 PATIENCE = 10
 """Deadlines that ``forget`` waits for: no answer is waiting for it."""
+
+AGAIN_SECONDS = 1.0
+"""How often operations on other entries tell a service that is well what it could not forget."""
 
 
 class RemoteStore:
@@ -61,8 +66,7 @@ class RemoteStore:
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
-        self._lock = Lock()
-        self._settling = Lock()
+        self._locks, self._settlings = PerProcess(Lock), PerProcess(Lock)
         self._pending = PendingForgets()
         self._forgets = 0
         # Whoever drops a store without closing it leaves no connection open. Not at exit: that may hang.
@@ -73,7 +77,7 @@ class RemoteStore:
         """The entry under ``key``, its seal verified, now the most recently used one, or None."""
         kv = None
         if not self._closed:
-            kv = self._guard.run(lambda: self._load(key), None)
+            kv = self._guard.look(lambda: self._load(key), None)
         if kv is None or self._forgotten(key):  # if meanwhile, it is not handed out any more
             self._counters.count("misses")
             return None
@@ -118,21 +122,21 @@ class RemoteStore:
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and self._guard.run(lambda: self._ask(key), False)
+        return not self._closed and self._guard.look(lambda: self._ask(key), False)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         if self._closed:
             return frozenset()
-        with self._lock:
+        with self._locks.get():
             self._forgets += 1
             forget = self._pending.add(namespace, chunk_ids)
         patience = PATIENCE * self._guard.deadline
         try:
-            self._guard.run(lambda: self._settle(patience), False, patience)
+            self._guard.run(lambda: self._forget(forget, patience), None, patience)
         finally:
             self._pending.leave(forget)
-        if not forget.done:
+        if not (forget.done or forget.again):
             self._counters.warn_once(
                 "forget", "does not answer; nothing forgotten is read from it, and it will be told later"
             )
@@ -141,7 +145,8 @@ class RemoteStore:
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries; returns how many went at once.
 
-        If the service does not answer, the rest goes when it does (see :attr:`pending_forgets`).
+        If the service does not answer, or another process is still writing in this namespace, the rest
+        goes later (see :attr:`pending_forgets`).
         """
         return len(self.drop(namespace, chunk_ids))
 
@@ -159,9 +164,10 @@ class RemoteStore:
 
     @property
     def pending_forgets(self) -> int:
-        """Namespaces with forgets that the service has not heard of.
+        """Namespaces with forgets that are not done: the service has not heard of them, something could not
+        be deleted, or a write that they refused has not ended.
 
-        They are lost if this process ends before it does.
+        They are lost if this process ends before.
         """
         return len(self._pending)
 
@@ -200,29 +206,47 @@ class RemoteStore:
 
     def _settled(self, key: KVKey) -> bool:
         """Tell the service what it has missed; whether it may be asked about ``key`` now."""
-        self._settle()
+        self._settle(key)
         return not self._forgotten(key)
 
-    def _settle(self, patience: float = 0) -> bool:
-        """Tell the service what to forget; False if another thread is at it for longer than ``patience``."""
-        if not self._pending:
-            return True
-        if not self._settling.acquire(timeout=patience):
-            return False
+    def _forget(self, forget: Forget, patience: float) -> None:
+        errors = self._settle(None, patience)
+        if errors and not forget.done:
+            raise errors[0]
+
+    def _settle(self, key: KVKey | None, patience: float = 0) -> list[Exception]:
+        """Tell the service what to forget before ``key`` is asked for, unless another thread is at it for
+        longer than ``patience``. What cannot be told keeps none of the others; returns why."""
+        errors: list[Exception] = []
+        settling = self._settlings.get()
+        if not self._pending or not settling.acquire(timeout=patience):
+            return errors
         try:
             for forget in self._pending.all():
-                if self._backend.hears or not forget.swept:
-                    self._tell(forget)
+                if self._due(forget, key):
+                    try:
+                        self._tell(forget)
+                    except Exception as error:
+                        errors.append(error)
         finally:
-            self._settling.release()
-        return True
+            settling.release()
+        return errors
+
+    def _due(self, forget: Forget, key: KVKey | None) -> bool:
+        if forget.swept and not self._backend.hears:
+            return False
+        return forget.again <= time.monotonic() or (key is not None and forget.concerns(key))
 
     def _tell(self, forget: Forget) -> None:
         try:
             with self._pending.telling(forget) as chunk_ids:
-                self._backend.forget(forget.namespace, chunk_ids, forget.dropped)
-        except NotHeard:
-            forget.swept = True
+                self._backend.forget(forget.namespace, chunk_ids, forget.dropped, forget.awaits)
+        except NotHeard as unheard:
+            forget.swept, forget.awaits = True, unheard.awaits
+            forget.again = time.monotonic() + AGAIN_SECONDS if unheard.awaits else 0.0
+        except Left as left:
+            forget.awaits, forget.again = frozenset(), time.monotonic() + AGAIN_SECONDS
+            self._counters.warn_once("left", "not all could be forgotten; it is tried again: %s", left)
 
 
 def _end(guard: Guard, backend: Backend) -> None:

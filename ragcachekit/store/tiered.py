@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -102,11 +103,21 @@ class TieredStore:
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
-        with self._moves.drop(namespace):
-            return frozenset[str]().union(*(tier.drop(namespace, chunk_ids) for tier in self._tiers))
+        dropped: set[str] = set()
+
+        def tell(tier: Tier) -> None:
+            dropped.update(tier.drop(namespace, chunk_ids))
+
+        with self._moves.drop(namespace), ExitStack() as everyone:  # which goes on where one raises
+            for tier in reversed(self._tiers):
+                everyone.callback(tell, tier)
+        return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries from every tier; an entry held by several counts once."""
+        """Drop entries from every tier; an entry held by several counts once.
+
+        What a tier raises comes through when all have been told.
+        """
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:

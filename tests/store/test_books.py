@@ -15,6 +15,7 @@ from redis_kit import KEY_BYTES, RedisServer, booked_store, running_server
 from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.config import StoreConfig
+from ragcachekit.store import books_scripts
 from ragcachekit.store.booked_backend import BookedBackend
 from ragcachekit.store.books import Books
 from ragcachekit.store.entry_bytes import to_bytes
@@ -318,6 +319,123 @@ def test_a_write_that_its_forget_overtakes_does_not_count(server: RedisServer, t
     assert not writer.put(KEY, kv_of(1)), "reserved before, written after"
     assert list(files(tmp_path)) == [key_of(1).digest()]
     assert writer.stats()[0].nbytes == ONE
+
+
+def test_a_refused_write_that_cannot_be_deleted_is_served_to_nobody(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """Forgotten between reserving and writing; then the service fails once to delete what was written."""
+    fs, once = Paused(), [1]
+    writer = store_on(fs, server, tmp_path, 3 * ONE)
+    forgetter, reader = (booked_store(server, tmp_path.as_uri(), 3 * ONE) for _ in range(2))
+    assert writer.put(key_of(4), kv_of(4))
+
+    def before(name: str) -> None:
+        if name == "mv":
+            assert forgetter.forget(KEY.namespace, frozenset({KEY.chunk_id})) == 0
+            assert forgetter.pending_forgets == 1, "a write that is under way may still bring it back"
+        if name.startswith("rm_file") and KEY.digest() in name and once:
+            once.pop()
+            raise OSError("503 slow down")
+
+    fs.before = before
+    assert not writer.put(KEY, kv_of(4))
+    assert list(files(tmp_path)).count(KEY.digest()) == 1
+    assert forgetter.get(KEY) is None
+    assert reader.get(KEY) is None, "the forgetter deleted it"
+    assert writer.get(KEY) is None
+    assert forgetter.get(KEY) is None
+    assert forgetter.pending_forgets == 0, "the write has ended"
+    assert forgetter.put(KEY, kv_of(4))
+    for store in (writer, forgetter, reader):
+        assert store.get(KEY) is not None
+    assert writer.stats()[0].nbytes == sum(files(tmp_path).values()) == 2 * ONE
+
+
+def test_the_writer_hides_what_it_cannot_delete_and_tries_again(server: RedisServer, tmp_path: Path) -> None:
+    fs, fails = Paused(), [True]
+    writer = store_on(fs, server, tmp_path, 3 * ONE)
+    other = booked_store(server, tmp_path.as_uri(), 3 * ONE)
+    assert writer.put(key_of(4), kv_of(4))
+
+    def before(name: str) -> None:
+        if name == "mv":
+            other.forget(KEY.namespace, frozenset({"somebody"}))
+        if name.startswith("rm_file") and KEY.digest() in name and fails[0]:
+            raise OSError("503 slow down")
+
+    fs.before = before
+    assert not writer.put(KEY, kv_of(4))
+    for _ in range(3):
+        assert writer.get(KEY) is None
+        assert KEY not in writer
+        assert not writer.put(KEY, kv_of(4))
+    fails[0] = False
+    assert writer.get(key_of(4)) is not None, "any operation tries again"
+    assert list(files(tmp_path)) == [key_of(4).digest()]
+    assert writer.stats()[0].nbytes == ONE
+
+
+def test_a_forget_waits_for_no_dead_writer_longer_than_its_lease(server: RedisServer, tmp_path: Path) -> None:
+    store = store_on(LocalFileSystem(), server, tmp_path, 3 * ONE)
+    assert store.put(key_of(1), kv_of(1))
+    dead: BookedBackend = store._backend  # type: ignore[assignment]
+    name = dead_name(tmp_path, 0)
+    assert dead._room(name, ONE, (3 * ONE, 0), "d" * 16)[0] == "new"
+    assert store.forget(KEY.namespace, frozenset({"somebody"})) == 0
+    assert store.get(key_of(1)) is not None, "it is about others"
+    assert store.pending_forgets == 1
+    (leases,) = server.client.keys("*:leases")
+    server.client.zadd(leases, {name: 0})
+    assert store.get(key_of(7, context=("somebody",))) is None
+    assert store.pending_forgets == 0
+
+
+def test_writes_after_a_forget_are_not_refused_for_its_being_told_again(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    store = store_on(LocalFileSystem(), server, tmp_path, 9 * ONE)
+    assert store.put(key_of(1), kv_of(1))
+    dead: BookedBackend = store._backend  # type: ignore[assignment]
+    assert dead._room(dead_name(tmp_path, 0), ONE, (9 * ONE, 0), "d" * 16)[0] == "new"
+    store.forget(KEY.namespace, frozenset({"somebody"}))
+    fs = Paused()
+    writer = store_on(fs, server, tmp_path, 9 * ONE)
+    concerned = key_of(7, context=("somebody",))
+    fs.before = lambda name: store.get(concerned) and None if name == "mv" else None
+    assert writer.put(key_of(2), kv_of(2))
+    assert store.pending_forgets == 1
+
+
+def test_uses_that_were_held_back_do_not_keep_a_write_waiting(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One script of them goes with the wish for room, the newest; all are told in order afterwards."""
+    store = booked_store(server, tmp_path.as_uri(), 5 * ONE)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(5))
+    books: Books = store._backend._books  # type: ignore[attr-defined]
+    told: list[tuple[Any, ...]] = []
+    ask = books._eval
+
+    def eval_(script: str, *arguments: Any) -> Any:
+        if script is books_scripts.TOUCH:
+            told.append(arguments)
+        return ask(script, *arguments)
+
+    monkeypatch.setattr(books, "_eval", eval_)
+    with monkeypatch.context() as held:
+        held.setattr(Guard, "post", lambda guard, operation: False)
+        for number in range(1200):
+            books.used(f"group/{number}")
+        assert store.get(key_of(0)) is not None
+        assert store.put(key_of(5), kv_of(5))
+    assert [len(names) for names in told] == [500, 500], "asked twice: one had to leave"
+    assert there(tmp_path, range(6)) == [0, 2, 3, 4, 5]
+    books.used("group/last")
+    while told[-1][-1] != "group/last":
+        pass
+    names = [name for names in told[2:] for name in names]
+    assert names == [*(f"group/{n}" for n in range(1200)), dead_name(tmp_path, 0), "group/last"]
 
 
 def test_a_write_during_which_the_books_are_lost_does_not_count(server: RedisServer, tmp_path: Path) -> None:

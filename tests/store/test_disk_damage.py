@@ -110,10 +110,23 @@ def execute(*statements: str) -> Callable[[Path], None]:
     return run
 
 
+def of_a_later_format(index: Path) -> None:
+    with (index / "cache.db").open("r+b") as file:
+        file.seek(18)  # says whether this version of SQLite may write it
+        file.write(b"\x09")
+
+
+def schema_no_text(index: Path) -> None:
+    content = (index / "cache.db").read_bytes()
+    (index / "cache.db").write_bytes(content.replace(b"INDEX by_digest", b"INDEX\xc8by_digest"))
+
+
 INDEX_DAMAGE: dict[str, Callable[[Path], None]] = {
     "deleted": delete_all,
     "overwritten": overwrite,
     "cut short": cut_short,
+    "of a later format": of_a_later_format,
+    "schema no text": schema_no_text,
     "row lost": execute("DELETE FROM entries WHERE used = (SELECT MIN(used) FROM entries)"),
     "row lost with its sum": execute(
         "DELETE FROM entries WHERE used = (SELECT MIN(used) FROM entries)",
@@ -172,6 +185,7 @@ BROKEN_WHILE_OPEN = {
         "sum lost",
         "wrong sum",
         "deleted",
+        "schema no text",
         "empty database",
         "column more",
     )

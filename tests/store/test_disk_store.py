@@ -70,7 +70,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_an_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(path: Path) -> tuple[int, Path]:
+    def refuse(path: Path, mark: str) -> tuple[int, str]:
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(folder, "_create_locked", refuse)

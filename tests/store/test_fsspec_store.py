@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import stat
@@ -19,6 +20,7 @@ from redis_kit import KEY_BYTES
 from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.errors import StoreError
+from ragcachekit.store import fsspec_objects
 from ragcachekit.store.entry_bytes import to_bytes
 from ragcachekit.store.fsspec_backend import FsspecBackend
 from ragcachekit.store.fsspec_store import FsspecStore
@@ -308,10 +310,119 @@ def test_a_forget_that_fails_half_way_is_finished_later(tmp_path: Path) -> None:
     store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
     for number in range(5):
         store.put(key_of(number), kv_of(number))
-    assert store.forget("acme/docs") == 2
-    assert len(files(tmp_path)) == 3
+    assert store.forget("acme/docs") == 4, "the one that stays keeps no other"
+    assert (len(files(tmp_path)), store.pending_forgets) == (1, 1)
     assert store.get(key_of(4)) is None
-    assert files(tmp_path) == []
+    assert (files(tmp_path), store.pending_forgets) == ([], 0)
+
+
+def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
+    bad = key_of(0).digest()
+
+    class Unreadable(LocalFileSystem):
+        cachable = False
+
+        def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+            if bad in path:
+                raise OSError(errno.EIO, "input/output error")
+            return super().cat_file(path, *args, **options)
+
+    writer = opened(tmp_path)
+    assert all(writer.put(key_of(number), kv_of(number)) for number in range(4))
+    assert writer.put(key_of(9, namespace="globex"), kv_of(9))
+    store = store_on(Unreadable(), str(tmp_path))
+    assert store.forget("acme/docs", frozenset({"chunk-2"})) == 2, "it may be about that chunk"
+    assert store.pending_forgets == 0
+    assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
+    assert store.get(key_of(9, namespace="globex")) is not None
+    assert not store.health.errors
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(tmp_path: Path) -> None:
+    class Kept(LocalFileSystem):
+        cachable = False
+        listed = 0
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+        def find(self, *args: Any, **options: Any) -> Any:
+            self.listed += 1
+            return super().find(*args, **options)
+
+    fs = Kept()
+    store = store_on(fs, str(tmp_path))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
+    assert store.put(key_of(9, namespace="globex"), kv_of(9))
+    assert store.forget("acme/docs") == 3
+    assert [path.stem for path in files(tmp_path / ".")].count(key_of(0).digest()) == 1
+    assert store.get(key_of(0)) is None, "nobody is served what was forgotten"
+    listed = fs.listed
+    for number in range(10):
+        assert store.put(key_of(number, namespace="globex"), kv_of(number))
+        assert store.get(key_of(number, namespace="globex")) is not None
+    assert fs.listed - listed <= 2, "others do not ask every time whether it can be deleted now"
+    assert store.forget("globex") == 10
+    assert (store.pending_forgets, store.health.errors, store.health.is_open) == (1, 0, False)
+
+
+def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: Path) -> None:
+    removals = []
+
+    def before(name: str) -> None:
+        if name == "rm_file":
+            removals.append(name)
+            raise ConnectionError("gone")
+
+    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(20))
+    assert store.forget("acme/docs") == 0
+    assert (len(removals), store.health.errors) == (8, 1)
+
+
+def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_objects, "_KNOWN", 3)
+    objects = fsspec_objects.Objects(LocalFileSystem(), str(tmp_path))
+    for number in range(10):
+        objects.write(key_of(number), memoryview(b"blob"))
+    assert len(objects._keys) == 3
+    store = opened(tmp_path / "kv")
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(10))
+    assert store.forget("acme/docs", frozenset({"chunk-1", "chunk-9"})) == 2
+
+
+def test_a_folder_is_marked_once_however_long_that_takes(tmp_path: Path) -> None:
+    """Another process marks it while the first one's mark is on its way."""
+    other = fsspec_objects.Objects(LocalFileSystem(), str(tmp_path))
+    theirs = []
+
+    class Slow(LocalFileSystem):
+        cachable = False
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            super().pipe_file(path, value, **options)
+            theirs.append(other.make_mark())
+
+    assert fsspec_objects.Objects(Slow(), str(tmp_path)).make_mark() == theirs[0] == other.mark()
+    (tmp_path / "books.id").write_bytes(b"half")
+    assert other.make_mark() == other.mark() != theirs[0]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_file_is_written_from_the_sealed_memory_itself(tmp_path: Path) -> None:
+    written = []
+
+    class Watched(LocalFileSystem):
+        cachable = False
+
+        def pipe_file(self, path: str, value: Any, **options: Any) -> None:
+            written.append(value)
+            super().pipe_file(path, value, **options)
+
+    assert store_on(Watched(), str(tmp_path)).put(KEY, kv_of(1))
+    assert [type(value) for value in written] == [memoryview], "a copy would stop every other thread"
 
 
 def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Path, hangs: Hangs) -> None:
@@ -346,7 +457,7 @@ class ForgottenWhileSaved(FsspecBackend):
 
     store: RemoteStore
 
-    def save(self, key: KVKey, blob: bytearray, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
         self.store.forget(key.namespace)
         return super().save(key, blob, wanted)
 

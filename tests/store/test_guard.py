@@ -250,6 +250,29 @@ def test_what_is_posted_runs_behind_the_back_and_its_failures_count(hanging: Han
     assert not guard.post(failing)
 
 
+def test_opens_when_too_many_of_the_last_ones_failed() -> None:
+    clock = Clock()
+    breaker = Breaker(3, 5.0, clock)
+    outcomes = [False, False, True, False, False, True, False, False]
+    opened = [breaker.record(outcome) for outcome in outcomes]
+    assert opened == [False] * 7 + [True], "six of twelve, never three in a row"
+    assert not breaker.allow()
+    clock.now += 6
+    assert breaker.allow()
+    assert not breaker.record(False), "was open"
+    assert not breaker.allow(), "a trial that fails leaves it open, whatever it was opened for"
+    clock.now += 6
+    assert breaker.allow()
+    breaker.record(True)
+    assert not any(breaker.record(outcome) for outcome in (False, False, True, False)), "counts anew"
+    assert breaker.allow()
+
+
+def test_one_failure_in_three_opens_nothing() -> None:
+    breaker = Breaker(3, 5.0, Clock())
+    assert not any(breaker.record(number % 3 > 0) for number in range(300))
+
+
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])
 def test_a_deadline_has_to_be_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match="deadline must be > 0"):

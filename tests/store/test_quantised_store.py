@@ -11,10 +11,11 @@ import torch
 from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.packed import unpack
 from ragcachekit.store.base import Found, LayerSource
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.host import HostStore
-from ragcachekit.store.quantised import QuantisedStore, pack, unpack
+from ragcachekit.store.quantised import QuantisedStore, pack
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import KVKey
 

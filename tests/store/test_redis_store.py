@@ -260,7 +260,7 @@ def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> No
     others.forget(KEY.namespace)
     backend = ours._backend
     asked = iter([True, False])
-    saved = backend.save(KEY, bytearray(b"late"), lambda: next(asked))
+    saved = backend.save(KEY, memoryview(b"late"), lambda: next(asked))
     assert not saved.kept
     assert server.entries() == {}
     assert ours.put(KEY, kv_of(1)), "a put of later is kept"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
+import sys
+import threading
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from store_kit import KEY, contents, key_of, kv_of
@@ -22,6 +26,32 @@ DIGEST = KEY.digest()
 
 def sealed(seed: int = 1) -> bytes:
     return bytes(Seal(SECRET).sealed(DIGEST, to_bytes(KEY, kv_of(seed))))
+
+
+def test_other_threads_run_while_an_entry_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a switch interval of an hour another thread runs only where this one lets it."""
+    monkeypatch.setattr(Seal, "_mac", lambda *_: bytes(32))  # which lets them, too
+    seal, parts = Seal(SECRET), [np.ones(1 << 20, np.uint8).data] * 8
+    steps, over = [0], threading.Event()
+
+    def step() -> None:
+        while not over.is_set():
+            steps[0] += 1
+            time.sleep(0)
+
+    other, interval = threading.Thread(target=step), sys.getswitchinterval()
+    other.start()
+    try:
+        sys.setswitchinterval(3600)
+        before, tries = steps[0], 0
+        while steps[0] == before and tries < 100:
+            seal.sealed(DIGEST, parts)
+            tries += 1
+        assert steps[0] > before
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join()
 
 
 def test_what_is_sealed_comes_back_byte_for_byte() -> None:

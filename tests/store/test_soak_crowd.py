@@ -39,7 +39,9 @@ def test_many_at_work_in_one_folder(tmp_path: Path, processes: int, threads: int
     totals = {name: sum(report[name] for report in reports) for name in reports[0]}
     figures("crowd", processes=processes, threads=threads, operations=operations, **totals)
     assert totals["puts"] + totals["forgets"] + totals["hits"] + totals["misses"] > 0.98 * operations
-    assert (totals["wrong"], totals["damaged"], totals["refused"], totals["over_budget"]) == (0, 0, 0, 0)
+    assert (totals["wrong"], totals["damaged"], totals["over_budget"]) == (0, 0, 0)
+    # A forget stops what all others are just putting, where it cannot tell whether that is concerned.
+    assert totals["refused"] <= totals["forgets"] * (processes * threads - 1)
     assert totals["hits"] > operations / 10
     assert totals["misses"] > operations / 100
     assert max(report["resident_growth"] for report in reports) <= RESIDENT

@@ -10,6 +10,7 @@ from threading import Event
 import pytest
 from store_kit import KEY, contents, key_of, kv_of
 
+from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk import DiskStore
@@ -258,3 +259,20 @@ def test_a_forget_waits_for_the_moves_of_its_namespace() -> None:
         forgetting.result(60)
     assert order == ["moved", "forgotten"]
     assert not refused(2)
+
+
+class CannotForget(HostStore):
+    """A tier that raises when it is told to forget."""
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        raise StoreError("cannot forget now")
+
+
+def test_a_tier_that_cannot_forget_keeps_no_other_from_hearing_of_it() -> None:
+    before, behind = HostStore(1 << 20), HostStore(1 << 20)
+    store = TieredStore([before, CannotForget(1 << 20), CannotForget(1 << 20), behind])
+    store.put(KEY, kv_of(1))
+    with pytest.raises(StoreError, match="cannot forget now"):
+        store.forget(KEY.namespace)
+    assert (KEY in before, KEY in behind) == (False, False)
+    store.close()

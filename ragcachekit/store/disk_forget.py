@@ -1,0 +1,108 @@
+"""Forgetting in the disk tier, also where the medium fails just then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store.base import concerns
+from ragcachekit.store.counters import Counters
+from ragcachekit.store.disk_shelf import Shelf
+from ragcachekit.store.entry_file import read_key
+from ragcachekit.store.entry_header import EntryDamaged
+from ragcachekit.store.index import IndexFailed
+from ragcachekit.types import KVKey
+
+_Which = tuple[str, frozenset[str] | None]
+"""Namespace and chunk ids of a forget."""
+
+
+class DiskForgets:
+    """Deletes what is to be forgotten, and remembers what ought to be gone and is not.
+
+    Such an entry, which could not be deleted, or whose header could not be read and of which the index did
+    not say whose it is, is neither handed out nor replaced by this process: whoever asks for it next has it
+    deleted.
+    """
+
+    def __init__(self, shelf: Shelf, counters: Counters) -> None:
+        self._shelf, self._counters = shelf, counters
+        # Digest → forgets that it may be about. Single steps on it are atomic: it needs no lock.
+        self._left: dict[str, set[_Which]] = {}
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> frozenset[str]:
+        """Digests of what went; raises as :meth:`ragcachekit.store.disk.DiskStore.forget`."""
+        sweep = _Sweep(self._shelf, self._counters, namespace, chunk_ids)
+        try:
+            self._shelf.interrupt(namespace, chunk_ids)
+            files: Iterable[str] = self._shelf.files()
+        except OSError as error:
+            self._dropped(sweep, [digest for digest, owner in sweep.owners.items() if owner == namespace])
+            raise StoreError(
+                f"cannot list the cache folder, so entries may be left; forget again: {error}"
+            ) from error
+        return self._dropped(sweep, files)
+
+    def hides(self, key: KVKey, digest: str) -> bool:
+        """Whether it ought to be gone and cannot be deleted now either."""
+        which = self._left.get(digest)
+        if which is None:
+            return False
+        if any(concerns(key, *forget) for forget in tuple(which)) and not self._shelf.remove(digest):
+            return True
+        self._left.pop(digest, None)
+        return False
+
+    def _dropped(self, sweep: _Sweep, digests: Iterable[str]) -> frozenset[str]:
+        dropped = frozenset(digest for digest in digests if sweep.drops(digest))
+        for digest in sweep.left:
+            self._left.setdefault(digest, set()).add(sweep.which)
+        if sweep.left:
+            self._counters.warn_once(
+                "forget",
+                "%d entries could not be forgotten; this process serves them no more",
+                len(sweep.left),
+            )
+        if dropped:
+            self._shelf.sync()
+        return dropped
+
+
+class _Sweep:
+    """One forget. The files' sealed headers decide, not the index: a forgotten tenant must be gone."""
+
+    def __init__(
+        self, shelf: Shelf, counters: Counters, namespace: str, chunk_ids: frozenset[str] | None
+    ) -> None:
+        self._shelf, self._counters = shelf, counters
+        self.which: _Which = namespace, chunk_ids
+        self.left: list[str] = []
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Whose entries there are as far as the index knows."""
+        try:
+            return self._shelf.owners()
+        except IndexFailed:
+            return {}
+
+    def drops(self, digest: str) -> bool:
+        """Whether the entry has gone; ``left`` is what it should have."""
+        try:
+            if not concerns(read_key(self._shelf.path(digest)), *self.which):
+                return False
+        except EntryDamaged:
+            self._counters.count("damaged")
+        except FileNotFoundError:  # another process evicted it just now
+            return False
+        except OSError:
+            owner = self.owners.get(digest)
+            if owner is None:
+                self.left.append(digest)
+            if owner != self.which[0]:
+                return False
+        gone = self._shelf.remove(digest)
+        if not gone:
+            self.left.append(digest)
+        return gone
