@@ -7,7 +7,7 @@ RESULTS := benchmarks/results
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench bench-gpu soak clean
 
 demo: $(STAMP)
 	$(BIN)/ragcachekit demo --out demo-out
@@ -48,6 +48,10 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench planner --json $(RESULTS)/planner.json --plot docs/planner.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit check-model --all-families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
+
+# On a machine with an NVIDIA GPU; PYTHON names an interpreter whose torch can use it.
+bench-gpu:
+	PYTHON=$(PYTHON) sh benchmarks/gpu.sh $(RESULTS)
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1200

@@ -1,15 +1,22 @@
 #!/bin/sh
-# Every figure that needs a GPU, after the tests of the kernels on it:
+# Every figure that needs a GPU:
 #
-#     sh benchmarks/gpu.sh [OUT]        (about ten minutes on an H100; OUT: benchmarks/results)
+#     sh benchmarks/gpu.sh [OUT]        (OUT: benchmarks/results)
 #
-# PYTHON names the interpreter (default: python3); nothing is installed. From a checkout it runs without
-# installation too: the packages are put on PYTHONPATH. PARTS chooses among: tests tune kernels ttft-8k ttft-32k.
-set -eu
+# PYTHON names the interpreter (default: python3). It needs what pyproject.toml asks for, pytest and hypothesis;
+# nothing is installed, the packages of this checkout are put on PYTHONPATH. PARTS chooses among
+#     smoke     a small model through graphs, transfers and tiers: run it first, it takes a minute
+#     tune      tile sizes of the attention kernel for this GPU; the parts behind it use them
+#     kernels   every kernel beside what the GPU can do and beside torch's own attentions
+#     ttft-8k ttft-32k   time to the first token, Llama 3.1 8B's shape
+#     tests     all tests of the kernels, compiled: many minutes, less with pytest-xdist
+# A part that fails does not keep the next from running; the exit status says that one did.
+set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
-parts=${PARTS:-tests tune kernels ttft-8k ttft-32k}
+parts=${PARTS:-smoke tune kernels ttft-8k ttft-32k tests}
+tuning=$out/kernel-tuning.json
 export PYTHONPATH=".:kernels:integrations${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 unset TRITON_INTERPRET
 mkdir -p "$out"
@@ -17,27 +24,42 @@ mkdir -p "$out"
     echo "no GPU that torch can use here" >&2
     exit 1
 }
+workers=
+"$python" -c 'import xdist' 2>/dev/null && workers="-n 8"
+
+checked() {
+    "$python" -m pytest -q -c /dev/null --rootdir . -m 'not soak' "$@"
+}
+bench() {
+    if [ -f "$tuning" ]; then export RAGCACHEKIT_KERNEL_TUNING="$tuning"; fi
+    "$python" -m ragcachekit bench "$@"
+}
 speed() {
-    "$python" -m ragcachekit bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 \
+    bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
         --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
 }
-for part in $parts; do
-    echo "== $part"
-    case $part in
-    tests) "$python" -m pytest -q -p no:cacheprovider tests/kernels ;;
-    tune) "$python" -m ragcachekit bench kernels --tune "$out/kernel-tuning.json" ;;
-    kernels) "$python" -m ragcachekit bench kernels --runs 20 --json "$out/kernels-h100.json" ;;
-    ttft-8k)
-        speed --prompt-tokens 8192 --tiers gpu,host --runs 7 \
-            --json "$out/ttft-h100-8k.json" --plot "$out/ttft-h100-8k.png"
+run() {
+    case $1 in
+    smoke) checked tests/link/test_graph_capture_gpu.py tests/link/test_on_a_gpu.py tests/link/test_placing.py \
+        tests/link/test_extract.py -k gpu ;;
+    tune) "$python" -m ragcachekit bench kernels --tune "$tuning" ;;
+    kernels)
+        bench kernels --runs 20 --json "$out/kernels-gpu.json" ||
+            bench kernels --runs 20 --no-graphs --json "$out/kernels-gpu.json"
         ;;
-    ttft-32k)
-        speed --prompt-tokens 32768 --tiers gpu,host --runs 5 \
-            --json "$out/ttft-h100-32k.json" --plot "$out/ttft-h100-32k.png"
-        ;;
+    ttft-8k) speed --prompt-tokens 8192 --runs 7 --json "$out/ttft-gpu-8k.json" --plot "$out/ttft-gpu-8k.png" ;;
+    ttft-32k) speed --prompt-tokens 32768 --runs 5 --json "$out/ttft-gpu-32k.json" --plot "$out/ttft-gpu-32k.png" ;;
+    tests) checked $workers tests/kernels ;;
     *)
-        echo "no part called $part" >&2
-        exit 2
+        echo "no part called $1" >&2
+        return 2
         ;;
     esac
+}
+
+status=0
+for part in $parts; do
+    echo "== $part"
+    run "$part" || { status=$?; echo "== $part failed" >&2; }
 done
+exit $status

@@ -292,6 +292,11 @@ class RagCache:
         -------
         int
             Entries dropped.
+
+        Raises
+        ------
+        StoreError
+            If a tier cannot say that nothing is left; all others have forgotten. Forget again.
         """
         return self._stock.forget(ids, texts, self._space(namespace))
 

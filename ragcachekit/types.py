@@ -103,11 +103,8 @@ class KVKey:
     def digest(self) -> str:
         """SHA-256 over all fields, as hex: the entry's name in every tier."""
         parts = (self.fingerprint, self.namespace, self.chunk_id, self.encoding, *self.context)
-        hashed = hashlib.sha256()
-        for part in parts:
-            raw = part.encode()
-            hashed.update(len(raw).to_bytes(8, "little") + raw)
-        return hashed.hexdigest()
+        raw = [part.encode() for part in parts]
+        return hashlib.sha256(b"".join([len(r).to_bytes(8, "little") + r for r in raw])).hexdigest()
 
 
 class _Report:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ragcachekit.errors import RagCacheError
+
 Call = Callable[[], object]
 
 WARM_UP = 3
@@ -28,21 +30,27 @@ class Samples:
         return statistics.median(self.ms)
 
 
-def timed(calls: Sequence[Call], runs: int, device: torch.device) -> Samples:
+def timed(calls: Sequence[Call], runs: int, device: torch.device, *, graphs: bool = False) -> Samples:
     """Time ``runs`` calls, going round ``calls``: one call per set of inputs.
 
-    On a GPU each call is captured as a graph where that works, so that a short kernel's time is not that of
-    its launch; events stand before and behind each replay on the current stream, and nothing is waited
-    for until the end. Give as many sets of inputs as it takes to exceed the cache, or one that exceeds it by
-    itself.
+    On a GPU events stand before and behind each call on the current stream, and nothing is waited for until
+    the end. With ``graphs`` each call is captured and its replays are timed, so that a short kernel's time
+    is not that of its launch; such calls must not wait for the device. Give as many sets of inputs as it
+    takes to exceed the cache, or one that exceeds it by itself.
+
+    Raises
+    ------
+    RagCacheError
+        If a call cannot be captured. torch is not to be trusted after that: begin a new process.
     """
     for _ in range(WARM_UP):
         for call in calls:
             call()
     if device.type != "cuda":
         return Samples(tuple(_clocked(calls[i % len(calls)]) for i in range(runs)))
-    calls = [_graphed(call) for call in calls]
     torch.cuda.synchronize(device)
+    if graphs:
+        calls = [_captured(call) for call in calls]
     new: Any = torch.cuda.Event
     events = [(new(enable_timing=True), new(enable_timing=True)) for _ in range(runs)]
     for number, (begun, ended) in enumerate(events):
@@ -53,17 +61,17 @@ def timed(calls: Sequence[Call], runs: int, device: torch.device) -> Samples:
     return Samples(tuple(begun.elapsed_time(ended) for begun, ended in events))
 
 
-def _graphed(call: Call) -> Call:
-    """The call as a graph's replay, or itself where it cannot be captured (it waits for the device, say)."""
+def _captured(call: Call) -> Call:
     graph: Any = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return call
-    graph.replay()
+    except RuntimeError as error:
+        raise RagCacheError(
+            f"a call that is measured cannot be captured as a graph: {error}; measure without graphs"
+        ) from error
     replay: Call = graph.replay
+    replay()
     return replay
 
 

@@ -45,6 +45,7 @@ class Timings:
     prompt_tokens: list[int] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
+    forwards: set[str] = field(default_factory=set)
 
     def add(
         self,
@@ -54,6 +55,7 @@ class Timings:
         prompt_tokens: int,
         wait_ms: float = 0.0,
         overlap: float | None = None,
+        forward: str = "",
     ) -> None:
         """One measured request."""
         self.ttft_ms.append(ttft_ms)
@@ -61,6 +63,8 @@ class Timings:
         self.recompute_ratio.append(ratio)
         self.prompt_tokens.append(prompt_tokens)
         self.wait_ms.append(wait_ms)
+        if forward:
+            self.forwards.add(forward)
         if overlap is not None:
             self.overlap.append(overlap)
 
@@ -79,6 +83,7 @@ class Timings:
             "link_ms": statistics.median(self.link_ms),
             "wait_ms": statistics.median(self.wait_ms),
             "overlap": statistics.median(self.overlap) if self.overlap else None,
+            "forward": ", ".join(sorted(self.forwards)) or None,
             "runs": len(self.ttft_ms),
         }
 
@@ -186,6 +191,28 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     # Two tokens whose logits are equal but for rounding may change places.
     if not float(expected[token] - expected[found]) <= allowed:
         raise RagCacheError(f"linked inside generate, the first token is {found}, not {token}")
+
+
+def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
+    """Compare two ways to the first token over the same linked cache.
+
+    ``generate`` links inside its prefill, on a GPU as a captured graph and over layers that are still on
+    their way; ``link`` runs layer by layer ahead of it. Both must lead to the same token, but for rounding.
+
+    Raises
+    ------
+    RagCacheError
+        If they differ.
+    """
+    expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
+    answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)
+    (found,) = answer.token_ids
+    allowed = tolerance_for(rag.model.dtype) * float(expected.abs().max())
+    if not float(expected.max() - expected[found]) <= allowed:
+        raise RagCacheError(
+            f"policy {policy}: linked ahead the first token is {int(expected.argmax())}, inside generate "
+            f"{found} ({answer.report.link})"
+        )
 
 
 def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:

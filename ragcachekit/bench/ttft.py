@@ -23,6 +23,7 @@ from ragcachekit.bench.timing import (
     Engines,
     Timings,
     check_exact,
+    check_policy,
     open_engines,
     rows,
 )
@@ -86,9 +87,10 @@ def run(
     -------
     BenchReport
         Rows ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max,
-        speedup, link_ms, wait_ms, overlap, runs``; the tier is ``none`` where nothing is reused.
+        speedup, link_ms, wait_ms, overlap, forward, runs``; the tier is ``none`` where nothing is reused.
         ``link_ms`` is the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms``
-        what the request waited for loads, ``overlap`` the share of loading that it did not wait for.
+        what the request waited for loads, ``overlap`` the share of loading that it did not wait for,
+        ``forward`` whether the linked forward ran as a graph.
 
     Raises
     ------
@@ -111,6 +113,8 @@ def run(
         for policy in ("reuse", *used):
             engines.filler.generate(prompt, policy=policy, **ONE_TOKEN)
         check_exact(engines.warm[tiers[-1]], prompt)
+        for rag, policy in itertools.product(engines.warm.values(), used):
+            check_policy(rag, prompt, policy)
         bar.update()
         ways = _ways(lm, prompt, used, engines)
         if lm.device.type == "cuda":  # kernels are compiled and graphs captured at the first request
@@ -146,8 +150,8 @@ def random_prompt(
     )
 
 
-Measured = tuple[float, float, float, int, float, float | None]
-"""TTFT and link time in ms, recompute ratio, prompt tokens, wait in ms, overlap."""
+Measured = tuple[float, float, float, int, float, float | None, str]
+"""TTFT and link time in ms, recompute ratio, prompt tokens, wait in ms, overlap, how the forward ran."""
 
 
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
@@ -173,6 +177,7 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
         link.prompt_tokens,
         link.wait_ms,
         link.overlap,
+        link.forward,
     )
 
 
@@ -246,7 +251,7 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
         input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **cache, **ONE_TOKEN
     )
     output[:, -1].tolist()  # waits for the device
-    return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0]), 0.0, None
+    return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0]), 0.0, None, ""
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:

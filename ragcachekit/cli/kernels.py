@@ -35,6 +35,9 @@ def kernels(
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="torch's own attentions beside.")
     ] = True,
+    graphs: Annotated[
+        bool, typer.Option("--graphs/--no-graphs", help="On a GPU, time replays of captured launches.")
+    ] = True,
     tune: Annotated[
         Path | None,
         typer.Option(
@@ -70,6 +73,7 @@ def kernels(
         device=device,
         seed=seed,
         baselines=baselines,
+        graphs=graphs,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=errors(), transient=True) as progress:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.tree.turns import Turn
@@ -48,19 +49,17 @@ def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> 
         return []
     match = plan.beginning.match
     last, start = exact_rows(plan), match.tokens
-    out: list[ChunkKV] = []
+    stretches: list[Stretch] = []
     for step in match.path[len(match) :]:
         stop = start + step.tokens
         if stop > last or not _holds(cache, offset + stop):
             break
-        rows = slice(offset + start, offset + stop)
-        keys, values = zip(
-            *((x.keys[item, :, rows].clone(), x.values[item, :, rows].clone()) for x in cache.layers),
-            strict=True,
-        )
-        out.append(ChunkKV(keys, values, start))
+        stretches.append(Stretch(item, offset + start, offset + stop))
         start = stop
-    return out
+    if not stretches:
+        return []
+    sides = extract(cache.layers, stretches, host=False)
+    return [ChunkKV(*kv, at.start - offset) for kv, at in zip(sides, stretches, strict=True)]
 
 
 def turn_of(
@@ -75,18 +74,16 @@ def turn_of(
     rows = (*plan.token_ids, *answer[:-1])
     if beginning is None or rope.depends_on_length or not _holds(cache, offset + len(rows)):
         return None
-    columns = slice(offset, offset + len(rows))
-    keys = [layer.keys[item, :, columns] for layer in cache.layers]
-    values = [layer.values[item, :, columns] for layer in cache.layers]
-    if sum(t.numel() * t.element_size() for t in (*keys, *values)) > most:
+    sides = [side[item, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
+    if sum(t.numel() * t.element_size() for t in sides) > most:
         return None
     exact = exact_rows(plan)
     traces = (id for chunk in plan.placed for id in chunk.behind)
-    copied = [tuple(t.to("cpu", copy=True) for t in of) for of in (keys, values)]
+    (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
     return Turn(
         beginning.match.root,
         rows,
-        ChunkKV(copied[0], copied[1], 0),
+        ChunkKV(*copied, 0),
         len(rows) if exact == len(plan.token_ids) else exact,
         beginning.members.union(traces),
     )

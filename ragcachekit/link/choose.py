@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ragcachekit.link.base import GuidedPolicy
+from ragcachekit.link.decided import decided
 from ragcachekit.link.linker import Buffers, assemble, link, run_rows
-from ragcachekit.link.plan import decided
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
 from ragcachekit_kernels.dispatch import Rows, Spans, column_scores

@@ -11,6 +11,7 @@ from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.planned import LinkPlan, Missing, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.store.base import KVStore
@@ -90,15 +91,9 @@ class NeighbourEncoder:
         sums = _Attended(positions, self._model.device)
         inputs = link([plan], self._rope, self._model.device, 0, observer=sums)
         run_rows(self._model, inputs, len(positions))
-        angles = self._rope.angles(torch.tensor(positions), len(ids))
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for index, layer in enumerate(inputs.cache.layers):
-            kv = layer.keys[0, :, positions.start :], layer.values[0, :, positions.start :]
-            # A copy: a view would keep the whole context's cache alive.
-            for of, tensor in zip((keys, values), self._rope.strip(index, *kv, angles), strict=True):
-                of.append(tensor.to("cpu", copy=True))
-        return ChunkKV(tuple(keys), tuple(values), None, {"attended": sums.sums.cpu()})
+        own = Stretch(0, positions.start, positions.stop)
+        (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
+        return ChunkKV(*kv, None, {"attended": sums.sums.cpu()})
 
 
 class _Attended:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from ragcachekit.link.graph_waits import RefuseWaits
 
 
 class Capture(Protocol):
@@ -24,32 +28,39 @@ class Capture(Protocol):
 class CudaGraphs:
     """Captures CUDA graphs that share one pool of memory: they must not run at the same time.
 
+    The pool lives as long as one of its graphs; another object has another pool. If a capture fails, the
+    thread's current stream is again what it was.
+
     Parameters
     ----------
     device : torch.device
     warmups : int
-        Runs on a side stream before the capture: libraries choose their algorithms and allocate their
-        workspaces there, kernels are compiled and tuned.
+        Runs before the capture, on the stream that it is made on: libraries choose their algorithms and
+        allocate their workspaces for that stream there, kernels are compiled and tuned. One more run sees
+        to it that nothing waits for the device.
     """
 
     def __init__(self, device: torch.device, warmups: int = 3) -> None:
         self._device, self._warmups = device, warmups
-        self._pool = torch.cuda.graph_pool_handle()
+        # A high priority has streams of its own: torch deals out the ordinary ones in turn, again and again,
+        # and what another thread enqueued on this one during a capture would become part of the graph.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """As :meth:`Capture.__call__`."""
+        """As :meth:`Capture.__call__`.
+
+        Raises
+        ------
+        NotCapturable
+            If ``run`` waits for the device, or copies between it and the host.
+        RuntimeError
+            If CUDA cannot capture it for another reason.
+        """
         with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            here = torch.cuda.current_stream()
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                for _ in range(self._warmups):
-                    run()
-            here.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate and copy meanwhile: only what this one does is captured.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = run()
+            self._warm_up(run)
+            graph, out = self._captured(run)
+        self._graphs.add(graph)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -57,10 +68,62 @@ class CudaGraphs:
 
         return replay
 
+    def _warm_up(self, run: Callable[[], torch.Tensor]) -> None:
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(self._warmups):
+                    run()
+                with RefuseWaits():  # type: ignore[no-untyped-call]
+                    run()
+        finally:
+            # Memory that a run which failed worked on is used again behind it, too.
+            here.wait_stream(self._stream)
+
+    def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        here, pool, graph = torch.cuda.current_stream(), self._pool(), torch.cuda.CUDAGraph()
+        # Other threads may allocate and copy meanwhile: only what this one does is captured.
+        how = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with how:
+                out = run()
+        except BaseException:
+            if torch.cuda.current_stream() != here:  # torch resets it only if it could end the capture
+                torch.cuda.set_stream(here)
+                _end(pool)
+            raise
+        return graph, out
+
+    def _pool(self) -> Any:
+        """That of the living graphs: a pool without any cannot be captured into again."""
+        for graph in self._graphs:
+            return graph.pool()
+        return torch.cuda.graph_pool_handle()
+
+
+def _end(pool: Any) -> None:
+    """Do what torch leaves undone if it cannot end a capture, on the current device.
+
+    Its allocator (of torch 2.12 and older) believes that the capture goes on, and fails an assertion later;
+    the default generator believes it too, and refuses to make random numbers.
+    """
+    index = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it has been done
+        torch._C._cuda_endAllocateToPool(index, pool)
+    with suppress(RuntimeError):
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())  # the same numbers follow
+
 
 def capture_for(device: torch.device) -> Capture | None:
-    """CUDA graphs, where there are any."""
-    return CudaGraphs(device) if device.type == "cuda" else None
+    """CUDA graphs with memory of their own, where there are any."""
+    return CudaGraphs(device) if has_graphs(device) else None
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether forwards can be captured on it without a capture given in the configuration."""
+    return device.type == "cuda"
 
 
 class DeviceLock:
@@ -73,8 +136,12 @@ class DeviceLock:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+        try:
+            if self._done is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._done)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

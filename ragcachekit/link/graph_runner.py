@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,18 @@ from ragcachekit.link.graph_capture import Capture, DeviceLock
 from ragcachekit.link.graph_inputs import GraphInputs, room_for, tokens_for
 from ragcachekit.link.graph_trial import Shape, Trial, compare_logits
 
+log = logging.getLogger(__name__)
+
 Shapes = tuple[Shape, ...]
 """One per layer."""
 
 _ALIGNED = 16  # bytes
 
-_ERRORS = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, AssertionError)
-"""What a model's own code may raise over inputs that it does not expect; CUDA's errors among them."""
+_LACKING = ("out of memory", "ALLOC_FAILED")
+"""What CUDA and cuBLAS say where torch's own error does not come in between."""
+
+_Key = tuple[int, int, Shapes, torch.dtype]
+"""Room, tokens, and what the layers' KV looks like."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +70,8 @@ class GraphRunner:
     ) -> None:
         self._forward, self._capture = forward, capture
         self._device, self._vocab = device, vocab
-        self._captured: dict[tuple[int, int, Shapes, torch.dtype], _Captured] = {}
+        self._captured: dict[_Key, _Captured] = {}
+        self._too_large: dict[_Key, str] = {}
         self._lock = DeviceLock(device)
 
     def __len__(self) -> int:
@@ -82,7 +89,7 @@ class GraphRunner:
         Raises
         ------
         NotCapturable
-            If this request's KV cannot be reached by a table.
+            If this request's KV cannot be reached by a table, or memory was short for so many rows.
         CaptureFailed
             If the model cannot be captured, or what was captured computes something else than the model.
         """
@@ -96,14 +103,25 @@ class GraphRunner:
 
     def _get(self, room: int, memory: _Memory) -> _Captured:
         key = room, tokens_for(room, memory.slots), memory.shapes, memory.dtype
+        if key in self._too_large:
+            raise NotCapturable(self._too_large[key])
         if key not in self._captured:
-            # What is made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                try:
-                    self._captured[key] = self._make(*key)
-                except (NotCapturable, *_ERRORS) as error:
-                    raise CaptureFailed(f"a forward over {room} rows cannot be captured: {error}") from error
+            self._captured[key] = self._try(key)
         return self._captured[key]
+
+    def _try(self, key: _Key) -> _Captured:
+        """Whatever goes wrong: the model's code, compilers of kernels and CUDA have errors of all kinds."""
+        # What is made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._make(*key)
+            except Exception as error:
+                why = f"a forward over {key[0]} rows cannot be captured: {error}"
+                if not _lacks_memory(error):
+                    raise CaptureFailed(why) from error
+                log.warning("%s; smaller ones are not affected", why)
+                self._too_large[key] = why
+                raise NotCapturable(why) from error
 
     def _make(self, room: int, tokens: int, shapes: Shapes, dtype: torch.dtype) -> _Captured:
         """Captured on made-up KV, not the request's: a forward that writes elsewhere harms nobody there."""
@@ -122,6 +140,14 @@ class GraphRunner:
         compare_logits(replay(), logits)
         trial.compare(made, own)
         return _Captured(inputs, replay, forward.output)
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether ``error``, or what it came from, is about memory."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _LACKING):
+        return True
+    return error.__context__ is not None and _lacks_memory(error.__context__)
 
 
 class _Forward:

@@ -15,7 +15,7 @@ from ragcachekit.config import GraphConfig
 from ragcachekit.link.attention import is_installed
 from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.captured import NotCapturable
-from ragcachekit.link.graph_capture import Capture, capture_for
+from ragcachekit.link.graph_capture import Capture, capture_for, has_graphs
 from ragcachekit.link.graph_runner import CaptureFailed, GraphRunner
 from ragcachekit.link.graph_state import ModelState
 
@@ -45,16 +45,14 @@ class GraphedForward:
     ----------
     model : transformers.PreTrainedModel
         Not kept alive.
-    capture : Capture
     config : GraphConfig
     """
 
-    def __init__(self, model: Any, capture: Capture, config: GraphConfig) -> None:
+    def __init__(self, model: Any, config: GraphConfig) -> None:
         self.config = config
         self._model: weakref.ref[Any] = weakref.ref(model)
         self._before = vars(model).get("forward")
         self._own = _own_forward(self._model, self._before)
-        self._capture = capture
         self._choosing = threading.Lock()
         self._runner: GraphRunner | None = None
         self._state: ModelState | None = None
@@ -133,15 +131,19 @@ class GraphedForward:
             If it cannot be.
         """
         with self._choosing:
-            if self._runner is None or self._state is None or self._state.changed():
-                model: Any = self._model()
-                vocab = model.config.get_text_config().vocab_size
-                self._state = ModelState(model)
-                self._runner = GraphRunner(self._own, self._capture, model.device, vocab)
-                self._refused = self._state.obstacle or self._lack()
-            if self._refused is not None:
-                raise NotCapturable(self._refused)
+            if self._state is None or self._state.changed():
+                self._renew(self._model())
+            if self._refused is not None or self._runner is None:
+                raise NotCapturable(self._refused or "the model's device has no graphs")
             return self._runner
+
+    def _renew(self, model: Any) -> None:
+        """Forget the graphs. New ones have a pool of their own; the model may be on another device now."""
+        self._state = ModelState(model)
+        self._refused = self._state.obstacle or self._lack()
+        capture = cast("Capture | None", self.config.capture or capture_for(model.device))
+        vocab = model.config.get_text_config().vocab_size
+        self._runner = None if capture is None else GraphRunner(self._own, capture, model.device, vocab)
 
     def _lack(self) -> str | None:
         if "logits_to_keep" in self.__signature__.parameters:
@@ -165,9 +167,10 @@ def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
         if present.config == config:
             return
         present.remove()
-    capture = None if config is None else config.capture or capture_for(model.device)
-    if capture is not None and config is not None and is_installed(model):
-        model.forward = GraphedForward(model, cast(Capture, capture), config)
+    if config is None or not is_installed(model):
+        return
+    if config.capture is not None or has_graphs(model.device):
+        model.forward = GraphedForward(model, config)
 
 
 def graph_config(graphs: str | GraphConfig) -> GraphConfig | None:

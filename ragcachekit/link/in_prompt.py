@@ -10,6 +10,7 @@ import torch
 from ragcachekit.link.encodings import InPromptEncoding
 from ragcachekit.link.observed import ContextCache
 from ragcachekit.link.planned import Missing
+from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 
@@ -62,21 +63,9 @@ class InPromptEncoder:
             past_key_values=cache,
             use_cache=True,
         )
-        return [self._take(cache, item, length, sums) for item, sums in zip(run, cache.sums, strict=True)]
-
-    def _take(
-        self, cache: ContextCache, item: Missing, length: int, sums: dict[str, torch.Tensor]
-    ) -> ChunkKV:
-        rows = slice(len(item.encoding.behind), _width(item))
-        angles = self._rope.angles(torch.arange(rows.start, rows.stop), length)
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for index, layer in enumerate(cache.layers):
-            kv = self._rope.strip(index, layer.keys[0, :, rows], layer.values[0, :, rows], angles)
-            # A copy: a view would keep the whole prompt's cache alive.
-            for of, tensor in zip((keys, values), kv, strict=True):
-                of.append(tensor.to("cpu", copy=True))
-        return ChunkKV(tuple(keys), tuple(values), None, sums)
+        stretches = [Stretch(0, len(item.encoding.behind), _width(item)) for item in run]
+        sides = extract(cache.layers, stretches, self._rope, length)
+        return [ChunkKV(*kv, None, sums) for kv, sums in zip(sides, cache.sums, strict=True)]
 
 
 def _segments(item: Missing) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from ragcachekit.link.uses import Guide, Use
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.loading import Hit, LoadingKV
+from ragcachekit.store.patience import Patience
 from ragcachekit.types import KVKey
 
 if TYPE_CHECKING:
@@ -42,17 +43,28 @@ class Decision:
 class Fetch:
     """Looks entries up for one prompt; every entry once, however often it is asked for.
 
+    All look-ups together wait at most three deadlines for a remote service; what would be asked of it
+    after that is a miss.
+
     Parameters
     ----------
     store : KVStore or Loader
         From a bare store everything is read while it is looked up.
     planner : LoadPlanner, optional
         Says what is not worth loading; without one everything found is used.
+    patience : Patience, optional
+        What earlier look-ups for this prompt have taken.
     """
 
-    def __init__(self, store: KVStore | Loader, planner: LoadPlanner | None = None) -> None:
+    def __init__(
+        self,
+        store: KVStore | Loader,
+        planner: LoadPlanner | None = None,
+        patience: Patience | None = None,
+    ) -> None:
         self._store = store
         self._planner = planner
+        self._patience = patience or Patience()
         self._known: dict[KVKey, Hit | None] = {}
 
     def get(self, key: KVKey) -> Hit | None:
@@ -65,7 +77,7 @@ class Fetch:
         """The same, where these are not found; what was found already is not looked up again."""
         if not lost:
             return self
-        other = Fetch(self._store, self._planner)
+        other = Fetch(self._store, self._planner, self._patience)
         other._known = {**self._known, **dict.fromkeys(lost)}
         return other
 
@@ -108,7 +120,8 @@ class Fetch:
         return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
 
     def _look(self, key: KVKey) -> Hit | None:
-        if isinstance(self._store, Loader):
-            return self._store.open(key)
-        found = self._store.get(key)
+        with self._patience.held():
+            if isinstance(self._store, Loader):
+                return self._store.open(key)
+            found = self._store.get(key)
         return Hit(found.kv, found.tier) if found is not None else None

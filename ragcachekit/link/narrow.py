@@ -12,8 +12,8 @@ import torch
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
 from ragcachekit.link.cache import LinkedCache, LinkedLayer, Projected
+from ragcachekit.link.decided import decided
 from ragcachekit.link.link_rows import LinkRows, Observer
-from ragcachekit.link.plan import decided
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit_kernels.dispatch import kv_deviation
 
@@ -52,8 +52,9 @@ class Narrowing:
         last = len(plan.token_ids) - 1
         self._last_cached = int(last in cached and last in plan.rows)
         self._spent = [self._total + self._last_cached]
+        rows = self._link_rows()
         for layer in cache.layers:
-            layer.narrow(self._link_rows())
+            layer.narrow(rows)
 
     def decided(self) -> LinkPlan:
         """The plan as it turned out; its ratio counts what each layer really ran."""
@@ -83,8 +84,9 @@ class Narrowing:
         before, self._rows = len(self._rows), tuple(self._rows[i] for i in keep.tolist())
         self._chosen = [p for p in self._chosen if p in going]
         self._spent.append(len(self._chosen) + self._last_cached)
+        rows = self._link_rows()
         for later in self._cache.layers[layer:]:
-            later.narrow(self._link_rows())
+            later.narrow(rows)
         return _cut((args, kwargs), before, keep)
 
     def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Placing:
 
     What lies on the device already is placed by one launch for all layers, when the first is asked for.
     Otherwise each layer is placed when it is asked for (with those before it), from memory that
-    :class:`Transfers` copies into meanwhile. Rows that the forward will write itself are left as they
+    :class:`Transfers` copies into meanwhile. Either way where everything lies is known before the first,
+    and goes to the device in one table. Rows that the forward will write itself are left as they
     are, unless a policy is yet to compare them with what it computes.
 
     Parameters
@@ -80,7 +81,9 @@ class Placing:
     ) -> None:
         kvs = list({id(piece.kv): piece.kv for plan in plans for piece in plan.pieces}.values())
         self._near = {
-            n: kv for n, kv in enumerate(kvs) if isinstance(kv, ChunkKV) and streams.holds(kv.keys[0])
+            n: kv
+            for n, kv in enumerate(kvs)
+            if isinstance(kv, ChunkKV) and streams.holds(kv.stored_layer(0)[0])
         }
         self._far = [number for number in range(len(kvs)) if number not in self._near]
         self.device = device
@@ -99,6 +102,7 @@ class Placing:
             for plan, offset in zip(plans, offsets, strict=True)
         ]
         self._buffers: dict[int, Pair] = {}
+        self._assemblies: list[dispatch.Assembly] | None = None
         self._placed = 0
         self._spans: list[tuple[Event, Event]] = []
 
@@ -132,61 +136,65 @@ class Placing:
         LoadFailed
             If an entry does not come; asking again tries again.
         """
-        if not self._buffers and not self._placed:
-            self._allocate()
+        if self._assemblies is None:
+            if not self._buffers:
+                self._allocate()
+            self._assemblies = self._prepared()
         while self._placed <= number:
             begun = self._streams.mark()
             if self._transfers is None:
-                done = self._place_all()
+                done = self._place_all(self._assemblies)
                 self._placed = self._layers
             else:
-                done = self._place_next(self._transfers)
+                done = self._place_next(self._transfers, self._assemblies)
                 self._placed += 1
             self._spans.append((begun, done))
         if self._placed == self._layers:
-            self._items, self._near = [], {}
+            self._items, self._near, self._assemblies = [], {}, []
         return self._buffers.pop(number)
 
     # -- placing -----------------------------------------------------------------------------------
 
-    def _place_all(self) -> Event:
-        work = []
+    def _prepared(self) -> list[dispatch.Assembly]:
+        """All layers of each prompt: what layers share is packed once, and goes up in one copy."""
+        chunks, out = self._chunks(), []
         for batch, item in enumerate(self._items):
-            planes = [p for layer in range(self._layers) for p in self._planes(layer, batch, item.offset)]
-            work.append((item, planes, [self._near[source].planes for source in item.sources]))
+            if item.places:
+                planes = [p for n in range(self._layers) for p in self._planes(n, batch, item.offset)]
+                own = [chunks[source] for source in item.sources]
+                out.append(dispatch.assembly(planes, item.places, own, item.tables, skip=item.skip))
+        return out
 
+    def _place_all(self, assemblies: Sequence[dispatch.Assembly]) -> Event:
         def place() -> None:
-            for item, planes, chunks in work:
-                _assemble(item, planes, chunks)
+            for assembly in assemblies:
+                assembly.run()
 
         return self._streams.compute(place)
 
-    def _place_next(self, transfers: Transfers) -> Event:
-        layer = self._placed
-        near = {number: _of_layer(kv, layer) for number, kv in self._near.items()}
-        work = [(i, self._planes(layer, batch, i.offset)) for batch, i in enumerate(self._items)]
+    def _place_next(self, transfers: Transfers, assemblies: Sequence[dispatch.Assembly]) -> Event:
+        first = 2 * self._placed
 
-        far = self._far
+        def place(_: Sequence[dispatch.ChunkTensors]) -> None:
+            for assembly in assemblies:
+                assembly.run(first, first + 2)
 
-        def place(landed: Sequence[dispatch.ChunkTensors]) -> None:
-            chunks = near | dict(zip(far, landed, strict=True))
-            for item, planes in work:
-                _assemble(item, planes, [chunks[source] for source in item.sources])
+        return transfers.use(self._placed, place)
 
-        return transfers.use(layer, place)
+    def _chunks(self) -> dict[int, dispatch.ChunkTensors]:
+        """Per entry, the tensors of all layers, where they are or will be when they are used."""
+        chunks = {number: kv.planes for number, kv in self._near.items()}
+        if self._transfers is not None:
+            layers = map(self._transfers.chunks, range(self._layers))
+            for number, parts in zip(self._far, zip(*layers, strict=True), strict=True):
+                chunks[number] = dispatch.ChunkTensors.joined(parts)
+        return chunks
 
     def _planes(self, layer: int, batch: int, offset: int) -> tuple[dispatch.Plane, dispatch.Plane]:
         keys, values = (side[batch] for side in self._buffers[layer])
         if offset:
             keys, values = keys[:, offset:], values[:, offset:]
-        rope = self._rope.layers[layer]
-        if rope.table is None:
-            return dispatch.Plane(keys), dispatch.Plane(values)
-        table = rope.table + (len(self._rope.tables) if rope.backwards else 0)
-        how = table, rope.interleaved, rope.offset
-        if rope.values:
-            return dispatch.Plane(keys), dispatch.Plane(values, *how)
-        return dispatch.Plane(keys, *how), dispatch.Plane(values)
+        return self._rope.planes(layer, keys, values)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -235,13 +243,3 @@ def _item(plan: LinkPlan, offset: int, numbers: dict[int, int], tables: Sequence
     sources = tuple(numbers[id(piece.kv)] for piece in plan.pieces)
     skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows
     return _Item(tuple(places), sources, offset, tuple(tables), skip)
-
-
-def _of_layer(kv: ChunkKV, layer: int) -> dispatch.ChunkTensors:
-    planes = kv.planes
-    return dispatch.ChunkTensors(planes.tensors[2 * layer : 2 * layer + 2])
-
-
-def _assemble(item: _Item, planes: Sequence[dispatch.Plane], chunks: Sequence[dispatch.ChunkTensors]) -> None:
-    if item.places:
-        dispatch.assemble(planes, item.places, chunks, item.tables, skip=item.skip)

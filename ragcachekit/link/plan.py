@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
 from ragcachekit.link.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.link.beginning import TURN, Beginning, BeginningReader
+from ragcachekit.link.decided import decided
 from ragcachekit.link.encodings import Encodings, Wanted
 from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
 from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
@@ -66,9 +69,14 @@ class _Lookup:
         Not to one that keeps exact rows alone where it would not be exact; and with a tree, not where its
         keys were turned back and forth: computed in place it goes into the tree, with all behind it.
         """
-        if not isinstance(self.policy, ExactPolicy):
+        if not self._exact_only:
             return True
         return want.exact and (self.beginning is None or want.encoding.name == ENCODING_PREFIX)
+
+    @cached_property
+    def _exact_only(self) -> bool:
+        # Asked once per chunk, and asking a protocol takes longer than a look-up.
+        return isinstance(self.policy, ExactPolicy)
 
     def again(self, lost: frozenset[KVKey]) -> LinkPlan:
         """The plan if these entries were not there."""
@@ -78,7 +86,7 @@ class _Lookup:
 def _plan(lookup: _Lookup) -> LinkPlan:
     begun = time.perf_counter()
     policy, wanted = lookup.policy, lookup.wanted
-    ids = tuple(i for segment in lookup.segments for i in segment.token_ids)
+    ids = tuple(chain.from_iterable(segment.token_ids for segment in lookup.segments))
     entries = look_up(wanted, policy, lookup.fetch, lookup.variants)
     if lookup.beginning is not None:
         entries = [e if lookup.serves(want) else None for want, e in zip(wanted, entries, strict=True)]
@@ -193,58 +201,9 @@ def _chosen(plan: LinkPlan, policy: SelectionPolicy, segments: Sequence[TokenSeg
     return replace(decided(plan, chosen), policy=policy, question=question)
 
 
-def decided(
-    plan: LinkPlan, chosen: Iterable[int], per_layer: Sequence[int] | None = None, layers: int = 1
-) -> LinkPlan:
-    """The plan with these cached positions recomputed, and its report.
-
-    ``per_layer`` says how many cached rows each of the ``layers`` layers recomputed, where that differs
-    from the number chosen.
-
-    Raises
-    ------
-    ValueError
-        If positions lie outside the cached chunks.
-    """
-    ids, placed, picked = plan.token_ids, plan.placed, set(chosen)
-    cached = {p for chunk in placed for p in range(chunk.start, chunk.stop)}
-    if len(ids) - 1 in cached:
-        # The last row gives the next token's logits, so it is computed whatever the policy says.
-        picked.add(len(ids) - 1)
-    if not picked <= cached:
-        raise ValueError(f"policy {plan.report.policy} chose positions outside the cached chunks")
-    exact = {p for chunk in placed if chunk.exempt for p in range(chunk.start, chunk.stop)}
-    kept = cached - picked
-    spent = sum(per_layer) / layers if per_layer is not None else len(picked)
-    report = replace(
-        plan.report,
-        exact_tokens=len(kept & exact),
-        approximate_tokens=len(kept - exact),
-        recomputed_tokens=len(picked),
-        computed_tokens=len(ids) - len(cached),
-        recompute_ratio=spent / len(cached) if cached else 0.0,
-        chunks=_with_recomputed(plan.report.chunks, placed, picked),
-    )
-    rows = tuple(p for p in range(len(ids)) if p not in kept)
-    return replace(plan, rows=rows, report=report, policy=None)
-
-
 def _end_of_chunks(segments: Sequence[TokenSegment]) -> int:
     at = end = 0
     for segment in segments:
         at += len(segment.token_ids)
         end = at if segment.is_chunk else end
     return end
-
-
-def _with_recomputed(
-    uses: Sequence[ChunkUse], placed: Sequence[PlacedChunk], chosen: set[int]
-) -> tuple[ChunkUse, ...]:
-    remaining = iter(placed)
-    out = []
-    for use in uses:
-        if use.source != COMPUTED:
-            chunk = next(remaining)
-            use = replace(use, recomputed=sum(p in chosen for p in range(chunk.start, chunk.stop)))
-        out.append(use)
-    return tuple(out)

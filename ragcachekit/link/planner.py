@@ -18,6 +18,12 @@ LEAST_READS = 8
 
 MOST_SUBSETS = 8
 
+LEAST_LEFT = 16
+"""Plans in a row that leave a tier alone before one tries it again."""
+
+TRYING = 0.02
+"""What such tries may cost, as a part of the time that prompts take meanwhile."""
+
 TIE = 0.01
 """Ways whose times differ by less are equal; then the one that computes more is taken, as it is exact."""
 
@@ -74,8 +80,19 @@ class _Way:
     end: float
 
 
+@dataclass
+class _Left:
+    """Plans that left a tier alone since it was last read from, and what they took together."""
+
+    plans: int = 0
+    seconds: float = 0.0
+
+
 class LoadPlanner:
     """Knows how fast tiers and model are, from all that was loaded and prefilled. Thread safe.
+
+    A tier that was slow may be quick again, which only reads can show: now and then one entry of a tier
+    that was left alone for long is loaded all the same, see :data:`TRYING`.
 
     Parameters
     ----------
@@ -89,12 +106,14 @@ class LoadPlanner:
         self.profile = profile
         self._readers = readers
         self._speeds: dict[str, TierSpeed] = {}
+        self._left: dict[str, _Left] = {}
         self._lock = threading.Lock()
 
     def observe_read(self, tier: str, nbytes: int, seconds: float, beside: int = 0) -> None:
         """A layer was read while other reads were about ``beside`` bytes."""
         with self._lock:
             self._speeds.setdefault(tier, TierSpeed()).observe(nbytes, seconds, beside)
+            self._left.pop(tier, None)
 
     def observe_prefill(self, cached: int, new: int, seconds: float) -> None:
         """A prefill of ``new`` rows over ``cached`` ones took this long, without waiting for loads."""
@@ -152,8 +171,30 @@ class LoadPlanner:
             ways.append(_improved(min(ways, key=lambda w: w.end), len(candidates), way))
         least = min(w.end for w in ways)
         best = max((w for w in ways if w.end <= least * (1 + TIE)), key=lambda w: (w.compute, -w.end))
+        best = self._trying(candidates, best, way)
         depth = preload_depth(candidates[0].layers, best.compute, best.load)
         return [i in best.loaded for i in everyone], depth
+
+    def _trying(
+        self, candidates: Sequence[Candidate], best: _Way, way: Callable[[frozenset[int]], _Way]
+    ) -> _Way:
+        """``best``, or the one that loads an entry more, of a tier that is due to be tried again."""
+        for tier in {c.tier for c in candidates} - {candidates[i].tier for i in best.loaded}:
+            entries = [i for i, c in enumerate(candidates) if c.tier == tier and c.reads]
+            if not entries:
+                continue
+            least = min(entries, key=lambda i: candidates[i].reads * candidates[i].nbytes)
+            trial = way(best.loaded | {least})
+            with self._lock:
+                left = self._left.setdefault(tier, _Left())
+                left.plans += 1
+                left.seconds += best.end
+                if left.plans < LEAST_LEFT or trial.end - best.end > TRYING * left.seconds:
+                    continue
+                self._left.pop(tier)
+                self._speeds[tier].fade(LEAST_READS)
+            best = trial
+        return best
 
     def _way(
         self,

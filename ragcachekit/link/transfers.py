@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ragcachekit.link.streams import Event, Move, Streams
-from ragcachekit.model.kv import TensorShape
+from ragcachekit.model.blocks import TensorShape, carved, nbytes_of, offsets
 from ragcachekit.store.loading import AnyKV, LoadingKV
 from ragcachekit_kernels.dispatch import ChunkTensors
 
@@ -18,8 +18,6 @@ RING_BYTES = 1 << 28
 
 LEAST, MOST = 3, 8
 """Layers: one that is put in place, one that has landed, one that is being copied. Far ahead is no faster."""
-
-_ALIGN = 256  # bytes
 
 
 @dataclass(eq=False)
@@ -44,7 +42,9 @@ class Transfers:
     The copies have a queue of their own: layer l's are enqueued behind the use of the layer that had its
     place in the ring, and its use behind their landing. So while layer l computes, the next ones come, and
     neither waits on the host. Entries are held until their copies have landed, whatever becomes of the
-    request; nothing is page-locked here (the host tier does that once, when it takes an entry).
+    request; nothing is page-locked here (the host tier does that once, when it takes an entry). A layer
+    that lies there in one stretch, as that tier lays it, is one copy: to enqueue one takes the host as long
+    as 200 KB take to travel.
 
     Parameters
     ----------
@@ -71,15 +71,16 @@ class Transfers:
         self._layers = kvs[0].layers
         self._resident = min(resident, self._layers)
         self._kinds: list[Shapes] = []  # of layers; mostly one
-        self._kind = [self._kind_of(shapes) for shapes in zip(*(kv.shapes for kv in kvs), strict=True)]
-        self._size = max(_offsets(shapes)[-1] for shapes in self._kinds)
+        self._kind = [self._kind_of(shapes) for shapes in zip(*(kv.stored_shapes for kv in kvs), strict=True)]
+        self._size = max(offsets(_flat(shapes))[-1] for shapes in self._kinds)
         self.depth = min(self._layers, max(LEAST, min(MOST, room // max(1, self._size))))
-        sizes = [sum(map(_nbytes, (side for pair in shapes for side in pair))) for shapes in self._kinds]
+        sizes = [sum(map(nbytes_of, _flat(shapes))) for shapes in self._kinds]
         self.nbytes = sum(sizes[kind] for kind in self._kind)
         self._sent = self._used = 0
         self._free: list[Event | None] = [None] * self.depth
         self._landed: list[Event | None] = [None] * self.depth
-        self._views: dict[tuple[int, int], list[ChunkTensors]] = {}
+        self._views: dict[tuple[int, int], list[_Room]] = {}
+        self._landing: dict[int, dict[int, list[ChunkTensors]]] = {}  # by kind and slot
         self._held = _Held(list(kvs))
         # Not in a method of ours: the copies have to land even if an error took us away.
         weakref.finalize(self, self._held.drain).atexit = False
@@ -106,16 +107,31 @@ class Transfers:
         if self._sent == layer:
             self._send(layer)
         slot = layer % self.depth
-        chunks = self._chunks(layer)
+        chunks = self.chunks(layer)
         done = self._free[slot] = self._streams.compute(lambda: work(chunks), self._landed[slot])
         self._used += 1
         if self._used == self._layers:
             # All copies have been waited for in the compute queue, to which the ring belongs.
             self._held.ring = None
             self._views.clear()
+            self._landing.clear()
         else:
             self.begin()
         return done
+
+    def chunks(self, layer: int) -> list[ChunkTensors]:
+        """Where a layer's tensors will lie: the same objects for all layers that share their place."""
+        slot, kind = layer % self.depth, self._kind[layer]
+        known = self._landing.setdefault(kind, {})
+        if slot not in known:
+            sides = [(room.parts[:2], room.parts[2:]) for room in self._rooms(layer)]
+            if known:  # all slots are alike
+                first, like = next(iter(known.items()))
+                by = (slot - first) * self._size
+                known[slot] = [one.moved(*side, by) for one, side in zip(like, sides, strict=True)]
+            else:
+                known[slot] = [ChunkTensors(*side) for side in sides]
+        return known[slot]
 
     def release(self) -> None:
         """Let go of the entries if all their copies have landed; waits for nothing."""
@@ -140,18 +156,22 @@ class Transfers:
         if self._resident > self.depth:
             for kv in self._held.kvs:
                 if isinstance(kv, LoadingKV):
-                    kv.layer(self._resident - 1)
+                    kv.stored_layer(self._resident - 1)
 
     def _is_there(self, layer: int) -> bool:
         return all(kv.ready > layer for kv in self._held.kvs if isinstance(kv, LoadingKV))
 
     def _send(self, layer: int) -> None:
         slot, moves = layer % self.depth, list[Move]()
-        for kv, into in zip(self._held.kvs, self._chunks(layer), strict=True):
+        for kv, room in zip(self._held.kvs, self._rooms(layer), strict=True):
             if moves and isinstance(kv, LoadingKV) and kv.ready <= layer:
                 self._copy(slot, moves)  # they travel while the next is waited for
                 moves = []
-            moves += zip(into.tensors, (kv.keys[layer], kv.values[layer]), strict=True)
+            whole = None if isinstance(kv, LoadingKV) else kv.stretches[layer]
+            if whole is not None:
+                moves.append((room.whole, whole))
+            else:
+                moves += zip(room.parts, kv.stored_layer(layer), strict=True)
         self._copy(slot, moves)
         self._sent += 1
 
@@ -160,8 +180,8 @@ class Transfers:
         self._free[slot] = None
         self._landed[slot] = self._held.landed = landed
 
-    def _chunks(self, layer: int) -> list[ChunkTensors]:
-        """Where a layer's tensors lie in the ring: the same for all layers of equal shapes in a slot."""
+    def _rooms(self, layer: int) -> list[_Room]:
+        """Where a layer lies in the ring: the same for all layers of equal shapes in a slot."""
         slot, kind = layer % self.depth, self._kind[layer]
         if self._held.ring is None:
             self._held.ring = self._streams.new(self.depth * self._size)
@@ -174,32 +194,28 @@ class Transfers:
         return found
 
 
-Shapes = tuple[tuple[TensorShape, TensorShape], ...]
-"""Of one layer's keys and values, entry by entry."""
+Shapes = tuple[tuple[TensorShape, ...], ...]
+"""Of one layer's keys, values and scales (of those in eight bits), entry by entry."""
 
 
-def _nbytes(side: TensorShape) -> int:
-    dtype, (heads, tokens, dim) = side
-    return heads * tokens * dim * dtype.itemsize
+def _flat(shapes: Shapes) -> list[TensorShape]:
+    return [side for entry in shapes for side in entry]
 
 
-def _offsets(shapes: Shapes) -> list[int]:
-    """Where keys and values begin, and where the last of them ends."""
-    out = [0]
-    for side in (side for pair in shapes for side in pair):
-        out.append(out[-1] + -(-_nbytes(side) // _ALIGN) * _ALIGN)
-    return out
+@dataclass(frozen=True, eq=False)
+class _Room:
+    """A place in the ring for one layer of one entry: tensor by tensor, and all as one."""
+
+    parts: list[torch.Tensor]
+    whole: torch.Tensor
 
 
-def _carved(memory: torch.Tensor, shapes: Shapes) -> list[ChunkTensors]:
-    """Views of what :func:`_offsets` says; one call each, for there are thousands."""
-    offsets = iter(_offsets(shapes))
-    typed = {dtype: memory.view(dtype) for dtype in {dtype for pair in shapes for dtype, _ in pair}}
-    first = memory.storage_offset()
-
-    def carve(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        heads, tokens, dim = shape
-        at = (first + next(offsets)) // dtype.itemsize
-        return typed[dtype].as_strided((heads, tokens, dim), (tokens * dim, dim, 1), at)
-
-    return [ChunkTensors((carve(*keys), carve(*values))) for keys, values in shapes]
+def _carved(memory: torch.Tensor, shapes: Shapes) -> list[_Room]:
+    flat, rooms, first = _flat(shapes), list[_Room](), 0
+    tensors, begins = carved(memory, flat), offsets(flat)
+    for entry in shapes:
+        end = first + len(entry)
+        parts, stop = tensors[first:end], begins[end - 1] + nbytes_of(entry[-1])
+        rooms.append(_Room(parts, memory[begins[first] : stop]))
+        first = end
+    return rooms

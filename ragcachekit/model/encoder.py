@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX
@@ -101,18 +102,9 @@ class ChunkEncoder:
             past_key_values=cache,
             use_cache=True,
         )
-        angles = self._rope.angles(positions[before:width], length)
-        keys: list[list[torch.Tensor]] = [[] for _ in chunks]
-        values: list[list[torch.Tensor]] = [[] for _ in chunks]
-        for index, layer in enumerate(cache.layers):
-            kv = layer.keys[:, :, before:width], layer.values[:, :, before:width]
-            if encoding.name != ENCODING_PREFIX:
-                kv = self._rope.strip(index, *kv, angles)
-            for row, chunk in enumerate(chunks):
-                # A copy: a view would keep the whole padded batch alive. On the host: that is the tier
-                # that budgets count, wherever the model runs.
-                for of, tensor in zip((keys, values), kv, strict=True):
-                    of[row].append(tensor[row, :, : len(chunk)].to("cpu", copy=True))
-        start = 0 if encoding.name == ENCODING_PREFIX else None
+        exact = encoding.name == ENCODING_PREFIX
+        stretches = [Stretch(row, before, before + len(chunk)) for row, chunk in enumerate(chunks)]
+        # On the host: that is the tier that budgets count, wherever the model runs.
+        sides = extract(cache.layers, stretches, None if exact else self._rope, length)
         sums = getattr(cache, "sums", None) or [{} for _ in chunks]
-        return [ChunkKV(tuple(k), tuple(v), start, s) for k, v, s in zip(keys, values, sums, strict=True)]
+        return [ChunkKV(*kv, 0 if exact else None, s) for kv, s in zip(sides, sums, strict=True)]

@@ -8,9 +8,38 @@ from functools import cached_property
 
 import torch
 
+from ragcachekit.model.blocks import TensorShape as TensorShape
+from ragcachekit.model.blocks import stretch
 from ragcachekit_kernels.dispatch import ChunkTensors
 
-TensorShape = tuple[torch.dtype, tuple[int, ...]]
+SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
+"""Among the ``sums`` of KV that is in eight bits, before the number of a layer: what its elements are
+multiplied by, ``[kv_heads, 1, head_dim]`` and ``[kv_heads, tokens, 1]``."""
+
+
+def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
+    """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.model.packed`)."""
+    return f"{SCALE_OF_KEYS}0" in sums
+
+
+def scales_of(sums: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, ...]:
+    """Scales of a layer's keys and values; none if they are not in eight bits."""
+    if not is_packed(sums):
+        return ()
+    return sums[f"{SCALE_OF_KEYS}{layer}"], sums[f"{SCALE_OF_VALUES}{layer}"]
+
+
+def with_scales(
+    shapes: tuple[tuple[TensorShape, TensorShape], ...], sums: Mapping[str, torch.Tensor]
+) -> tuple[tuple[TensorShape, ...], ...]:
+    """Per layer, keys, values and, where there are any, their scales."""
+    if not is_packed(sums):
+        return shapes
+    scales = (scales_of(sums, layer) for layer in range(len(shapes)))
+    return tuple(
+        (*pair, *((scale.dtype, tuple(scale.shape)) for scale in of))
+        for pair, of in zip(shapes, scales, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +99,23 @@ class ChunkKV:
         return made
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
-        """The same with every key and value tensor changed (``sums`` stay where they are)."""
-        return replace(self, keys=tuple(map(change, self.keys)), values=tuple(map(change, self.values)))
+        """The same with every key, value and scale tensor changed (other ``sums`` stay where they are)."""
+        kv, scales = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES)
+        sums = {name: change(t) if name.startswith(scales) else t for name, t in kv.sums.items()}
+        keys, values = tuple(map(change, kv.keys)), tuple(map(change, kv.values))
+        return replace(kv, keys=keys, values=values, sums=sums)
 
     def to(self, device: str | torch.device) -> ChunkKV:
-        """The same with keys and values on ``device``; itself if they are there."""
-        device = torch.device(device)
-        here = {tensor.device for tensor in (*self.keys, *self.values)}
+        """What is :meth:`unpacked`, with keys and values on ``device``; that itself if they are there."""
+        device, kv = torch.device(device), self.unpacked()
+        here = {tensor.device for tensor in (*kv.keys, *kv.values)}
         if all(at.type == device.type and device.index in (None, at.index) for at in here):
-            return self
-        return self.each(lambda tensor: tensor.to(device))
+            return kv
+        return kv.each(lambda tensor: tensor.to(device))
+
+    def unpacked(self) -> ChunkKV:
+        """For whoever keeps it: itself; of a :class:`~ragcachekit.model.packed.PackedKV` an ordinary one."""
+        return self
 
     @property
     def tokens(self) -> int:
@@ -106,7 +142,23 @@ class ChunkKV:
         Only for tensors that lie where those kernels run.
         """
         pairs = zip(self.keys, self.values, strict=True)
-        return ChunkTensors([side.contiguous() for pair in pairs for side in pair])
+        scales = [s.contiguous() for layer in range(self.layers) for s in scales_of(self.sums, layer)]
+        return ChunkTensors([side.contiguous() for pair in pairs for side in pair], scales)
+
+    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of one layer as they lie in memory; if that is in eight bits, then their scales."""
+        return self.keys[number], self.values[number], *scales_of(self.sums, number)
+
+    @cached_property
+    def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
+        """Per layer, dtypes and shapes of :meth:`stored_layer`."""
+        return with_scales(self.shapes, self.sums)
+
+    @cached_property
+    def stretches(self) -> tuple[torch.Tensor | None, ...]:
+        """Per layer, :meth:`stored_layer` as one stretch of bytes (:func:`ragcachekit.model.blocks.carved`);
+        None where its tensors do not lie so."""
+        return tuple(stretch(self.stored_layer(layer)) for layer in range(self.layers))
 
     @cached_property
     def nbytes(self) -> int:

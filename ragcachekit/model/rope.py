@@ -14,7 +14,7 @@ import torch
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope_tables import TurnTables
-from ragcachekit_kernels.dispatch import rotate
+from ragcachekit_kernels.dispatch import Plane, rotate
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +121,7 @@ class Rope:
         self.context = context
         self.depends_on_length = self.regime(2) != self.regime(context)
         self.turns = TurnTables(self)
+        self.unturns = TurnTables(self, inverse=True)
 
     def angles(self, positions: torch.Tensor, length: int) -> tuple[Angles, ...]:
         """One :class:`Angles` per table."""
@@ -161,6 +162,17 @@ class Rope:
         if self.layers[layer].values:
             return keys, self.remove(layer, values, angles)
         return self.remove(layer, keys, angles), values
+
+    def planes(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Plane, Plane]:
+        """A request's KV as kernels take it; by ``turns`` they :meth:`place`, by ``unturns`` they strip."""
+        rope = self.layers[layer]
+        if rope.table is None:
+            return Plane(keys), Plane(values)
+        table = rope.table + (len(self.tables) if rope.backwards else 0)
+        how = table, rope.interleaved, rope.offset
+        if rope.values:
+            return Plane(keys), Plane(values, *how)
+        return Plane(keys, *how), Plane(values)
 
 
 def turn(rope: LayerRope, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

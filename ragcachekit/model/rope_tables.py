@@ -25,12 +25,14 @@ MOST = 4
 class TurnTables:
     """What :meth:`Rope.place` multiplies by, for positions 0, 1, 2, ...; grows to twice its size.
 
+    With ``inverse``: what :meth:`Rope.strip` multiplies by.
+
     Made on the host by the model's own rotary modules (so that it is to the bit what the CPU path uses)
     and copied once. Thread safe.
     """
 
-    def __init__(self, rope: Rope) -> None:
-        self._rope = rope
+    def __init__(self, rope: Rope, *, inverse: bool = False) -> None:
+        self._rope, self._inverse = rope, inverse
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[torch.device, str], Turns] = OrderedDict()
 
@@ -59,7 +61,10 @@ class TurnTables:
 
     def _make(self, device: torch.device, size: int) -> Turns:
         angles = self._rope.angles(torch.arange(size), size)
-        onward = [(a.cos * a.m, a.sin * a.m) for a in angles]
+        if self._inverse:
+            onward = [(a.cos / a.m, -a.sin / a.m) for a in angles]
+        else:
+            onward = [(a.cos * a.m, a.sin * a.m) for a in angles]
         if any(layer.backwards for layer in self._rope.layers):
             onward += [(cos, -sin) for cos, sin in onward]
         return tuple((cos.to(device).contiguous(), sin.to(device).contiguous()) for cos, sin in onward)

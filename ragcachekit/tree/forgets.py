@@ -8,12 +8,16 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.store.folder import lock_within, release
+
+_SECONDS_TO_WRITE = 5.0
+"""A writer waits so long for a forgetter, which may be stopped; then it leaves it."""
 
 _SAFE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOG = logging.getLogger(__name__)
@@ -85,7 +89,7 @@ class ForgetLog:
         """Nobody forgets meanwhile; False if that cannot be had, and nothing must be written."""
         with ExitStack() as held:
             try:
-                held.enter_context(self._locked(fcntl.LOCK_SH))
+                held.enter_context(self._locked(fcntl.LOCK_SH, _SECONDS_TO_WRITE))
                 may_write = True
             except OSError as error:
                 _LOG.warning("nothing of the tree is written to the disk: %s", error)
@@ -97,7 +101,7 @@ class ForgetLog:
         """Nobody writes meanwhile, and all will hear of it. A failing medium is logged, and stops nobody."""
         with ExitStack() as held:
             try:
-                held.enter_context(self._locked(fcntl.LOCK_EX))
+                held.enter_context(self._locked(fcntl.LOCK_EX, None))
                 self._note(namespace, ids)
             except OSError as error:
                 _LOG.warning("other processes do not hear what was forgotten: %s", error)
@@ -123,14 +127,13 @@ class ForgetLog:
             os.close(fd)
 
     @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        fd = os.open(self._folder / "lock", os.O_RDWR | _SAFE, 0o600)
+    def _locked(self, how: int, seconds: float | None) -> Iterator[None]:
+        by, fd = os.getpid(), os.open(self._folder / "lock", os.O_RDWR | _SAFE, 0o600)
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(fd, how)
+            lock_within(fd, seconds, how, self._folder / "lock")
             yield
         finally:
-            os.close(fd)
+            release(fd, by)
 
     def _path(self, namespace: str) -> Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()

@@ -70,6 +70,32 @@ def test_a_wrong_kernel_gets_no_figure(monkeypatch, kernel):
         kernels.run(replace(SMALL, kernels=(kernel,)))
 
 
+def test_late_rows_that_are_zero_get_no_figure(monkeypatch):
+    """Their values are small next to those of the first rows; they count as much."""
+
+    def forgetful(*args, **kwargs):
+        out = right(*args, **kwargs)
+        out[:, 20:] = 0
+        return out
+
+    right = dispatch.sparse_attention
+    monkeypatch.setattr(dispatch, "sparse_attention", forgetful)
+    with pytest.raises(RagCacheError, match="off by 1"):
+        kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+
+
+def test_a_baseline_that_does_not_run_leaves_a_row(monkeypatch):
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    other = kernel_baselines.Baseline("other", broken)
+    monkeypatch.setattr(kernels, "full_baselines", lambda sizes: [other])
+    report = kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+    (row,) = [row for row in report.rows if row["case"] == "question: other"]
+    assert (row["ms"], row["failed"]) == (None, "RuntimeError: no such kernel")
+    report.table("kernels")
+
+
 def test_an_output_that_was_not_written_gets_no_figure(monkeypatch):
     def unwritten(*args, **kwargs):
         out = right(*args, **kwargs)
@@ -97,7 +123,7 @@ def _with_table(assembly, table, planes, places, chunks, _tables, **kwargs):
 
 def test_a_baseline_that_computes_something_else_is_no_baseline(monkeypatch):
     def shifted(sizes, positions):
-        yield from right(sizes, [max(p - 1, 0) for p in positions])
+        return right(sizes, [max(p - 1, 0) for p in positions])
 
     right = kernel_baselines.row_baselines
     monkeypatch.setattr(kernels, "row_baselines", shifted)

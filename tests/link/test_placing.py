@@ -32,6 +32,7 @@ from ragcachekit.link.cacheblend import CacheBlend
 from ragcachekit.link.placing import Placing
 from ragcachekit.link.planned import Piece
 from ragcachekit.link.streams import streams_of
+from ragcachekit.store.page_locked import in_slabs
 from ragcachekit_kernels import dispatch, reference
 
 
@@ -121,19 +122,24 @@ def test_half_precision_is_rounded_once(dtype):
 
 def launches(monkeypatch):
     """How many planes each launch does."""
-    real, calls = dispatch.assemble, []
+    real, calls, made = dispatch.assembly, [], []
 
-    def counted(planes, *args, **kwargs):
-        calls.append(len(planes))
-        real(planes, *args, **kwargs)
+    class Counted:
+        def __init__(self, planes, *args, **kwargs):
+            made.append(self)
+            self.planes, self.it = len(planes), real(planes, *args, **kwargs)
 
-    monkeypatch.setattr(placing.dispatch, "assemble", counted)
-    return calls
+        def run(self, first=0, last=None):
+            calls.append((self.planes if last is None else last) - first)
+            self.it.run(first, last)
+
+    monkeypatch.setattr(placing.dispatch, "assembly", Counted)
+    return calls, made
 
 
 @pytest.mark.parametrize(("near", "expected"), [("all near", [10]), ("all far", [2] * 5), ("mixed", [2] * 5)])
 def test_one_launch_where_all_is_there_else_one_per_layer(monkeypatch, near, expected):
-    calls, device = launches(monkeypatch), Simulated()
+    (calls, made), device = launches(monkeypatch), Simulated()
     plans = on(device, [prompt([entry(n, n, SHAPES) for n in (9, 4, 7)])], NEAR[near])
     it = placing_of(plans, many_kinds(), device)
     assert it.on_device is (near == "all near")
@@ -145,6 +151,7 @@ def test_one_launch_where_all_is_there_else_one_per_layer(monkeypatch, near, exp
         it.layer(layer)
     device.finish()
     assert calls == expected
+    assert len(made) == 1, "what layers share is packed once"
 
 
 def test_layers_asked_for_out_of_order_bring_those_before_them():
@@ -236,6 +243,22 @@ def test_settling_is_the_time_of_the_device_and_not_of_what_ran_before():
     assert 0 < it.settling < 10
 
 
+def test_what_fails_before_the_first_layer_is_done_again(monkeypatch):
+    """Memory for the table may be short once; asked again, nothing may count as placed that is not."""
+    device, rope, real = Simulated(), many_kinds(), dispatch.assembly
+    plans = [prompt([entry(9, 0, SHAPES), entry(4, 1, SHAPES)])]
+    it = placing_of(on(device, plans, lambda n: n == 0), rope, device)
+
+    def fails(*args, **kwargs):
+        monkeypatch.setattr(placing.dispatch, "assembly", real)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(placing.dispatch, "assembly", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        it.layer(0)
+    assert_as_on_cpu(read(device, it, 5), plans, rope)
+
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
@@ -247,7 +270,7 @@ def test_a_gpu_places_the_same(batch, near, pinned):
     plans, rope, gpu = batches()[batch], many_kinds(), torch.device("cuda")
     kvs = {id(p.kv): p.kv for plan in plans for p in plan.pieces}
     moved = {
-        at: kv.to(gpu) if NEAR[near](n) else kv.each(torch.Tensor.pin_memory) if pinned else kv
+        at: kv.to(gpu) if NEAR[near](n) else in_slabs(kv) if pinned else kv
         for n, (at, kv) in enumerate(kvs.items())
     }
     there = [

@@ -125,6 +125,13 @@ class TestTierSpeed:
                 speed.observe(nbytes, nbytes / bandwidth)
         assert speed.bandwidth == pytest.approx(1e7, rel=0.05)
 
+    def test_a_single_read_moves_it_by_some_percent_only(self):
+        speed = TierSpeed()
+        for _ in range(100):
+            speed.observe(1000, 0.5)
+        speed.observe(1000, 5000.0)
+        assert 0.5 < 1000 / speed.bandwidth < 0.6
+
     def test_never_negative(self):
         speed = TierSpeed()
         for nbytes, seconds in [(1000, 1.0), (9000, 0.1), (1000, 1.0), (9000, 0.1)]:
@@ -210,6 +217,73 @@ class TestChoice:
         assert made.choose(one, 110, 10)[0] == [True]
         made.observe_prefill(0, 0, 1.0)  # no rows: nothing to learn
         assert made.choose(one, 110, 10)[0] == [True]
+
+
+class TestSlowSpells:
+    """What a tier did once does not decide for ever."""
+
+    ROWS, READ, NBYTES = 256, 0.0003, 1e5
+
+    def request(self, made, read=READ, many=4):
+        """How many of ``many`` chunks one request loads; their layers are read in ``read`` seconds each."""
+        chunks = [candidate(self.ROWS, nbytes=self.NBYTES)] * many
+        wanted, _ = made.choose(chunks, many * self.ROWS + 32, 32)
+        for _ in range(LAYERS * sum(wanted)):
+            made.observe_read("disk", int(self.NBYTES), read)
+        return sum(wanted)
+
+    def known(self, per_row=1e-4):
+        """Some 26 ms to compute a chunk, 2.4 ms to load it."""
+        made = LoadPlanner(linear(per_row), 2)
+        assert [self.request(made) for _ in range(20)] == [4] * 20
+        return made
+
+    @pytest.mark.parametrize("hang", [1.0, 29.0, 1e6])
+    def test_one_read_that_hung_ends_no_loading(self, hang):
+        made = self.known()
+        made.observe_read("disk", int(self.NBYTES), hang)
+        assert [self.request(made) for _ in range(20)] == [4] * 20
+
+    @pytest.mark.parametrize("place", range(LEAST_READS))
+    def test_nor_does_one_among_the_first_reads(self, place):
+        made, reads = LoadPlanner(linear(1e-4), 2), [self.READ] * LEAST_READS
+        reads[place] = 30.0
+        for seconds in reads:
+            made.observe_read("disk", int(self.NBYTES), seconds)
+        assert [self.request(made) for _ in range(20)] == [4] * 20
+
+    def test_a_tier_that_was_slow_for_long_is_tried_again(self):
+        made = self.known()
+        for _ in range(2000):
+            made.observe_read("disk", int(self.NBYTES), 0.1)
+        assert self.request(made) == 0
+        assert [self.request(made) for _ in range(3000)][-20:] == [4] * 20
+
+    def test_trying_a_slow_tier_costs_little(self):
+        """0.8 s to load what is computed in 0.1 s, in every one of 5,000 requests."""
+        made = self.known()
+        for _ in range(2000):
+            made.observe_read("disk", int(self.NBYTES), 0.1)
+        tried = sum(self.request(made, read=0.1) for _ in range(5000))
+        assert tried > 5
+        assert tried * LAYERS * 0.1 < 0.03 * 5000 * 1e-4 * (4 * self.ROWS + 32)
+
+    def test_where_both_ways_take_as_long_few_are_tried(self):
+        made = LoadPlanner(linear(1e-4), 1)
+        read = 1e-4 * self.ROWS / LAYERS * 1.2
+        for _ in range(100):
+            made.observe_read("disk", int(self.NBYTES), read)
+        found = [self.request(made, read, many=1) for _ in range(300)]
+        assert found[0] == 0
+        assert 0 < sum(found) <= 300 / 16
+
+    def test_prefetching_measures_as_well(self):
+        made = self.known()
+        for _ in range(2000):
+            made.observe_read("disk", int(self.NBYTES), 0.1)
+        for _ in range(3000):
+            assert self.request(made, read=0.1) == 0
+            made.observe_read("disk", int(self.NBYTES), 0.1)
 
 
 class TestGuidedChoice:

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from ragcachekit.generate.run import link_ahead
 from ragcachekit.link import narrow
 from ragcachekit.link.attention import install
+from ragcachekit.link.cache import LinkedLayer
 from ragcachekit.link.choose import choose
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.observed import ObservedCache
@@ -294,6 +295,20 @@ class TestCacheBlend:
         for ours, keys in zip(inputs["past_key_values"].layers, run.keys, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 1e-5
         assert plan.report.approximate_tokens == 0
+
+    def test_the_rows_of_a_layer_are_made_once_for_all_later_layers(self, monkeypatch):
+        given = []
+
+        def noted(layer, rows, projecting=False):
+            given.append((rows, projecting))
+            return narrowed(layer, rows, projecting)
+
+        narrowed = LinkedLayer.narrow
+        monkeypatch.setattr(LinkedLayer, "narrow", noted)
+        link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend-gradual:0.3"), 0)
+        ahead = [rows for rows, projecting in given if not projecting]
+        assert len(ahead) == 3 + 2 + 1  # of three layers: before the forward, the second, the third
+        assert len({id(rows) for rows in ahead}) == 3
 
     def test_a_forward_while_torch_registers_the_hook_is_left_alone(self):
         # Another thread's: torch calls the hook without keyword arguments until it is registered.

@@ -15,6 +15,8 @@ from ragcachekit.link.streams import OneQueue
 from ragcachekit.link.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.loading import Load, LoadFailed, LoadingKV
+from ragcachekit.store.page_locked import in_slabs
+from ragcachekit.store.quantised import pack
 from ragcachekit.types import KVKey
 
 KEY = KVKey("fingerprint", "space", "chunk", "standalone", ())
@@ -33,6 +35,11 @@ def drawn(shapes, tokens, seed, dtype=torch.float32):
 
 def on_host(device, kv):
     return kv.each(lambda tensor: device.put(tensor, device=False))
+
+
+def in_stretches(device, kv):
+    """As the host tier lays page-locked entries."""
+    return in_slabs(kv, lambda n: device.put(torch.full((n,), 0xFF, dtype=torch.uint8), device=False))
 
 
 def used(device, transfers, layers):
@@ -82,6 +89,44 @@ def test_every_layer_arrives_under_every_schedule(case):
     assert device.copied == transfers.nbytes == sum(kv.nbytes for kv in kvs)
     assert len(device.allocated) == 1
     assert min(LEAST, layers) <= transfers.depth <= min(MOST, layers)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(), st.integers(0, 15))
+def test_layers_that_lie_in_one_stretch_are_one_copy(case, which):
+    shapes, tokens, dtype, room, schedule = case
+    device, layers = Simulated(schedule), len(shapes)
+    kvs = [drawn(shapes, n, seed, dtype) for seed, n in enumerate(tokens)]
+    there = [(in_stretches if which >> n & 1 else on_host)(device, kv) for n, kv in enumerate(kvs)]
+    moves, copy = [], device.copy
+    device.copy = lambda listed, after=None: (moves.extend(listed), copy(listed, after))[1]
+    transfers = Transfers(device, there, room=room)
+    transfers.begin()
+    seen = used(device, transfers, layers)
+    device.finish()
+    assert all_equal(seen, kvs)
+    assert device.faults == []
+    assert len(moves) == layers * sum(1 if which >> n & 1 else 2 for n in range(len(kvs)))
+
+
+def test_eight_bits_and_their_scales_are_one_copy():
+    device, kv = Simulated(), pack(drawn(SHAPES, 5, 0), "int8")
+    transfers = Transfers(device, [in_stretches(device, kv)])
+    transfers.begin()
+    seen = {}
+    for layer in range(len(SHAPES)):
+
+        def work(chunks, layer=layer):
+            seen[layer] = [t.clone() for t in (*chunks[0].tensors, *chunks[0].scales)]
+
+        transfers.use(layer, work)
+    device.finish()
+    assert all(
+        torch.equal(ours, stored)
+        for layer, tensors in seen.items()
+        for ours, stored in zip(tensors, kv.stored_layer(layer), strict=True)
+    )
+    assert len(seen) == len(SHAPES)
 
 
 SHAPES = [(2, 4, 3)] * 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tree_kit import ROOT, ROW, kv_of, path_of, request
 
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.tree import forgets
 from ragcachekit.tree.base import Root
 from ragcachekit.tree.forgets import ForgetLog
 from ragcachekit.tree.knowledge import KnowledgeTree
@@ -161,6 +163,34 @@ def test_what_cannot_be_read_stands_for_everything(tmp_path: Path, harm: str, re
     with one.forgetting("acme", frozenset({"later"})):
         pass
     assert other.news("acme") == [frozenset({"later"})] or harm == "began anew"
+
+
+def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: Path) -> None:
+    log = ForgetLog(tmp_path)
+    with log.writing():
+        wanted = (tmp_path / "lock").stat()
+        (fd,) = (int(fd) for fd in os.listdir("/dev/fd") if same_file(int(fd), wanted))
+        inherited = os.dup(fd)  # shares the lock, as a child's copy does
+    with (tmp_path / "lock").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(inherited)
+
+
+def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(forgets, "_SECONDS_TO_WRITE", 0.0)
+    log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
+    with other.forgetting("acme", None), log.writing() as may_write:
+        assert not may_write
+    assert "is it stopped" in caplog.text
+    with log.writing() as may_write, other.writing() as also:
+        assert (may_write, also) == (True, True)
+
+
+def same_file(fd: int, wanted: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), wanted)
+    except OSError:  # the one that lists them
+        return False
 
 
 def test_a_failing_medium_stops_no_forget_and_writes_nothing(tmp_path: Path, caplog) -> None:

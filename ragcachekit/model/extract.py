@@ -1,0 +1,151 @@
+"""Keys and values out of the cache of a forward, copied and without RoPE: what the store will keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from ragcachekit.model.blocks import TensorShape, carved, offsets
+from ragcachekit.model.rope import Rope
+from ragcachekit_kernels import dispatch
+
+log = logging.getLogger(__name__)
+
+
+class Stretch(NamedTuple):
+    """Rows of one prompt of a batch: columns ``start .. stop - 1`` of its cache."""
+
+    item: int
+    start: int
+    stop: int
+
+
+class Sides(NamedTuple):
+    """Keys and values of one stretch, ``[kv_heads, tokens, head_dim]`` per layer."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+def extract(
+    layers: Sequence[Any],
+    stretches: Sequence[Stretch],
+    rope: Rope | None = None,
+    length: int = 0,
+    *,
+    host: bool = True,
+    locked: bool = True,
+) -> list[Sides]:
+    """Copies of some stretches of a cache, each in memory of its own, complete when this returns.
+
+    Where kernels run, a stretch is taken out of all layers by one launch into one block of memory, which
+    goes to the host in one copy: two for each layer and stretch, and as many launches for the rotation,
+    take longer than the bytes do. Blocks follow each other on the device, so the room of one is enough
+    there; the host waits once, for the last.
+
+    Parameters
+    ----------
+    layers : sequence
+        Of a cache: ``keys`` and ``values`` ``[batch, kv_heads, columns, head_dim]``.
+    stretches : sequence of Stretch
+        At least one token each; may overlap.
+    rope : Rope, optional
+        Removed from what it rotated; then columns must be positions. None: copied as it is.
+    length : int
+        With ``rope``: tokens of the prompt whose frequencies were used; no less than any ``stop``.
+    host : bool
+        Copy to the host. Else results stay on the device (and are complete in the order of its stream).
+    locked : bool
+        Blocks on the host are page-locked if possible, so that copies do not wait for each other. Not for
+        what is kept long and may be large: it is memory that the system cannot use otherwise.
+    """
+    if not stretches:
+        return []
+    if not dispatch.uses_triton(layers[0].keys.device):
+        return _by_torch(layers, stretches, rope, length, host)
+    return _by_kernel(layers, stretches, rope, length, host, locked)
+
+
+def _by_torch(
+    layers: Sequence[Any], stretches: Sequence[Stretch], rope: Rope | None, length: int, host: bool
+) -> list[Sides]:
+    """Layer by layer; stretches that begin together (a batch of chunks) lose their RoPE together."""
+    keys: list[list[torch.Tensor]] = [[] for _ in stretches]
+    values: list[list[torch.Tensor]] = [[] for _ in stretches]
+    to = "cpu" if host else layers[0].keys.device
+    for start, group in groupby(enumerate(stretches), lambda one: one[1].start):
+        alike = list(group)
+        stop = max(stretch.stop for _, stretch in alike)
+        angles = None if rope is None else rope.angles(torch.arange(start, stop), length)
+        for index, layer in enumerate(layers):
+            kv = layer.keys[:, :, start:stop], layer.values[:, :, start:stop]
+            if rope is not None and angles is not None:
+                kv = rope.strip(index, *kv, angles)
+            for number, stretch in alike:
+                # A copy: a view would keep the whole cache alive.
+                for of, tensor in zip((keys, values), kv, strict=True):
+                    of[number].append(tensor[stretch.item, :, : stretch.stop - start].to(to, copy=True))
+    return [Sides(tuple(k), tuple(v)) for k, v in zip(keys, values, strict=True)]
+
+
+def _by_kernel(
+    layers: Sequence[Any],
+    stretches: Sequence[Stretch],
+    rope: Rope | None,
+    length: int,
+    host: bool,
+    locked: bool,
+) -> list[Sides]:
+    """Stretch by stretch, in the order of the current stream."""
+    device = layers[0].keys.device
+    tables = () if rope is None else rope.unturns.on(device, length)
+    planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
+    out = []
+    for item, start, stop in stretches:
+        sides = [_side(plane.kv, stop - start) for plane in planes[item]]
+        block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
+        chunk = dispatch.ChunkTensors(carved(block, sides))
+        dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
+        if host and device.type != "cpu":
+            block = _to_host(block, locked)
+        tensors = carved(block, sides)
+        out.append(Sides(tuple(tensors[::2]), tuple(tensors[1::2])))
+    if host and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return out
+
+
+def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatch.Plane]:
+    """Keys and values in turn."""
+    out: list[dispatch.Plane] = []
+    for index, layer in enumerate(layers):
+        keys, values = _with_rows(layer.keys[item]), _with_rows(layer.values[item])
+        if rope is None:
+            out += dispatch.Plane(keys), dispatch.Plane(values)
+        else:
+            out += rope.planes(index, keys, values)
+    return out
+
+
+def _with_rows(side: torch.Tensor) -> torch.Tensor:
+    """Rows one behind the other, as kernels read them; caches lie so but for a few models'."""
+    _, step, one = side.stride()
+    return side if (step, one) == (side.shape[2], 1) else side.contiguous()
+
+
+def _side(kv: torch.Tensor, tokens: int) -> TensorShape:
+    return kv.dtype, (kv.shape[0], tokens, kv.shape[2])
+
+
+def _to_host(block: torch.Tensor, locked: bool) -> torch.Tensor:
+    """Under way to the host on the current stream."""
+    try:
+        into = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=locked)
+    except RuntimeError as error:  # the system limits how much may be page-locked
+        log.info("cannot page-lock memory for encoded KV, going on without: %s", error)
+        into = torch.empty(block.numel(), dtype=torch.uint8)
+    return into.copy_(block, non_blocking=True)
