@@ -251,7 +251,8 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
         input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **cache, **ONE_TOKEN
     )
     output[:, -1].tolist()  # waits for the device
-    return (time.perf_counter() - begun) * 1e3, 0.0, 1.0, len(ids[0]), 0.0, None, ""
+    ratio = 1.0 if prefix is None else 0.0
+    return (time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]), 0.0, None, ""
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:
