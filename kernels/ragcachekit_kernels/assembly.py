@@ -51,6 +51,7 @@ def flag(number):
 @triton.jit
 def load(address, stride, row, heads, tokens, dims, mask, TYPE: tl.constexpr, D: tl.constexpr,
           ALIGN: tl.constexpr):  # fmt: skip
+    """Rows ``row + tokens`` of ``[heads, tokens, D]``, known by its address; 0 outside of the mask."""
     at = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN) + heads * stride + (row + tokens) * D + dims
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
 
@@ -58,6 +59,7 @@ def load(address, stride, row, heads, tokens, dims, mask, TYPE: tl.constexpr, D:
 @triton.jit
 def store(address, stride, row, heads, tokens, dims, mask, x, TYPE: tl.constexpr, D: tl.constexpr,
            ALIGN: tl.constexpr, BY_HAND: tl.constexpr):  # fmt: skip
+    """The reverse of ``load``, rounded to the tensor's type."""
     at = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN) + heads * stride + (row + tokens) * D + dims
     tl.store(at, rounded(x, TYPE, BY_HAND), mask=mask)
 
