@@ -19,7 +19,7 @@ from ragcachekit.bench.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.folder import sync_folder
+from ragcachekit.store.durable import sync_folder
 from ragcachekit.types import KVKey
 
 THROUGHPUT = "throughput"

@@ -30,8 +30,8 @@ from ragcachekit.types import KVKey
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = (
-    *("created", "half written", "written", "synced"),
-    *("room made", "indexed", "committed", "renamed", "folder synced"),
+    *("created", "half written", "written"),
+    *("room made", "indexed", "committed", "synced", "renamed", "folder synced"),
     *("evicted", "removed", "read", "uses noted"),
 )
 """What ``at`` hears of, in the order in which it first happens."""
@@ -41,10 +41,9 @@ class DiskStore:
     """Chunk KV in files that survive the process; several processes may share the folder.
 
     The files are the truth: a read opens the file and verifies all of it, whatever the index says. The
-    index only knows sizes and the order of use. A write goes to a temporary file, reaches the medium, is
-    added to the index and then gets its name, before anybody else may change the index, so that being
-    killed at any moment leaves nothing but whole entries, a row of the index that says too much, and a
-    temporary file; the next start sets both right.
+    index only knows sizes and the order of use. A write goes to a temporary file, is added to the index,
+    reaches the medium and then gets its name, so that being killed at any moment leaves nothing but whole
+    entries, a row of the index that says too much, and a temporary file; the next start sets both right.
 
     Parameters
     ----------
@@ -246,6 +245,7 @@ class DiskStore:
         try:
             self._mending(partial(self._shelf.make_room, digest, key.namespace, image.nbytes))
             image.write(temp.fd, self._at)
+            self._mending(partial(self._shelf.reserve, digest, key.namespace, image.nbytes))
             self._mending(partial(self._shelf.publish, temp, digest, key.namespace, image.nbytes))
         except BaseException:
             self._shelf.settle(digest)

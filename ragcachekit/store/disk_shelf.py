@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.counters import Counters
+from ragcachekit.store.durable import sync_folder
 from ragcachekit.store.entry_file import At, EntryReader, read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, sync_folder, unfinished
+from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, unfinished
 from ragcachekit.store.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged, IndexFailed
 from ragcachekit.store.notes import Notes
 
@@ -97,12 +98,22 @@ class Shelf:
         """Evict for an entry that is about to be written, so that a medium of the budget's size has room.
 
         Only if it is needed by what this process knows: until the entry has its name, its bytes come on
-        top of the budget anyway, and :meth:`publish` knows what others have written.
+        top of the budget anyway, and :meth:`reserve` knows what others have written.
         """
         if self._nbytes + nbytes > self._budget:
             with self._index.session():
                 self._write_notes()
                 self._evict(digest, namespace, nbytes)
+
+    def reserve(self, digest: str, namespace: str, nbytes: int) -> None:
+        """Count an entry that is written but has no name yet, and evict for it; see :meth:`publish`.
+
+        Before it is flushed: the medium is at work on it meanwhile, and nobody waits for the index while
+        somebody else waits for the medium. If it raises, :meth:`settle`.
+        """
+        with self._index.session():
+            self._write_notes()
+            self._reserve(digest, namespace, nbytes)
 
     def publish(self, temp: TempFile, digest: str, namespace: str, nbytes: int) -> None:
         """Flush a whole file and give it its name, so that both are there after a power failure.
@@ -115,15 +126,8 @@ class Shelf:
         os.fsync(temp.fd)
         self._at("synced")
         with self._index.session():
-            self._write_notes()
-            held = self._evict(digest, namespace, nbytes)
-            self._at("room made")
-            counted = max(held, nbytes)  # until the new file has its name, the old one is there
-            self._index.add(digest, namespace, counted, new=not held)
-            self._at("indexed")
-            self._index.commit()
-            self._nbytes += counted - held
-            self._at("committed")
+            if (counted := self._index.size(digest)) < nbytes:  # somebody took the row for one that is wrong
+                counted = self._reserve(digest, namespace, nbytes)
             temp.rename(self.name(digest))
             self._at("renamed")
         if counted > nbytes:
@@ -284,6 +288,18 @@ class Shelf:
             self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
             return False
         return True
+
+    def _reserve(self, digest: str, namespace: str, nbytes: int) -> int:
+        """Returns what counts for the entry from now on: until it has its name, the older one is there."""
+        held = self._evict(digest, namespace, nbytes)
+        self._at("room made")
+        counted = max(held, nbytes)
+        self._index.add(digest, namespace, counted, new=not held)
+        self._at("indexed")
+        self._index.commit()
+        self._nbytes += counted - held
+        self._at("committed")
+        return counted
 
     def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit; returns what that is."""

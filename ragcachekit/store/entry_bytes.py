@@ -14,9 +14,10 @@ from ragcachekit.store.entry_header import (
     decode_header,
     encode_header,
     header_size,
+    set_crcs,
 )
 from ragcachekit.store.entry_layout import Layout, TensorSpec
-from ragcachekit.store.entry_tensors import as_array, as_tensor, raw_layers, split
+from ragcachekit.store.entry_tensors import Array, RawLayers, as_array, as_tensor, split
 from ragcachekit.types import KVKey
 
 
@@ -30,16 +31,27 @@ def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
     TypeError
         For KV of a dtype that safetensors does not know.
     """
+    header, sums = outline(key, kv)
+    layers = RawLayers(kv, header.layout)
+    raws = [raw for piece in layers for raw in piece]
+    encoded = encode_header(header)
+    set_crcs(encoded, layers.crcs)
+    return [bytes(encoded), *(raw.data for raw in (*raws, *sums))]
+
+
+def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
+    """The header of an entry but for the CRCs of its layers, and the bytes of its ``sums``.
+
+    TypeError for KV of a dtype that safetensors does not know.
+    """
     layout = Layout.of(kv)
-    raws, crcs = raw_layers(kv, layout)
     named = sorted(kv.sums.items())
     sums = [as_array(tensor) for _, tensor in named]
     specs = tuple(
         SealedSpec(name, TensorSpec.of(tensor), google_crc32c.value(raw))
         for (name, tensor), raw in zip(named, sums, strict=True)
     )
-    header = encode_header(EntryHeader(key, kv.start, layout, crcs, specs, kv.quantised))
-    return [header, *(raw.data for raw in (*raws, *sums))]
+    return EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised), sums
 
 
 def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:

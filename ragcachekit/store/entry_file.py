@@ -19,16 +19,19 @@ import google_crc32c
 import torch
 
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.durable import EarlyFlush, write_all
 from ragcachekit.store.entry_buffers import PAGE, SMALL, Buffers
-from ragcachekit.store.entry_bytes import to_bytes
+from ragcachekit.store.entry_bytes import outline
 from ragcachekit.store.entry_header import (
     EntryDamaged,
     EntryHeader,
     decode_header,
+    encode_header,
     header_size,
+    set_crcs,
 )
-from ragcachekit.store.entry_tensors import as_tensor, split
-from ragcachekit.store.folder import temp_file, write_all
+from ragcachekit.store.entry_tensors import RawLayers, as_tensor, split
+from ragcachekit.store.folder import temp_file
 from ragcachekit.types import KVKey
 
 At = Callable[[str], None]
@@ -54,16 +57,26 @@ class EntryImage:
     """
 
     def __init__(self, key: KVKey, kv: ChunkKV) -> None:
-        self._parts = to_bytes(key, kv)
-        self.nbytes = sum(len(part) for part in self._parts)
+        header, self._sums = outline(key, kv)
+        self._header, self._layers = encode_header(header), RawLayers(kv, header.layout)
+        self.nbytes = len(self._header) + header.nbytes
         """Size of the file in bytes."""
 
     def write(self, fd: int, at: At = nowhere) -> None:
-        """Write the whole image to an open file; it may not have reached the medium yet."""
-        half = (len(self._parts) + 1) // 2
-        write_all(fd, self._parts[:half])
+        """Write the whole image to an open, empty file; it may not have reached the medium yet.
+
+        The header last: the medium works on the layers while they are summed up for it. What such a file
+        would hold after a crash is no entry, but has no name either.
+        """
+        end = len(self._header)
+        flush = EarlyFlush(fd, end)
+        for piece in self._layers:
+            end = write_all(fd, [raw.data for raw in piece], end)
+            flush.upto(end)
         at("half written")
-        write_all(fd, self._parts[half:])
+        write_all(fd, [raw.data for raw in self._sums], end)
+        set_crcs(self._header, self._layers.crcs)
+        write_all(fd, [self._header])
         at("written")
 
 

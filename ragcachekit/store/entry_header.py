@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ _FIELDS = 12  # of the metadata
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
+_CRCS = _SEAL.stop + len('","running_crc32c":"')
 _METADATA = len('{"__metadata__":')
 _NO_SEAL = b"00000000"
 _NOTHING = "[]"
@@ -81,14 +83,21 @@ class EntryHeader(NamedTuple):
         return self.layout.nbytes + sum(spec.nbytes for spec in self.sums)
 
 
-def encode_header(header: EntryHeader) -> bytes:
+def encode_header(header: EntryHeader) -> bytearray:
     """Length prefix and sealed JSON, padded with spaces to whole cache lines."""
     entries = [header.layout.entries, *_sums_entries(header)]
     text = f'{{"__metadata__":{_COMPACT(_metadata(header))},{",".join(entries)}}}'.encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
     raw = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
     raw[_SEAL] = _seal(raw)
-    return bytes(raw)
+    return raw
+
+
+def set_crcs(raw: bytearray, crcs: Sequence[int]) -> None:
+    """Put those of the layers into an encoded header, which was made before they were known."""
+    text = _crcs_text(crcs).encode()
+    raw[_CRCS : _CRCS + len(text)] = text
+    raw[_SEAL] = _seal(raw)
 
 
 def header_size(prefix: bytes, file_size: int) -> int:
@@ -127,6 +136,7 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
     key = header.key
     return {
         "header_crc32c": _NO_SEAL.decode(),
+        "running_crc32c": _crcs_text(header.crcs),
         "schema": SCHEMA,
         "fingerprint": key.fingerprint,
         "namespace": key.namespace,
@@ -136,9 +146,12 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "start": "" if header.start is None else str(header.start),
         "quantised": header.quantised,
         "layers": header.layout.text,
-        "running_crc32c": struct.pack(f">{len(header.crcs)}I", *header.crcs).hex(),
         "sums": _described(header.sums) if header.sums else _NOTHING,
     }
+
+
+def _crcs_text(crcs: Sequence[int]) -> str:
+    return struct.pack(f">{len(crcs)}I", *crcs).hex()
 
 
 def _sums_entries(header: EntryHeader) -> list[str]:

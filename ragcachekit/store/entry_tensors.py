@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import google_crc32c
 import numpy as np
@@ -15,7 +15,8 @@ from ragcachekit.store.entry_layout import Layout, TensorSpec
 
 Array = npt.NDArray[np.uint8]
 
-_TOGETHER = 1 << 21  # bytes
+_SMALL = 1 << 16  # bytes of a tensor
+_PIECE = 1 << 19  # bytes: a medium is given enough to do, and has not long to wait for the next
 _NUMPY_KNOWS = {torch.float64, torch.float32, torch.float16, torch.int8, torch.uint8}
 
 
@@ -44,17 +45,40 @@ def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return raw.view(spec.dtype).reshape(spec.shape)
 
 
-def raw_layers(kv: ChunkKV, layout: Layout) -> tuple[list[Array], tuple[int, ...]]:
-    """The bytes of all layers, in some number of arrays, and the running CRC at each layer's end."""
-    tensors = [tensor for pair in zip(kv.keys, kv.values, strict=True) for tensor in pair]
-    if layout.alike is None or layout.nbytes > _TOGETHER:
-        raws = [as_array(tensor) for tensor in tensors]
-        return raws, _running(raws)[1::2]
-    # To look at sixty small tensors one by one takes longer than to copy them into one.
-    raw = as_array(torch.stack(tensors))
-    ends = layout.offsets
-    middle = ends[layout.layers // 2]
-    return [raw[:middle], raw[middle:]], _running([raw[a:b] for a, b in pairwise(ends)])
+class RawLayers:
+    """The bytes of all layers in order, a few layers at a time, and meanwhile their CRCs.
+
+    The CRCs of a piece are made when the next one is asked for: a medium is at work on the piece meanwhile.
+
+    Attributes
+    ----------
+    crcs : list of int
+        The running CRC at each layer's end; of all layers once all are iterated over.
+    """
+
+    def __init__(self, kv: ChunkKV, layout: Layout) -> None:
+        self._kv, self._layout = kv, layout
+        self.crcs: list[int] = []
+
+    def __iter__(self) -> Iterator[list[Array]]:
+        self.crcs, crc, layout = [], 0, self._layout
+        step = max(1, _PIECE * layout.layers // max(1, layout.nbytes))
+        # To look at many small tensors one by one takes longer than to copy them into one, or to fetch them.
+        together = layout.alike is not None and (layout.alike.nbytes <= _SMALL or not self._kv.keys[0].is_cpu)
+        for begin in range(0, layout.layers, step):
+            some = slice(begin, begin + step)
+            pairs = zip(self._kv.keys[some], self._kv.values[some], strict=True)
+            tensors = [tensor for pair in pairs for tensor in pair]
+            if together:
+                whole = as_array(torch.stack(tensors))
+                yield [whole]
+                crcs = _running(crc, whole.reshape(len(tensors) // 2, -1))
+            else:
+                raws = [as_array(tensor) for tensor in tensors]
+                yield raws
+                crcs = _running(crc, raws)[1::2]
+            self.crcs += crcs
+            crc = crcs[-1]
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -67,5 +91,5 @@ def as_array(tensor: torch.Tensor) -> Array:
     return tensor.numpy().reshape(-1).view(np.uint8)
 
 
-def _running(raws: list[Array]) -> tuple[int, ...]:
-    return tuple(accumulate(raws, google_crc32c.extend, initial=0))[1:]
+def _running(crc: int, raws: Iterable[Array]) -> tuple[int, ...]:
+    return tuple(accumulate(raws, google_crc32c.extend, initial=crc))[1:]

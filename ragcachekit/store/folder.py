@@ -9,18 +9,16 @@ import re
 import secrets
 import stat
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.store.durable import write_all
 
 _TEMP_NAME = re.compile(r"(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.tmp")
 _LOCK_POLL = 0.0005  # seconds
-_PARTS = 512  # in one call; Linux takes 1024
 
 
 def open_folder(path: Path) -> None:
@@ -253,25 +251,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write all of ``parts`` one behind the other; the kernel may stop short, at 2 GiB or when space ends."""
-    left = deque(view for view in (memoryview(part).cast("B") for part in parts) if view.nbytes)
-    while left:
-        written = os.writev(fd, list(islice(left, _PARTS)))
-        if written <= 0:
-            raise OSError(errno.EIO, "nothing was written")
-        while left and written >= left[0].nbytes:
-            written -= left.popleft().nbytes
-        if written:
-            left[0] = left[0][written:]
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and removals in ``path`` survive a power failure."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

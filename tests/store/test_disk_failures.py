@@ -25,7 +25,7 @@ from store_kit import (
     opened,
 )
 
-from ragcachekit.store import disk, disk_shelf, entry_file, folder, index
+from ragcachekit.store import disk, disk_shelf, durable, entry_file, index
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
@@ -74,7 +74,7 @@ def test_any_step_of_a_write_may_fail(
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path / "kv")
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "writev", lambda fd, parts: os.write(fd, parts[0][:7]))
+        patch.setattr(durable.os, "pwritev", lambda fd, parts, offset: os.pwrite(fd, parts[0][:7], offset))
         assert store.put(KEY, kv_of(1))
     found = store.get(KEY)
     assert found is not None

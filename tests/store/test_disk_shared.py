@@ -161,6 +161,34 @@ def test_a_forget_that_cannot_stop_a_put_says_so(tmp_path: Path, monkeypatch: py
         store.close()
 
 
+@pytest.mark.parametrize("loss", ["settled", "evicted"])
+@pytest.mark.parametrize("older", [0, 8, 128], ids=["new", "in place of a smaller", "in place of a larger"])
+def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, loss: str, older: int) -> None:
+    """Others may evict an entry that is being flushed, or find that it has no file, or an older one."""
+    path = tmp_path / "kv"
+    other = opened(path)
+    if older:
+        assert other.put(key_of(9), kv_of(9, tokens=older))
+
+    def at(step: str) -> None:
+        if step == "synced":
+            if loss == "settled":
+                other._shelf.settle(key_of(9).digest())
+            else:
+                with other._shelf._index.session():
+                    other._shelf._shrink(0)
+
+    writer = DiskStore(path, 1 << 20, at=at)
+    assert writer.put(key_of(9), kv_of(9, tokens=16))
+    for store in (writer, other):
+        found = store.get(key_of(9))
+        assert found is not None
+        assert contents(found.kv) == contents(kv_of(9, tokens=16))
+        assert agrees_with_files(store, path)
+        assert store.stats()[0].entries == 1
+        store.close()
+
+
 def test_killed_while_a_smaller_entry_takes_a_larger_ones_place_nothing_is_uncounted(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     opened(path).put(key_of(9), kv_of(9, tokens=128))

@@ -111,9 +111,10 @@ def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: list[int] = []
     write_all = entry_file.write_all
 
-    def watched(fd: int, parts: Any) -> None:
-        write_all(fd, parts)
+    def watched(fd: int, parts: Any, offset: int = 0) -> int:
+        end = write_all(fd, parts, offset)
         seen.append(sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tmp", ".safetensors")))
+        return end
 
     monkeypatch.setattr(entry_file, "write_all", watched)
     for number in range(8):
@@ -137,10 +138,11 @@ def test_after_a_full_medium_room_is_made_for_the_next_try(
         assert theirs.put(key_of(number), kv_of(number))
     write_all = entry_file.write_all
 
-    def full(fd: int, parts: Any) -> None:
-        write_all(fd, parts)
+    def full(fd: int, parts: Any, offset: int = 0) -> int:
+        end = write_all(fd, parts, offset)
         if sum(file.stat().st_size for file in path.iterdir() if file.is_file()) > budget:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return end
 
     monkeypatch.setattr(entry_file, "write_all", full)
     assert [ours.put(key_of(9), kv_of(9)) for _ in range(2)] == [False, True]
@@ -184,10 +186,10 @@ def test_the_budget_holds_when_another_process_fills_the_folder_meanwhile(
     ours, theirs = opened(path, budget), opened(path, budget)
     write_all, calls = entry_file.write_all, iter(range(100))
 
-    def interrupted(fd: int, parts: Any) -> None:
+    def interrupted(fd: int, parts: Any, offset: int = 0) -> int:
         if next(calls) == 0:
             assert theirs.put(key_of(8), kv_of(8))
-        write_all(fd, parts)
+        return write_all(fd, parts, offset)
 
     monkeypatch.setattr(entry_file, "write_all", interrupted)
     assert ours.put(key_of(9), kv_of(9))
