@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
@@ -27,6 +28,8 @@ from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import TakenAway, TempFile, open_folder, temp_file
 from ragcachekit.store.index import IndexDamaged, IndexFailed
 from ragcachekit.types import KVKey
+
+T = TypeVar("T")
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = (
@@ -245,17 +248,18 @@ class DiskStore:
         try:
             self._mending(partial(self._shelf.make_room, digest, key.namespace, image.nbytes))
             image.write(temp.fd, self._at)
-            self._mending(partial(self._shelf.reserve, digest, key.namespace, image.nbytes))
-            self._mending(partial(self._shelf.publish, temp, digest, key.namespace, image.nbytes))
+            reserved = self._mending(partial(self._shelf.reserve, digest, key.namespace, image.nbytes))
+            publish = partial(self._shelf.publish, temp, digest, key.namespace, image.nbytes, reserved)
+            self._mending(publish)
         except BaseException:
             self._shelf.settle(digest)
             raise
         return True
 
-    def _mending(self, step: Callable[[], None]) -> None:
+    def _mending(self, step: Callable[[], T]) -> T:
         """Take a step again if the index is damaged, once that is mended."""
         try:
-            step()
+            return step()
         except IndexDamaged:
             self._shelf.rebuild()
-            step()
+            return step()

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.counters import Counters
@@ -23,6 +24,13 @@ _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _NOBODY = ""  # whose files are that can be neither read nor deleted: they count, under no quota
 _MOST_STUCK = 8  # files that one eviction passes over because they cannot be deleted
 _SECONDS_TO_OPEN = 60.0  # to wait for another process that opens the folder or rebuilds the index
+
+
+class Reserved(NamedTuple):
+    """What counts for an entry that has no name yet, and since which revision of the index."""
+
+    nbytes: int
+    revision: bytes
 
 
 class Shelf:
@@ -105,7 +113,7 @@ class Shelf:
                 self._write_notes()
                 self._evict(digest, namespace, nbytes)
 
-    def reserve(self, digest: str, namespace: str, nbytes: int) -> None:
+    def reserve(self, digest: str, namespace: str, nbytes: int) -> Reserved:
         """Count an entry that is written but has no name yet, and evict for it; see :meth:`publish`.
 
         Before it is flushed: the medium is at work on it meanwhile, and nobody waits for the index while
@@ -113,9 +121,9 @@ class Shelf:
         """
         with self._index.session():
             self._write_notes()
-            self._reserve(digest, namespace, nbytes)
+            return self._reserve(digest, namespace, nbytes)
 
-    def publish(self, temp: TempFile, digest: str, namespace: str, nbytes: int) -> None:
+    def publish(self, temp: TempFile, digest: str, namespace: str, nbytes: int, reserved: Reserved) -> None:
         """Flush a whole file and give it its name, so that both are there after a power failure.
 
         Flushed first: a power failure must not leave a torn file in the place of an older entry. (To name
@@ -125,11 +133,16 @@ class Shelf:
         """
         os.fsync(temp.fd)
         self._at("synced")
-        with self._index.session():
-            if (counted := self._index.size(digest)) < nbytes:  # somebody took the row for one that is wrong
-                counted = self._reserve(digest, namespace, nbytes)
-            temp.rename(self.name(digest))
-            self._at("renamed")
+        counted = reserved.nbytes
+        with self._index.standstill(reserved.revision) as same:
+            if same:
+                self._name(temp, digest)
+        if not same:
+            with self._index.session():
+                counted = self._index.size(digest)
+                if counted < nbytes:  # somebody took the row for one that is wrong
+                    counted = self._reserve(digest, namespace, nbytes).nbytes
+                self._name(temp, digest)
         if counted > nbytes:
             self.settle(digest)
         sync_folder(self._folder)
@@ -289,17 +302,20 @@ class Shelf:
             return False
         return True
 
-    def _reserve(self, digest: str, namespace: str, nbytes: int) -> int:
-        """Returns what counts for the entry from now on: until it has its name, the older one is there."""
+    def _name(self, temp: TempFile, digest: str) -> None:
+        temp.rename(self.name(digest))
+        self._at("renamed")
+
+    def _reserve(self, digest: str, namespace: str, nbytes: int) -> Reserved:
         held = self._evict(digest, namespace, nbytes)
         self._at("room made")
-        counted = max(held, nbytes)
+        counted = max(held, nbytes)  # until the new file has its name, the old one is there
         self._index.add(digest, namespace, counted, new=not held)
         self._at("indexed")
         self._index.commit()
         self._nbytes += counted - held
         self._at("committed")
-        return counted
+        return Reserved(counted, self._index.revision())
 
     def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit; returns what that is."""

@@ -16,7 +16,7 @@ from ragcachekit.store.entry_header import (
     header_size,
     set_crcs,
 )
-from ragcachekit.store.entry_layout import Layout, TensorSpec
+from ragcachekit.store.entry_layout import Layout, TensorSpec, storable
 from ragcachekit.store.entry_tensors import Array, RawLayers, as_array, as_tensor, split
 from ragcachekit.types import KVKey
 
@@ -48,7 +48,7 @@ def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
     named = sorted(kv.sums.items())
     sums = [as_array(tensor) for _, tensor in named]
     specs = tuple(
-        SealedSpec(name, TensorSpec.of(tensor), google_crc32c.value(raw))
+        SealedSpec(name, TensorSpec(storable(tensor.dtype), tuple(tensor.shape)), google_crc32c.value(raw))
         for (name, tensor), raw in zip(named, sums, strict=True)
     )
     return EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised), sums

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ _KEPT = 256  # layouts, of some ten KB each
 _MOST_LAYERS = 1 << 16
 _MOST_DIMS = 64  # as many as torch can do sums over
 _MOST_NUMBERS = 1 << 40  # zeros in a shape counted as ones, so that strides are far from overflowing
-_KIND = attrgetter("dtype", "shape")
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 
 NAMES = {
@@ -40,6 +38,13 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
+def storable(dtype: torch.dtype) -> torch.dtype:
+    """``dtype`` itself; TypeError if safetensors does not know it."""
+    if dtype not in NAMES:
+        raise TypeError(f"KV of {dtype} cannot be stored; cast it to one of {', '.join(map(str, NAMES))}")
+    return dtype
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Type and shape of one stored tensor."""
@@ -51,15 +56,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the raw tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor``; TypeError for a dtype that safetensors does not know."""
-        if tensor.dtype not in NAMES:
-            raise TypeError(
-                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, NAMES))}"
-            )
-        return cls(tensor.dtype, tuple(tensor.shape))
 
     def entry(self, name: str, offset: int) -> str:
         """What a safetensors header says of this tensor, ``offset`` bytes behind the header."""
@@ -83,11 +79,13 @@ class Layout:
     @staticmethod
     def of(kv: ChunkKV) -> Layout:
         """The layout of ``kv``; TypeError for a dtype that safetensors does not know."""
-        first = TensorSpec.of(kv.keys[0])
-        if len(set(map(_KIND, (*kv.keys, *kv.values)))) == 1:  # as of almost every model
-            return _shared(((len(kv.keys), first, first),))
-        pairs = zip(map(TensorSpec.of, kv.keys), map(TensorSpec.of, kv.values), strict=True)
-        return _shared(tuple((len(list(same)), *pair) for pair, same in groupby(pairs)))
+        runs = [(len(list(same)), *pair) for pair, same in groupby(kv.shapes)]
+        return _shared(
+            tuple(
+                (count, TensorSpec(storable(keys[0]), keys[1]), TensorSpec(storable(values[0]), values[1]))
+                for count, keys, values in runs
+            )
+        )
 
     @staticmethod
     def read(text: str) -> Layout:

@@ -45,6 +45,7 @@ _SETTINGS = (
     "PRAGMA journal_mode = PERSIST",
     "PRAGMA synchronous = OFF",
 )
+_COUNTER = slice(24, 28)  # of the file: SQLite's change counter
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
 
 # What the machine is to blame for; rebuilding would help against none of it. That a file cannot be written
@@ -88,6 +89,7 @@ class EntryIndex:
         self._lock_path = folder / "lock"
         self._mutex = PerProcess(Lock)
         self._connection: sqlite3.Connection | None = None
+        self._fd = -1  # of the same file
         self._of: tuple[int, int, int] | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._closed = False
@@ -111,18 +113,41 @@ class EntryIndex:
         IndexDamaged, IndexFailed
             For whatever SQLite or a damaged row brings up; nothing is changed then.
         """
+        with self._alone(seconds):
+            try:
+                self._begin(create)
+                with self._committed():
+                    yield
+            except _FAILURES as error:
+                self._disconnect()  # takes back what was not committed
+                raise _failure(error) from error
+
+    def revision(self) -> bytes:
+        """What every commit changes; asked for in a session, after its :meth:`commit`."""
+        return os.pread(self._fd, _COUNTER.stop - _COUNTER.start, _COUNTER.start)
+
+    @contextmanager
+    def standstill(self, revision: bytes) -> Iterator[bool]:
+        """Keep others out as a session does; tells whether nothing was changed since ``revision``.
+
+        For whoever only has to know that: a transaction costs many times as much. IndexFailed as there.
+        """
+        with self._alone(SECONDS_TO_LOCK):
+            try:
+                status = os.lstat(self._path)
+                same = self._of == (os.getpid(), status.st_dev, status.st_ino) and self.revision() == revision
+            except OSError:
+                same = False
+            yield same
+
+    @contextmanager
+    def _alone(self, seconds: float) -> Iterator[None]:
         mutex = self._mutex.get()
         if not mutex.acquire(timeout=seconds):
             raise IndexFailed("another thread is busy with the index")
         try:
             with self._held(seconds):
-                try:
-                    self._begin(create)
-                    with self._committed():
-                        yield
-                except _FAILURES as error:
-                    self._disconnect()  # takes back what was not committed
-                    raise _failure(error) from error
+                yield
         finally:
             mutex.release()
 
@@ -299,6 +324,7 @@ class EntryIndex:
             self._connection = sqlite3.connect(
                 self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
             )
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             for setting in _SETTINGS:
                 self._execute(setting).fetchall()
             self._execute("BEGIN IMMEDIATE")
@@ -332,6 +358,9 @@ class EntryIndex:
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
+        fd, self._fd = self._fd, -1
+        if fd >= 0:  # frees what locks SQLite has of the file, which is about to do so itself
+            os.close(fd)
         if connection is None:
             return
         if self._of and self._of[0] != os.getpid():

@@ -12,7 +12,7 @@ from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quot
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry_bytes import from_bytes, to_bytes
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.entry_layout import TensorSpec
+from ragcachekit.store.entry_layout import storable
 from ragcachekit.store.guard import Guard, GuardStats
 from ragcachekit.store.pending import Forget, PendingForgets
 from ragcachekit.store.process import PerProcess
@@ -100,7 +100,7 @@ class RemoteStore:
             For KV of a dtype that safetensors does not know.
         """
         for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
-            TensorSpec.of(tensor)
+            storable(tensor.dtype)
         forgets = self._forgets  # before asking whether it is forgotten: no forget slips in between
         if self._closed:
             return False

@@ -161,7 +161,7 @@ def test_a_forget_that_cannot_stop_a_put_says_so(tmp_path: Path, monkeypatch: py
         store.close()
 
 
-@pytest.mark.parametrize("loss", ["settled", "evicted"])
+@pytest.mark.parametrize("loss", ["settled", "evicted", "rebuilt"])
 @pytest.mark.parametrize("older", [0, 8, 128], ids=["new", "in place of a smaller", "in place of a larger"])
 def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, loss: str, older: int) -> None:
     """Others may evict an entry that is being flushed, or find that it has no file, or an older one."""
@@ -174,6 +174,8 @@ def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, los
         if step == "synced":
             if loss == "settled":
                 other._shelf.settle(key_of(9).digest())
+            elif loss == "rebuilt":
+                other._shelf.start_over()
             else:
                 with other._shelf._index.session():
                     other._shelf._shrink(0)
