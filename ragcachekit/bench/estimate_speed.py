@@ -17,7 +17,8 @@ import torch
 from ragcachekit.bench.estimate_replay import DISK, Served, rows_chosen
 from ragcachekit.bench.estimate_requests import Use
 from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.planner import LEAST_READS, Candidate, LoadPlanner, pipelined
+from ragcachekit.link.planner import LEAST_READS, Candidate, LoadPlanner, pipelined, pipelined_twice
+from ragcachekit.link.uses import guide_of, use_of
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.model.profiling import measure_profile
@@ -64,20 +65,33 @@ class Speeds:
         return self.profile.seconds(0, tokens)
 
     def served(self, served: Served, policy: SelectionPolicy) -> float:
-        """Seconds to the first token: what is worth loading is loaded, while earlier layers compute."""
+        """Seconds to the first token: what is worth loading is loaded, while earlier layers compute.
+
+        A policy that watches the question runs it over what is used first, as the engine does.
+        """
         total = served.request.tokens
         slow = {u.item.key: u for u, t in zip(served.request.uses, served.tiers, strict=True) if t == DISK}
-        cached = sum(use.chunk.tokens for use in served.used)
+        new = total - sum(use.chunk.tokens for use in served.used)
+        guide = guide_of(policy, new, [use.chunk for use in served.used if use.item.key not in slow])
         wanted, _ = self._planner.choose(
-            [self._candidate(use, policy) for use in slow.values()], total, total - cached
+            [self._candidate(u, policy) for u in slow.values()], total, new, guide
         )
         loads = dict(zip(slow, wanted, strict=True))
         used = served.without({key for key, load in loads.items() if not load}).used
-        rows = total - sum(use.chunk.tokens for use in used)
-        rows = max(rows + rows_chosen(policy, [use.chunk for use in used], total), 1)
+        unknown = total - sum(use.chunk.tokens for use in used)
+        compute = self._rows(unknown + rows_chosen(policy, [use.chunk for use in used], total), total)
         load = sum(slow[key].kv.nbytes for key, wanted in loads.items() if wanted) / self.disk
         place = sum(use.kv.nbytes for use in used) / self.copy
-        return place + pipelined(load, self.profile.seconds(total - rows, rows), self.layers)
+        if guide is None or all(use.chunk.exempt for use in used):
+            return place + pipelined(load, compute, self.layers)
+        seen = guide.layers(self.layers)
+        watch = self._rows(unknown, total) * seen / self.layers
+        return place + pipelined_twice(load, watch, compute, self.layers, seen)
+
+    def _rows(self, rows: int, total: int) -> float:
+        """Seconds to run so many rows of a prompt, its last one in any case."""
+        rows = max(rows, 1)
+        return self.profile.seconds(total - rows, rows)
 
     @cached_property
     def _planner(self) -> LoadPlanner:
@@ -88,8 +102,9 @@ class Speeds:
         return planner
 
     def _candidate(self, use: Use, policy: SelectionPolicy) -> Candidate:
-        spared = use.chunk.tokens - rows_chosen(policy, [use.chunk], use.chunk.stop)
-        return Candidate(DISK, self.layers, use.kv.nbytes / self.layers, self.layers, spared)
+        made = use_of(policy, use.chunk, self.layers)
+        per_layer = use.kv.nbytes / self.layers
+        return Candidate(DISK, self.layers, per_layer, self.layers, made.spared, made.recomputed, made.exempt)
 
 
 def measured(model: Any, rope: Rope, token: ChunkKV, folder: Path, disk: float | None, say: Say) -> Speeds:

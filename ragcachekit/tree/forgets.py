@@ -19,6 +19,9 @@ from ragcachekit.store.folder import lock_within, release
 _SECONDS_TO_WRITE = 5.0
 """A writer waits so long for a forgetter, which may be stopped; then it leaves it."""
 
+_SECONDS_TO_FORGET = 60.0
+"""A forgetter waits so long for a writer, which may be stopped; then it goes on, and says so."""
+
 _SAFE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOG = logging.getLogger(__name__)
 _MOST = 1 << 20
@@ -98,14 +101,29 @@ class ForgetLog:
 
     @contextmanager
     def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Nobody writes meanwhile, and all will hear of it. A failing medium is logged, and stops nobody."""
+        """Nobody writes meanwhile, and all will hear of it. A failing medium is logged, and stops nobody.
+
+        Raises
+        ------
+        StoreError
+            Once everything else is done, if a writer could not be waited for: it may bring something back.
+        """
+        late: BlockingIOError | None = None
         with ExitStack() as held:
             try:
-                held.enter_context(self._locked(fcntl.LOCK_EX, None))
+                try:
+                    held.enter_context(self._locked(fcntl.LOCK_EX, _SECONDS_TO_FORGET))
+                except BlockingIOError as error:
+                    late = error
                 self._note(namespace, ids)
             except OSError as error:
                 _LOG.warning("other processes do not hear what was forgotten: %s", error)
             yield
+        if late is not None:
+            raise StoreError(
+                "another process has been writing to the tree's folder all the time and may write what was "
+                f"forgotten; forget again when it goes on or has ended: {late}"
+            ) from late
 
     @property
     def _me(self) -> str:

@@ -54,7 +54,9 @@ def test_nothing_cached_is_a_full_prefill(seconds):
     [
         ("reuse", ["host"] * 4, 80),
         ("lego:16", ["host"] * 4, 80 + 3 * 16),
-        ("query:0.15", ["host"] * 4, 80 + 60),
+        ("query:0.15", ["host"] * 4, 80 + 80 + 60),  # the question's rows once before, to watch them
+        ("query:0.15", ["host", "computed", "host", "host"], 2 * (80 + 200) + 30),
+        ("query:0.15", ["host", "computed", "computed", "computed"], 480),  # nothing to choose from
         ("random:0.1", ["host"] * 4, 80 + 40),
         ("lego:16", ["host", "host", "computed", "host"], 80 + 100 + 2 * 16),
         ("lego:16", ["computed", "computed", "host", "computed"], 400 + 16),
@@ -68,6 +70,13 @@ def test_what_is_computed_takes_its_time(seconds, policy, tiers, rows):
 def test_loading_is_hidden_behind_computing(seconds):
     """400 tokens of 32 bytes at 128 KB/s take 100 ms, 128 rows 128 ms: one layer's load is waited for."""
     assert seconds("lego:16", "host", "disk", "disk", "disk", disk=128e3) == pytest.approx(0.128 + 0.025)
+
+
+def test_watching_waits_for_loads_and_computing_behind_it_does_not(seconds):
+    """100 ms of loads, 80 ms of watching, whose last layer begins when all is there; then 140 ms."""
+    assert seconds("query:0.15", "host", "disk", "disk", "disk", disk=128e3) == pytest.approx(
+        0.100 + 0.080 / LAYERS + 0.140
+    )
 
 
 def test_a_disk_slower_than_the_model_is_not_read(seconds):

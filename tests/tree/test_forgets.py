@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tree_kit import ROOT, ROW, kv_of, path_of, request
 
+from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.tree import forgets
 from ragcachekit.tree.base import Root
@@ -184,6 +185,24 @@ def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, mo
     assert "is it stopped" in caplog.text
     with log.writing() as may_write, other.writing() as also:
         assert (may_write, also) == (True, True)
+
+
+def test_a_stopped_writer_keeps_no_forget_waiting_for_ever(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(forgets, "_SECONDS_TO_FORGET", 0.0)
+    log, other, done = ForgetLog(tmp_path), ForgetLog(tmp_path), []
+    assert other.news("acme") == []
+    with (
+        other.writing(),
+        pytest.raises(StoreError, match="forget again") as failure,
+        log.forgetting("acme", frozenset({"a"})),
+    ):
+        done.append(True)
+    assert done == [True]
+    assert "is it stopped" in str(failure.value)
+    assert other.news("acme") == [frozenset({"a"})]
+    with log.forgetting("acme", None):
+        done.append(True)
+    assert len(done) == 2
 
 
 def same_file(fd: int, wanted: os.stat_result) -> bool:
