@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelNotSupported, RagCacheError
-from ragcachekit.types import Answer, Chunk, GenerateReport, LinkReport, Prompt, ShadowReport, Text
+from ragcachekit.reports import Answer, GenerateReport, LinkReport, ShadowReport
+from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.aio import agenerate, astream

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.types import Answer
+from ragcachekit.reports import Answer
 
 if TYPE_CHECKING:
     from ragcachekit.engine import RagCache

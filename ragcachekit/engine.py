@@ -1,42 +1,36 @@
-"""RagCache: the facade. Reads like the way of a request: prompt, store, link, generate, report."""
+"""RagCache: the facade. What is promised to users: chunks go to ``stock``, prompts to ``answering``."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ragcachekit.answering import Answerer
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.options import Way, way_in
-from ragcachekit.generate.run import link_ahead, run_generate
+from ragcachekit.generate.background import flush_all
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, stop_strings
 from ragcachekit.link.admission import admit_once
-from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
-from ragcachekit.link.budgets import Budgets, Chosen
+from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.graphs import use_graphs
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.neighbours import Neighbours, by_namespace
-from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.fingerprint import fingerprint
 from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.rotary_guard import guard_rotary
 from ragcachekit.prepare import PromptLike
-from ragcachekit.shadow import Shadow, shadow_config
+from ragcachekit.reports import Answer, ShadowReport
 from ragcachekit.stock import Stock, checked_namespace, several
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.tree.knowledge import KnowledgeTree
-from ragcachekit.types import Answer, ShadowReport
 
 
 class RagCache:
@@ -114,24 +108,24 @@ class RagCache:
             raise ValueError("the model is in training mode; call model.eval() first")
         if hasattr(model, "_orig_mod"):
             raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-        self._policy = open_policy(policy)
+        opened_policy = open_policy(policy)
         self.model = model
         self.tokenizer = tokenizer
         self.namespace = checked_namespace(namespace)
-        self._rope = describe_rope(model)
-        if self._rope.depends_on_length:
+        rope = describe_rope(model)
+        if rope.depends_on_length:
             guard_rotary(model)
         folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(
             model, tokenizer, source=_weights, cache=folder / "digests.json"
         ).digest
-        admit_once(model, self._rope, self.fingerprint, folder)
+        admit_once(model, rope, self.fingerprint, folder)
         use_graphs(model, graphs)
         self._stock = Stock(
             model,
             tokenizer,
-            self._policy,
-            rope=self._rope,
+            opened_policy,
+            rope=rope,
             fingerprint=self.fingerprint,
             folder=folder,
             encoder=encoder,
@@ -143,20 +137,18 @@ class RagCache:
         )
         with ExitStack() as opened:  # closed again if a later step raises
             opened.callback(self._stock.close)
-            self._prompts = self._stock.prompts
-            self._budgets = Budgets(
-                folder, self.fingerprint, self._prompts.encodings(open_policy("full")).name
-            )
-            self._budgets.resolve(self._policy, self.namespace)  # what there is to warn of, warn of now
-            self.shadow = Shadow(
-                shadow_config(shadow),
+            self._answerer = Answerer(
                 model,
-                self._rope,
-                pad=self._prompts.pad,
-                decode=self._prompts.decode,
-                unchanged=self._prompts.unchanged,
+                opened_policy,
+                self._stock,
+                rope=rope,
+                fingerprint=self.fingerprint,
+                folder=folder,
+                shadow=shadow,
             )
+            self._answerer.policy(self.namespace)  # what there is to warn of, warn of now
             opened.pop_all()
+        self._prompts, self.shadow = self._stock.prompts, self._answerer.shadow
 
     @classmethod
     def from_pretrained(
@@ -203,7 +195,7 @@ class RagCache:
     @property
     def policy(self) -> str:
         """Name of the default policy; ``budget:0.01 -> lego:4`` for one that was calibrated."""
-        return self._budgets.resolve(self._policy, self.namespace).label
+        return self._answerer.policy(self.namespace)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -231,7 +223,7 @@ class RagCache:
             that was seen in the namespace.
         """
         space = self._space(namespace)
-        self._stock.prefetch(chunks, space, self._chosen(None, space).policy, system)
+        self._stock.prefetch(chunks, space, self._answerer.chosen(None, space).policy, system)
 
     def encode(
         self,
@@ -313,9 +305,7 @@ class RagCache:
 
         False if ``timeout`` seconds did not suffice.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        done = self._stock.flush(timeout)
-        return self.shadow.flush(None if end is None else max(0.0, end - time.monotonic())) and done
+        return flush_all([self._stock.flush, self.shadow.flush], timeout)
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -345,9 +335,8 @@ class RagCache:
         ------
         PromptTooLong, GenerationNotSupported
         """
-        begun, stop = time.perf_counter(), stop_strings(stop)
-        plan = self._plan(prompt, namespace, policy)
-        return self._answers([plan], options, stop, begun, cancel)[0]
+        space, stop = self._space(namespace), stop_strings(stop)
+        return self._answerer.answer([prompt], space, policy, options, stop, cancel)[0]
 
     def generate_batch(
         self,
@@ -361,18 +350,10 @@ class RagCache:
         """Answer several prompts in one left-padded batch, one link each."""
         if not prompts:
             return []
-        prompts, stop = several(prompts, "prompts"), stop_strings(stop)
-        ahead = way_in(options, self.model.generation_config) is Way.AHEAD
-        layerwise = isinstance(self._chosen(policy, self._space(namespace)).policy, LayerwisePolicy)
-        # In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit;
-        # and its rows must be the same ones in every layer.
-        if ahead or layerwise or self._rope.depends_on_length:
-            return [
-                self.generate(p, namespace=namespace, policy=policy, stop=stop, **options) for p in prompts
-            ]
-        begun = time.perf_counter()
-        plans = [self._plan(prompt, namespace, policy) for prompt in prompts]
-        return self._answers(plans, options, stop, begun)
+        prompts, stop, space = several(prompts, "prompts"), stop_strings(stop), self._space(namespace)
+        if self._answerer.share_a_forward(space, policy, options):
+            return self._answerer.answer(prompts, space, policy, options, stop)
+        return [self.generate(p, namespace=space, policy=policy, stop=stop, **options) for p in prompts]
 
     def stream(
         self,
@@ -406,12 +387,7 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        plan = self._plan(prompt, namespace, policy)
-        begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad)
-        report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
-        self._stock.after_link(plan)
-        return LinkedPrompt(inputs, report)
+        return self._answerer.link(prompt, self._space(namespace), policy)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` alone, without BOS."""
@@ -429,43 +405,6 @@ class RagCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # -- steps -------------------------------------------------------------------------------------
-
-    def _answers(
-        self,
-        plans: Sequence[LinkPlan],
-        options: Mapping[str, Any],
-        stop: Sequence[str],
-        begun: float,
-        cancel: threading.Event | None = None,
-    ) -> list[Answer]:
-        """Generate after one batch of plans; what is to happen behind the answers, begins here."""
-        if stop:
-            _ = self._prompts.tokens  # stop strings are text
-        pad, decode, longest = self._prompts.pad, self._prompts.decode, max(len(p.token_ids) for p in plans)
-        options = filled_options(options, longest, pad=pad, context=self._prompts.context)
-        first = self.shadow.draw(len(plans), options)
-        model = self.model, self._rope
-        generated = run_generate(
-            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, first=first
-        )
-        answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
-        self.shadow.follow(plans, answers, first, options, stop)
-        self._stock.after(generated)
-        return answers
-
-    def _plan(
-        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
-    ) -> LinkPlan:
-        space = self._space(namespace)
-        chosen, epoch = self._chosen(policy, space), self._stock.warmer.epoch(space)
-        return self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
-
-    def _chosen(self, policy: str | SelectionPolicy | None, space: str) -> Chosen:
-        chosen = self._budgets.resolve(self._policy if policy is None else open_policy(policy), space)
-        why = self.shadow.fallback(space) if chosen.policy.reads_cache else None
-        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
     def _space(self, namespace: str | None) -> str:
         return self.namespace if namespace is None else checked_namespace(namespace)

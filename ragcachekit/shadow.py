@@ -22,7 +22,7 @@ from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.run import run_generate
 from ragcachekit.link.planned import LinkPlan, TokenSegment, plain_plan
 from ragcachekit.model.rope import Rope
-from ragcachekit.types import Answer, ShadowReport
+from ragcachekit.reports import Answer, ShadowReport
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import ModelChanged
-from ragcachekit.generate.background import attempt
+from ragcachekit.generate.background import attempt, flush_all
 from ragcachekit.generate.keep import TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
 from ragcachekit.generate.run import Generated
@@ -220,14 +219,8 @@ class Stock:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
-        end = None if timeout is None else time.monotonic() + timeout
-        waits = [
-            self.warmer.flush,
-            self.loads.flush,
-            *([self.keeper.flush] if self.keeper is not None else []),
-        ]
-        done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in waits]
-        return all(done)
+        keeper = [self.keeper.flush] if self.keeper is not None else []
+        return flush_all([self.warmer.flush, self.loads.flush, *keeper], timeout)
 
     def close(self) -> None:
         """End the threads, and close the store and the tree that were opened here."""

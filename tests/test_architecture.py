@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config")
-CHAIN = ("model", "store", "tree", "link", "generate", "prepare", "stock", "shadow", "engine")
+CHAIN = (
+    *("model", "store", "tree", "reports", "link", "generate"),
+    *("prepare", "stock", "shadow", "answering", "engine"),
+)
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
 TOPS = ("cli", "bench")
@@ -211,6 +214,6 @@ def test_imports_are_read_in_every_spelling(tmp_path, source, room, rooms) -> No
 def test_the_edges_are_those_of_the_design() -> None:
     assert ALLOWED["types"] == ALLOWED["prompt"] == {"types", "errors", "config"}
     assert ALLOWED["model"] == {"types", "errors", "config"}
-    assert ALLOWED["link"] == {"types", "errors", "config", "model", "store", "tree"}
+    assert ALLOWED["link"] == {"types", "errors", "config", "model", "store", "tree", "reports"}
     assert {"generate", "prompt", "query", "search"} <= ALLOWED["engine"]
     assert not {"cli", "bench", "aio"} & ALLOWED["engine"]

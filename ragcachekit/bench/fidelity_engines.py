@@ -18,8 +18,8 @@ from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.neighbours import Neighbours
+from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.factory import open_store
-from ragcachekit.types import Answer, LinkReport
 
 NO_ENCODER = "none"
 

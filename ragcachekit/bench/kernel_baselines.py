@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragcachekit.bench.kernel_cases import Sizes
+from ragcachekit.bench.kernel_sizes import Sizes
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value, ``[1, heads, rows or tokens, head_dim]``."""

@@ -12,7 +12,9 @@ import torch
 
 from ragcachekit.bench.device_timing import Ceilings, Samples, ceilings, timed
 from ragcachekit.bench.kernel_baselines import full_baselines, row_baselines
-from ragcachekit.bench.kernel_cases import CAPTURED_ROWS, KERNELS, QUESTION, Case, Sizes, distance, row_sets
+from ragcachekit.bench.kernel_cases import KERNELS
+from ragcachekit.bench.kernel_checks import Case, distance
+from ragcachekit.bench.kernel_sizes import CAPTURED_ROWS, QUESTION, Sizes, row_sets
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.shapes import dtype_named
 from ragcachekit.errors import RagCacheError

@@ -18,8 +18,9 @@ from ragcachekit.bench.shapes import describe, random_model
 from ragcachekit.bench.ttft import random_prompt
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
+from ragcachekit.reports import Answer
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.types import Answer, Prompt
+from ragcachekit.types import Prompt
 
 SHAPES = ("tiny", "smollm2-135m")
 PROMPT_TOKENS = (100, 256, 1024)

@@ -20,6 +20,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.durable import sync_folder
+from ragcachekit.store.entry_file import entry_name
 from ragcachekit.types import KVKey
 
 THROUGHPUT = "throughput"
@@ -171,7 +172,7 @@ class _Bench:
         return ChunkKV(tensors(), tensors())
 
     def _file(self, key: KVKey) -> Path:
-        return self._raw.parent / "kv" / f"{key.digest()}.safetensors"
+        return self._raw.parent / "kv" / entry_name(key.digest())
 
     def _check(self) -> None:
         """Every entry comes back as it was put."""

@@ -26,7 +26,7 @@ from ragcachekit.cli.options import (
 
 if TYPE_CHECKING:
     from ragcachekit.bench.ask import Asked
-    from ragcachekit.bench.precompute import Work
+    from ragcachekit.bench.precompute_job import Work
 
 INTERRUPTED = 130
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ragcachekit.generate.run import Generated
 from ragcachekit.generate.streaming import cut_at_stop
-from ragcachekit.types import Answer, GenerateReport
+from ragcachekit.reports import Answer, GenerateReport
 
 DEFAULT_NEW_TOKENS = 256
 _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}

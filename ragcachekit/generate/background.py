@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -116,6 +117,13 @@ def attempt(work: Callable[[Job], object], job: Job) -> None:
         work(job)
     except Exception:
         log.warning("a job behind an answer failed", exc_info=True)
+
+
+def flush_all(flushes: Iterable[Callable[[float | None], bool]], timeout: float | None) -> bool:
+    """Flush one after the other, all within ``timeout`` seconds; False if these did not suffice for one."""
+    end = None if timeout is None else time.monotonic() + timeout
+    done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in flushes]
+    return all(done)
 
 
 def ended(thread: threading.Thread) -> None:

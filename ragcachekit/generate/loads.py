@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.config import LoadConfig
-from ragcachekit.generate.background import Background
+from ragcachekit.generate.background import Background, flush_all
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.lookup import MEMORY_TIERS, Fetch
 from ragcachekit.link.planned import LinkPlan
@@ -88,7 +88,7 @@ class LoadPath:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything prefetched; False if ``timeout`` seconds did not suffice."""
-        return self._jobs.flush(timeout) and self._loader.flush(timeout)
+        return flush_all([self._jobs.flush, self._loader.flush], timeout)
 
     def close(self) -> None:
         """End the threads; what is being read is given up."""

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import LoadFailed
-from ragcachekit.types import KVKey, LinkReport
+from ragcachekit.types import KVKey
 
 
 def replanned(plans: Sequence[LinkPlan], failed: LoadFailed) -> tuple[LinkPlan, ...]:

@@ -23,8 +23,8 @@ from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import LoadFailed
-from ragcachekit.types import LinkReport
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Self
 
 from ragcachekit.generate.background import ended
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
-from ragcachekit.types import Answer
+from ragcachekit.reports import Answer
 
 
 class AnswerStream:

@@ -19,7 +19,7 @@ from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
-from ragcachekit.types import LinkReport
+from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.reports import ChunkUse
 from ragcachekit.tree.base import Match, Root, Step
 from ragcachekit.tree.knowledge import KnowledgeTree
-from ragcachekit.types import ChunkUse, chunk_id
+from ragcachekit.types import chunk_id
 
 if TYPE_CHECKING:
     from ragcachekit.link.encodings import Wanted

@@ -11,7 +11,7 @@ from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import FULL, Calibration, read_record
 from ragcachekit.link.policies import open_policy
-from ragcachekit.types import LinkReport
+from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
-from ragcachekit.types import ENCODING_PREFIX, KVKey, LinkReport, chunk_id
+from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 from ragcachekit_kernels.dispatch import column_scores
 
 

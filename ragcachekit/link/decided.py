@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.link.planned import COMPUTED, LinkPlan
-from ragcachekit.types import ChunkUse
+from ragcachekit.reports import ChunkUse
 
 Flags = npt.NDArray[np.bool_]
 """One per token of a prompt."""

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ragcachekit.errors import LinkedPromptUsed
-from ragcachekit.types import LinkReport
+from ragcachekit.reports import LinkReport
 
 
 class LinkedPrompt:

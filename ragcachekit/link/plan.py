@@ -16,8 +16,9 @@ from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
 from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
 from ragcachekit.link.uses import Use, guide_of, use_of
 from ragcachekit.link.variants import Entry, VariantPool, look_up
+from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import KVStore
-from ragcachekit.types import ENCODING_PREFIX, ChunkUse, KVKey, LinkReport
+from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 
 def make_plan(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
 from ragcachekit.model.encoder import Encoding
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import AnyKV, LoadingKV
-from ragcachekit.types import KVKey, LinkReport
+from ragcachekit.types import KVKey
 
 if TYPE_CHECKING:
     from ragcachekit.link.beginning import Beginning

@@ -26,7 +26,7 @@ from ragcachekit.store.entry_file import (
 )
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import TakenAway, TempFile, open_folder, temp_file
-from ragcachekit.store.index import IndexDamaged, IndexFailed
+from ragcachekit.store.index_file import IndexDamaged, IndexFailed
 from ragcachekit.types import KVKey
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class DiskStore:
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; sizes are those of the files (without one being written)."""
+        """One record; sizes are those of the files, one that only waits for its fsync included."""
         entries, nbytes = (0, 0) if self._closed else self._content()
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
 

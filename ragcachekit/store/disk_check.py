@@ -10,10 +10,10 @@ from pathlib import Path
 from ragcachekit.errors import StoreError
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk_shelf import Shelf, entry_files
-from ragcachekit.store.entry_file import EntryReader, nowhere
+from ragcachekit.store.entry_file import EntryReader, entry_name, nowhere
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import open_folder, orphans
-from ragcachekit.store.index import IndexFailed
+from ragcachekit.store.index_file import IndexFailed
 
 Progress = Callable[[int, int], None]
 """Hears how many bytes of how many have been read."""
@@ -76,7 +76,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
     damaged, unreadable, gone = [], [], 0
     for digest, nbytes in files.items():
         try:
-            _read(folder / f"{digest}.safetensors")
+            _read(folder / entry_name(digest))
         except EntryDamaged as error:
             damaged.append(BadEntry(digest, str(error), error.seen))
         except FileNotFoundError:  # another process evicted it just now

@@ -11,7 +11,7 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk_shelf import Shelf
 from ragcachekit.store.entry_file import read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.index import IndexFailed
+from ragcachekit.store.index_file import IndexFailed
 from ragcachekit.types import KVKey
 
 _Which = tuple[str, frozenset[str] | None]

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.durable import sync_folder
-from ragcachekit.store.entry_file import At, EntryReader, read_key
+from ragcachekit.store.entry_file import At, EntryReader, entry_name, read_key
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, unfinished
-from ragcachekit.store.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged, IndexFailed
+from ragcachekit.store.index import EntryIndex
+from ragcachekit.store.index_file import SECONDS_TO_LOCK, IndexDamaged, IndexFailed, Revision
 from ragcachekit.store.notes import Notes
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
@@ -30,7 +31,7 @@ class Reserved(NamedTuple):
     """What counts for an entry that has no name yet, and since which revision of the index."""
 
     nbytes: int
-    revision: bytes
+    revision: Revision | None
 
 
 class Shelf:
@@ -76,7 +77,7 @@ class Shelf:
 
     def name(self, digest: str) -> str:
         """As :meth:`path`, as text: joining paths is a tenth of what a read costs before its tensors."""
-        return f"{self._prefix}{digest}.safetensors"
+        return self._prefix + entry_name(digest)
 
     def files(self) -> dict[str, int]:
         """As :func:`entry_files`."""
@@ -139,9 +140,7 @@ class Shelf:
                 self._name(temp, digest)
         if not same:
             with self._index.session():
-                counted = self._index.size(digest)
-                if counted < nbytes:  # somebody took the row for one that is wrong
-                    counted = self._reserve(digest, namespace, nbytes).nbytes
+                counted = self._reserve(digest, namespace, nbytes).nbytes
                 self._name(temp, digest)
         if counted > nbytes:
             self.settle(digest)

@@ -43,6 +43,11 @@ _FRESH = Buffers(idle=0)
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+def entry_name(digest: str) -> str:
+    """Of the file that holds the entry whose key has this digest."""
+    return f"{digest}.safetensors"
+
+
 def nowhere(step: str) -> None:
     """The :data:`At` that does nothing."""
 

@@ -40,6 +40,8 @@ def split(
 
 def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """One tensor from its bytes."""
+    if not raw.numel():
+        return torch.empty(spec.shape, dtype=spec.dtype)
     if raw.data_ptr() % spec.dtype.itemsize:
         raw = raw.clone()  # a wider type behind an odd number of narrower ones
     return raw.view(spec.dtype).reshape(spec.shape)
@@ -63,8 +65,8 @@ class RawLayers:
     def __iter__(self) -> Iterator[list[Array]]:
         self.crcs, crc, layout = [], 0, self._layout
         step = max(1, _PIECE * layout.layers // max(1, layout.nbytes))
-        # To look at many small tensors one by one takes longer than to copy them into one, or to fetch them.
-        together = layout.alike is not None and (layout.alike.nbytes <= _SMALL or not self._kv.keys[0].is_cpu)
+        # To look at many small tensors one by one takes longer than to copy them into one.
+        together = layout.alike is not None and layout.alike.nbytes <= _SMALL
         for begin in range(0, layout.layers, step):
             some = slice(begin, begin + step)
             pairs = zip(self._kv.keys[some], self._kv.values[some], strict=True)

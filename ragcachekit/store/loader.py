@@ -7,9 +7,11 @@ import weakref
 from collections.abc import Iterable
 
 from ragcachekit.store.base import Found, KVStore, concerns
+from ragcachekit.store.crew import Crew
+from ragcachekit.store.desk import Desk, Observe
 from ragcachekit.store.loading import Hit, LoadingKV
 from ragcachekit.store.process import PerProcess
-from ragcachekit.store.reading import Desk, Observe, end
+from ragcachekit.store.reading import end, work
 from ragcachekit.types import KVKey
 
 THREADS = 2
@@ -52,7 +54,7 @@ class Loader:
         if threads < 1 or deadline <= 0 or bytes_in_flight < 1:
             raise ValueError("threads and bytes_in_flight must be at least 1, and the deadline > 0 seconds")
         self._deadline = deadline
-        self._desks = desks = PerProcess(lambda: Desk(store, observe, bytes_in_flight, threads))
+        self._desks = desks = PerProcess(lambda: Desk(store, observe, bytes_in_flight, Crew(threads), work))
         # At exit too: an interpreter that goes while a thread is inside the store may crash.
         self._end = weakref.finalize(self, lambda: end(desks.get()))
 
@@ -72,7 +74,7 @@ class Loader:
             opened = desk.store.open(key, worth)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
-            if desk.hopeless:
+            if desk.crew.hopeless:
                 opened.close()
                 return None
             handle = desk.share(key, opened, lambda load: LoadingKV(load, self._deadline), forgets)

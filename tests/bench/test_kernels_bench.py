@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from ragcachekit.bench import device_timing, kernel_baselines, kernel_cases, kernels
+from ragcachekit.bench import device_timing, kernel_assembly, kernel_attention, kernel_baselines, kernels
 from ragcachekit.errors import RagCacheError
 from ragcachekit_kernels import dispatch
 
@@ -55,7 +55,7 @@ def test_figures_belong_together(report):
 
 def test_the_work_is_what_the_rows_need():
     sizes = kernels._sizes(SMALL, 192)
-    cases = {case.name: case for case in kernel_cases.attention_cases(sizes)}
+    cases = {case.name: case for case in kernel_attention.attention_cases(sizes)}
     pairs = sum(1 for row in cases["lego:16"].rows for key in range(192) if key <= row)
     assert cases["lego:16"].work == 2 * (16 + 16) * pairs * 4  # two products per pair, head by head
     assert cases["question"].work == 2 * 2 * 192 * 16 * 4
@@ -109,7 +109,7 @@ def test_an_output_that_was_not_written_gets_no_figure(monkeypatch):
 
 
 def test_an_assembly_that_does_not_rotate_gets_no_figure(monkeypatch):
-    right = kernel_cases._angles
+    right = kernel_assembly._angles
     turned = partial(right, replace(kernels._sizes(SMALL, 192), tokens=193))
     monkeypatch.setattr(dispatch, "assembly", partial(_with_table, dispatch.assembly, turned))
     with pytest.raises(RagCacheError, match="assembly"):

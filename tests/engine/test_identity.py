@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
 from ragcachekit.model import fingerprint as fingerprints
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.reports import ChunkUse
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import ChunkUse, KVKey, chunk_id
+from ragcachekit.types import KVKey, chunk_id
 
 SYSTEM, FIRST, SECOND, QUESTION = (3, 4, 5, 6), tuple(range(10, 30)), tuple(range(30, 45)), (7, 8)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from families import build
 
-from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig, engine, stock
+from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig, stock
 from ragcachekit.errors import ModelChanged
 from ragcachekit.link import admission
+from ragcachekit.link.budgets import Budgets
 from ragcachekit.store.host import HostStore
 from ragcachekit.tree.knowledge import KnowledgeTree
 
@@ -69,7 +70,7 @@ def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
     monkeypatch.setattr(stock, "open_tree", open_tree)
     monkeypatch.setattr(KnowledgeTree, "close", lambda tree: closed_trees.append(tree))
     if "policy" in wrong:
-        monkeypatch.setattr(engine.Budgets, "resolve", refuse)
+        monkeypatch.setattr(Budgets, "resolve", refuse)
     with pytest.raises(ValueError, match=r"encoder|neighbours|share|refused"):
         RagCache(build("llama"), cache_dir=tmp_path, store=StoreConfig(), tree=TreeConfig(), **wrong)
     store, tree = opened

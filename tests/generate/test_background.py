@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from engine_kit import PROMPT, rag_for
@@ -122,3 +123,23 @@ def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(
         again = rag.generate(PROMPT, max_new_tokens=2)
     assert len(answer.token_ids) == 2
     assert again.token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_all_are_flushed_within_one_timeout(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those behind one that did not end in time, and in what is left of the time."""
+    clock, given = [100.0], []
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def flush(took: float, done: bool) -> Callable[[float | None], bool]:
+        def wait(left: float | None) -> bool:
+            given.append(left)
+            clock[0] += took
+            return done
+
+        return wait
+
+    waits = [flush(2.0, True), flush(4.0, False), flush(0.0, True)]
+    assert background.flush_all(waits, timeout) is False
+    assert given == ([None] * 3 if timeout is None else [5.0, 3.0, 0.0])
+    assert background.flush_all(waits[::2], timeout) is True

@@ -22,9 +22,9 @@ from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.rope_probe import describe_rope
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.host import HostStore
-from ragcachekit.types import LinkReport
 
 BOS = 1
 

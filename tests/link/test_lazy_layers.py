@@ -143,8 +143,8 @@ def test_what_is_done_to_a_cache_waits_for_it(change):
     for store in (HostStore(1 << 26), SlowStore()):
         with rag_for("llama", policy="reuse", store=store) as rag:
             rag.generate(PROMPT, max_new_tokens=1)
-            plan = rag._plan(PROMPT, None, None)
-            caches.append(link([plan], rag._rope, torch.device("cpu"), 0).cache)
+            plan = rag._answerer.plan(PROMPT, rag.namespace, None)
+            caches.append(link([plan], described("llama"), torch.device("cpu"), 0).cache)
             for layer in caches[-1].layers:
                 layer.narrow(None)  # as after the forward
             getattr(caches[-1], change)(arguments)

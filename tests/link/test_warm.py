@@ -12,8 +12,8 @@ from store_kit import key_of, kv_of
 from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import Encoding
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.host import HostStore
-from ragcachekit.types import LinkReport
 
 SPACE = key_of(0).namespace
 

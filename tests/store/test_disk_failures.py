@@ -25,8 +25,9 @@ from store_kit import (
     opened,
 )
 
-from ragcachekit.store import disk, disk_shelf, durable, entry_file, index
+from ragcachekit.store import disk, disk_shelf, durable, entry_file, index_file
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.index import EntryIndex
 from ragcachekit.types import KVKey
 
 
@@ -185,13 +186,52 @@ def test_an_unwritable_index_is_asked_now_and_then_and_notes_do_not_pile_up(
         raise BlockingIOError(errno.EAGAIN, "busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(index, "locked", busy)
+        patch.setattr(index_file, "locked", busy)
         for number in range(100, 6100):
             assert store.get(key_of(number)) is None
     assert 15 <= len(tries) <= 6000 // 256
     assert len(store._shelf._notes) <= 16 * 256
     assert agrees_with_files(store, path)
     assert len(store._shelf._notes) == 0
+    store.close()
+
+
+class NoDescriptors:
+    """``os`` of a process that cannot open one file more."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, *_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_an_index_whose_revision_cannot_be_read_counts_as_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    entries = EntryIndex(path / "index")
+    with entries.session():
+        revision = entries.revision()
+    with entries.standstill(revision) as same:
+        assert same
+    with monkeypatch.context() as patch:
+        patch.setattr(index_file, "os", NoDescriptors())
+        assert entries.revision() is None
+        for asked in (revision, None):
+            with entries.standstill(asked) as same:
+                assert not same
+    with entries.session():
+        entries.touch([key_of(1).digest()])
+    with entries.standstill(revision) as same:
+        assert not same
+    entries.close()
+    store = opened(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(EntryIndex, "revision", lambda self: None)
+        assert store.put(key_of(9), kv_of(9))
+    assert agrees_with_files(store, path)
     store.close()
 
 

@@ -24,7 +24,7 @@ from store_kit import (
 )
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store import disk_shelf, index
+from ragcachekit.store import disk_shelf, index_file
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import exclusive
@@ -161,9 +161,11 @@ def test_a_forget_that_cannot_stop_a_put_says_so(tmp_path: Path, monkeypatch: py
         store.close()
 
 
-@pytest.mark.parametrize("loss", ["settled", "evicted", "rebuilt"])
+@pytest.mark.parametrize("loss", ["settled", "evicted", "rebuilt", "disowned"])
 @pytest.mark.parametrize("older", [0, 8, 128], ids=["new", "in place of a smaller", "in place of a larger"])
-def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, loss: str, older: int) -> None:
+def test_a_row_lost_before_its_file_has_a_name_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, older: int
+) -> None:
     """Others may evict an entry that is being flushed, or find that it has no file, or an older one."""
     path = tmp_path / "kv"
     other = opened(path)
@@ -176,6 +178,10 @@ def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, los
                 other._shelf.settle(key_of(9).digest())
             elif loss == "rebuilt":
                 other._shelf.start_over()
+            elif loss == "disowned":
+                with monkeypatch.context() as patch:
+                    patch.setattr(disk_shelf, "read_key", failing(errno.EIO))
+                    other._shelf.start_over()
             else:
                 with other._shelf._index.session():
                     other._shelf._shrink(0)
@@ -188,7 +194,33 @@ def test_a_row_lost_before_its_file_has_a_name_is_made_again(tmp_path: Path, los
         assert contents(found.kv) == contents(kv_of(9, tokens=16))
         assert agrees_with_files(store, path)
         assert store.stats()[0].entries == 1
+        assert store._shelf.owners() == {key_of(9).digest(): "acme/docs"}
         store.close()
+
+
+def test_an_index_that_was_made_anew_and_changed_as_often_is_another_one(tmp_path: Path) -> None:
+    """The next one may even get the inode of the last one."""
+    path, reserved = tmp_path / "kv", list[int]()
+    database = path / "index" / "cache.db"
+
+    def changes() -> int:
+        return int.from_bytes(database.read_bytes()[24:28], "big")
+
+    def at(step: str) -> None:
+        if step == "synced" and not reserved and store._shelf.path(key_of(3).digest()).exists():
+            reserved.append(changes())
+            database.write_bytes(b"garbage" * 1000)
+            for number in range(20, 40):
+                if number == 20 or changes() < reserved[0]:
+                    assert store.put(key_of(number), kv_of(number))
+
+    store = DiskStore(path, 1 << 24, at=at)
+    for number in range(4):
+        assert store.put(key_of(number), kv_of(number))
+    assert store.put(key_of(9), kv_of(9, tokens=64))
+    assert changes() > reserved[0] >= 4, "made by puts meanwhile, as many as there were before"
+    assert agrees_with_files(store, path)
+    store.close()
 
 
 def test_killed_while_a_smaller_entry_takes_a_larger_ones_place_nothing_is_uncounted(tmp_path: Path) -> None:
@@ -227,7 +259,7 @@ def test_a_good_file_in_place_of_a_damaged_one_stays_if_the_index_is_busy(
     assert source is not None
     assert writer.put(key_of(0), kv_of(0))
     with monkeypatch.context() as patch:
-        patch.setattr(index, "locked", failing(errno.EAGAIN))
+        patch.setattr(index_file, "locked", failing(errno.EAGAIN))
         with pytest.raises(EntryDamaged):
             source.layer(source.layers - 1)
     source.close()

@@ -10,7 +10,7 @@ from store_kit import KEY, contents
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store import durable
-from ragcachekit.store.entry_bytes import to_bytes
+from ragcachekit.store.entry_bytes import from_bytes, to_bytes
 from ragcachekit.store.entry_file import EntryImage, read_entry
 
 PAGE = 4096
@@ -81,6 +81,16 @@ def test_what_is_half_written_is_no_entry(tmp_path: Path) -> None:
     half, whole = seen
     assert half == bytes(8)
     assert int.from_bytes(whole, "little") > 0
+
+
+def test_kv_without_an_element_is_an_entry_too(tmp_path: Path) -> None:
+    kv = ChunkKV((torch.empty(2, 0, 32),) * 3, (torch.empty(2, 0, 32),) * 3)
+    written(tmp_path / "entry", kv)
+    for read in (
+        read_entry(tmp_path / "entry", KEY),
+        from_bytes(memoryview(b"".join(to_bytes(KEY, kv))), KEY),
+    ):
+        assert contents(read) == contents(kv)
 
 
 def test_linux_has_the_call() -> None:

@@ -13,7 +13,7 @@ import torch
 from loading_kit import WAIT, Gate, SlowStore, Spoil
 from store_kit import contents, key_of, kv_of
 
-from ragcachekit.store import reading
+from ragcachekit.store import crew
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.host import HostStore
@@ -191,7 +191,7 @@ def test_prefetching_keeps_within_its_bytes(closing):
 
 
 def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("ragcachekit.store.desk.HOLD_SECONDS", 0.0)
     host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
     disk.put(key_of(0), kv_of(0))
     store = TieredStore([host, disk])
@@ -284,7 +284,7 @@ def test_closing_while_others_wait(closing):
     gate.open()
     closing_it.join(WAIT)
     assert not closing_it.is_alive()
-    assert loader._desk.alive == []
+    assert loader._desk.crew.alive == []
     assert loader.open(key_of(1)) is None
     loader.prefetch([key_of(1)])
     assert all(source.closed for source in store.sources)
@@ -298,7 +298,7 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     del loader
     gc.collect()
     assert desk.closed
-    assert desk.alive == []
+    assert desk.crew.alive == []
 
 
 def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
@@ -315,7 +315,7 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
         with pytest.raises(LoadFailed, match="no thread"):
             kv.layer(0)
     assert "can't start new thread" in caplog.text
-    assert loader._desk.alive == []
+    assert loader._desk.crew.alive == []
     assert all(source.closed for source in store.sources)
     assert loader.flush(WAIT)
     assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
@@ -362,7 +362,7 @@ def test_others_read_in_place_of_threads_that_hang(closing):
     assert same(hanging.loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
     hanging.gate.set()
     assert hanging.loader.flush(WAIT)
-    hanging.wait(lambda desk: not desk.stuck and len(desk.alive) <= 2)
+    hanging.wait(lambda desk: not desk.crew.stuck and len(desk.crew.alive) <= 2)
     assert same(hanging.loader.start(key_of(1)).kv, kv_of(1, layers=LAYERS))
 
 
@@ -379,16 +379,16 @@ def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
 
 
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_STUCK", 2)
+    monkeypatch.setattr(crew, "MOST_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
     for number in range(3):
         hanging.hang(number)
-    assert len(hanging.loader._desk.alive) == 3
+    assert len(hanging.loader._desk.crew.alive) == 3
     assert hanging.loader.open(key_of(4)) is None
     assert hanging.store.sources[-1].closed
     hanging.patient()
     hanging.gate.set()
-    hanging.wait(lambda desk: len(desk.alive) - len(desk.stuck) == 1 or not desk.alive)
+    hanging.wait(lambda desk: desk.crew.useful == 1 or not desk.crew.alive)
     assert same(hanging.loader.start(key_of(4)).kv, kv_of(4, layers=LAYERS))
 
 

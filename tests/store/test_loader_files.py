@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 
 import pytest
 from loading_kit import WAIT, Gate, SlowStore
 from store_kit import key_of, kv_of
 
-from ragcachekit.store import reading
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.loader import Loader
 
@@ -123,12 +123,12 @@ def in_another_thread(work):
 
 
 def test_no_more_files_than_half_of_what_the_process_may_open(store, loader, monkeypatch):
-    monkeypatch.setattr(reading.resource, "getrlimit", lambda which: (6, 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (6, 1024))
     handles = opened(loader, 0, 1, 2)
     assert loader.open(key_of(3)) is None
     assert loader.open(key_of(0)) is not None, "it is open"
     assert closed(store) == [False, False, False, True]
     handles.pop()
     assert loader.open(key_of(3)) is not None
-    monkeypatch.setattr(reading.resource, "getrlimit", lambda which: (reading.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert all(loader.open(key_of(number)) for number in range(8))

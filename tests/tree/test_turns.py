@@ -12,12 +12,13 @@ from tree_kit import ROOT, kv_of, path_of
 
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.link.policies import open_policy
+from ragcachekit.reports import LinkReport
 from ragcachekit.store.host import HostStore
 from ragcachekit.tree import beginnings
 from ragcachekit.tree.base import Root
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.tree.turns import Turn, Turns
-from ragcachekit.types import LinkReport, chunk_id
+from ragcachekit.types import chunk_id
 
 SYSTEM, QUESTION, A, B = text(9, 1), text(6, 4), chunk(33, 11), chunk(25, 12)
 FIRST = Prompt([SYSTEM, A, B, QUESTION])

@@ -1,0 +1,241 @@
+"""Answers, and what requests reused and cost: plain frozen data, without torch."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+class _Report:
+    """Shared rendering of report dataclasses: ``str``, a notebook table and ``to_dict``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON-able data."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name.replace('_', ' '))}</th>"
+            f"<td>{html.escape(_short(value))}</td></tr>"
+            for name, value in self._shown()
+        )
+        return f"<table>{rows}</table>"
+
+    def _shown(self) -> list[tuple[str, object]]:
+        """Names and values for the table."""
+        return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+
+
+def _of_tree(tokens: int) -> str:
+    return f", {tokens} of them from the knowledge tree" if tokens else ""
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple):
+        return "; ".join(str(v) for v in value) or "-"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class ChunkUse(_Report):
+    """How one cacheable segment of a prompt was served.
+
+    Attributes
+    ----------
+    chunk_id : str
+    tokens : int
+    source : str
+        The tier it came from (``host``, ``disk``), that of the knowledge tree (``tree:host``: then its
+        tokens are counted with the fixed text in front of it), or ``computed``: not cached, rows of the
+        same forward.
+    recomputed : int
+        Rows that the policy recomputed.
+    exact : bool
+        Stands behind exactly what it was encoded behind (the prompt's first text does).
+    """
+
+    chunk_id: str
+    tokens: int
+    source: str
+    recomputed: int = 0
+    exact: bool = False
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"{self.recomputed} recomputed"
+        return f"{self.chunk_id[:8]} {self.tokens} tokens from {self.source}, {how}"
+
+
+@dataclass(frozen=True)
+class LinkReport(_Report):
+    """What one prompt reused, recomputed, loaded and saved.
+
+    Attributes
+    ----------
+    prompt_tokens : int
+        Rows of the whole prompt.
+    exact_tokens : int
+        Rows reused exactly (the prefix, chunks behind exactly their encoding context).
+    approximate_tokens : int
+        Rows reused from chunk KV and not recomputed: the approximation.
+    recomputed_tokens : int
+        Cached rows that the policy recomputed.
+    computed_tokens : int
+        Rows with nothing cached: the question, fixed text, missing chunks.
+    recompute_ratio : float
+        Recomputed / cached rows over all layers; 0 when nothing was cached.
+    link_ms : float
+        Milliseconds to assemble the linked cache, whatever it waited for included.
+    load_ms, wait_ms : float
+        Milliseconds that looking entries up and reading them from slow tiers took, and how many of them
+        the request really waited for: the rest ran while it computed, or before it came.
+    loaded_bytes : int
+        What came from slow tiers.
+    tree_tokens : int
+        Rows of the beginning that the knowledge tree had, exact all of them; chunks behind it came from
+        the chunk store, approximate wherever ``chunks`` does not say exact.
+    fallback : str or None
+        Why the prompt was prefilled in full, where it was.
+    notes : tuple of str
+        Anything else the caller should know (damaged entries, ambiguous matches).
+    forward : str
+        How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:`` and why not
+        as a graph, where the device has them. Empty where the prompt was prefilled in full.
+    kernels : str
+        What attended in it: ``triton``, or ``torch`` and why. Likewise.
+    """
+
+    policy: str
+    encoder: str
+    namespace: str
+    prompt_tokens: int
+    exact_tokens: int = 0
+    approximate_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    recompute_ratio: float = 0.0
+    chunks: tuple[ChunkUse, ...] = ()
+    link_ms: float = 0.0
+    load_ms: float = 0.0
+    fallback: str | None = None
+    wait_ms: float = 0.0
+    loaded_bytes: int = 0
+    tree_tokens: int = 0
+    notes: tuple[str, ...] = ()
+    forward: str = ""
+    kernels: str = ""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Rows whose KV was really reused (what LangChain calls ``cache_read``)."""
+        return self.exact_tokens + self.approximate_tokens
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the loading that nobody waited for, 0 to 1; None if nothing came from a slow tier."""
+        if not self.loaded_bytes or not self.load_ms:
+            return None
+        return min(max(1 - self.wait_ms / self.load_ms, 0.0), 1.0)
+
+    def _shown(self) -> list[tuple[str, object]]:
+        return [*super()._shown(), ("overlap", self.overlap)]
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.policy}: {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused "
+            f"({self.exact_tokens} exactly{_of_tree(self.tree_tokens)}), {self.recomputed_tokens} recomputed "
+            f"(ratio {self.recompute_ratio:.3f}), {self.computed_tokens} computed, link {self.link_ms:.1f} ms"
+        )
+        if self.overlap is not None:
+            text += (
+                f", {self.loaded_bytes / 1e6:.1f} MB loaded in {self.load_ms:.1f} ms "
+                f"({self.overlap:.0%} of it hidden)"
+            )
+        if self.forward:
+            text += f", forward {self.forward}, kernels {self.kernels}"
+        return text + (f"; fell back to a full prefill: {self.fallback}" if self.fallback else "")
+
+
+@dataclass(frozen=True)
+class GenerateReport(_Report):
+    """A :class:`LinkReport` with what generation measured.
+
+    ``ttft_ms`` counts from the call to the first token, segmentation and linking included.
+    """
+
+    link: LinkReport
+    output_tokens: int
+    ttft_ms: float
+    total_ms: float
+    finish_reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.link}; first token after {self.ttft_ms:.0f} ms, {self.output_tokens} tokens "
+            f"in {self.total_ms:.0f} ms ({self.finish_reason})"
+        )
+
+
+@dataclass(frozen=True)
+class ShadowReport(_Report):
+    """What answering a share of the requests a second time, in full, has shown.
+
+    Attributes
+    ----------
+    requests : int
+        Prompts answered while shadow mode was on.
+    shadowed : int
+        Of these, how many were prefilled in full as well: drawn, and approximately reused.
+    compared : int
+        Of these, how many answers were compared (greedy ones that ran to their end).
+    agreement : float or None
+        Share of the compared answers with the same text as that of full (the same ids, without a
+        tokenizer); None before there are any.
+    f1 : float or None
+        Mean F1 of their token ids, as a bag, against those of full.
+    mean_kl, max_kl : float or None
+        KL(full || reused) of the first token, in nats.
+    recent_disagreement : float
+        Answers that differed among the last ``window`` compared, as a share of ``window``; the highest
+        of all namespaces.
+    waiting, dropped, failed : int
+        Shadow prefills not begun yet, left out because too many waited, and ended by an error.
+    falling_back : bool
+        Whether prompts are computed in full because of it.
+    """
+
+    requests: int = 0
+    shadowed: int = 0
+    compared: int = 0
+    agreement: float | None = None
+    f1: float | None = None
+    mean_kl: float | None = None
+    max_kl: float | None = None
+    recent_disagreement: float = 0.0
+    waiting: int = 0
+    dropped: int = 0
+    failed: int = 0
+    falling_back: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.shadowed} of {self.requests} requests shadowed"
+        if self.agreement is not None:
+            text += f", {self.agreement:.1%} of {self.compared} answers as in full (F1 {self.f1:.3f})"
+        if self.mean_kl is not None:
+            text += f", first-token KL {self.mean_kl:.3g} on average, {self.max_kl:.3g} at most"
+        lost = [f"{n} {what}" for n, what in ((self.dropped, "dropped"), (self.failed, "failed")) if n]
+        return "; ".join([text, *lost, *(["falling back to full"] if self.falling_back else [])])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What ``RagCache.generate`` returns: generated text, its token ids (without the prompt), the report."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: GenerateReport
+
+    def __str__(self) -> str:
+        return self.text
