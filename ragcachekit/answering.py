@@ -88,7 +88,8 @@ class Answerer:
             As :meth:`ragcachekit.prepare.Preparer.plan`.
         """
         chosen, epoch = self.chosen(policy, space), self._stock.warmer.epoch(space)
-        return self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
+        plan = self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
+        return self._stock.noted(plan)
 
     def link(self, prompt: PromptLike, space: str, policy: str | SelectionPolicy | None) -> LinkedPrompt:
         """Link a prompt for somebody else's generate call."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,43 @@ TIERS = ("gpu", "host", "disk", "redis", "bulk")
 """Names of the storage tiers, fastest first."""
 
 QUANTISATIONS = ("int8", "fp8")
+
+Kinds = type | tuple[type, ...]
+WHOLE = "a whole number"
+_FIELDS: dict[str, tuple[Kinds, str]] = {
+    "int": (Integral, WHOLE),
+    "int | None": ((Integral, type(None)), f"{WHOLE}, or None"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+    "str | None": ((str, type(None)), "a string, or None"),
+    "str | os.PathLike[str] | None": ((str, os.PathLike, type(None)), "a path, or None"),
+    "Mapping[str, int]": (Mapping, "a mapping such as {'tenant': 1 << 30}"),
+    "Mapping[str, str]": (Mapping, "a mapping such as {'disk': 'int8'}"),
+}
+"""What may stand in a field of a configuration, by the field's annotation."""
+
+
+def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
+    """TypeError that names the argument, what it is and what to ``give``, unless it is one of ``kinds``.
+
+    True and False are no numbers here, though Python takes them for 1 and 0; 4e9 is a whole one.
+    """
+    if kinds is Integral and isinstance(value, float) and value.is_integer():
+        return
+    if isinstance(value, kinds) and (not isinstance(value, bool) or kinds is bool):
+        return
+    given = repr(value)
+    shown = given if len(given) <= 80 else f"{given[:77]}..."
+    raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
+
+
+def _check_fields(config: Any) -> None:
+    for entry in fields(config):
+        if (known := _FIELDS.get(str(entry.type))) is not None:
+            kinds, give = known
+            give += ", such as 4 << 30" * entry.name.endswith("_bytes")
+            check_type(entry.name, getattr(config, entry.name), kinds, give)
 
 
 @dataclass(frozen=True)
@@ -83,6 +121,7 @@ class StoreConfig:
     disk_direct: bool = False
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         for name in ("gpu_bytes", "host_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -99,6 +138,7 @@ class StoreConfig:
                 "entries are signed with (make one with `openssl rand -hex 32`)"
             )
         for name, nbytes in self.quotas.items():
+            check_type(f"the quota of namespace {name!r}", nbytes, Integral, WHOLE)
             if nbytes <= 0:
                 raise ValueError(f"the quota of namespace {name!r} must be > 0 bytes, got {nbytes}")
         for tier, kind in self.quantise.items():
@@ -143,6 +183,7 @@ class TreeConfig:
     turns_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         for name in ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -183,6 +224,7 @@ class ShadowConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         for name in ("share", "bound"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
@@ -215,6 +257,7 @@ class LoadConfig:
     bytes_in_flight: int = 1 << 30
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.when not in ("auto", "always"):
             raise ValueError(f"load must be 'auto' or 'always', got {self.when!r}")
         for name in ("deadline", "threads", "bytes_in_flight"):
@@ -243,6 +286,7 @@ class GraphConfig:
     capture: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {self.max_rows}; use graphs='off' for none")
         if self.max_coming < 0:

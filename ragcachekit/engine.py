@@ -6,13 +6,16 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from torch import nn
+
 from ragcachekit.answering import Answerer
-from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
-from ragcachekit.errors import ModelNotSupported
+from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.errors import Closed, ModelNotSupported
 from ragcachekit.generate.background import flush_all
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, stop_strings
@@ -82,6 +85,8 @@ class RagCache:
     ValueError
         For unknown policies or encoders, or a model in training mode; for ``similar:n`` without
         neighbours, or neighbours without it.
+    TypeError
+        For an argument of another type; names it and says what to give.
     """
 
     def __init__(
@@ -102,8 +107,8 @@ class RagCache:
         cache_dir: str | os.PathLike[str] | None = None,
         _weights: Path | None = None,
     ) -> None:
-        if cold not in ("background", "now", "never"):
-            raise ValueError(f"cold must be 'background', 'now' or 'never', got {cold!r}")
+        _check_arguments(encoder, store, cold, shadow, tree, cache_dir)
+        check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
         if model.training:
             raise ValueError("the model is in training mode; call model.eval() first")
         if hasattr(model, "_orig_mod"):
@@ -149,6 +154,7 @@ class RagCache:
             self._answerer.policy(self.namespace)  # what there is to warn of, warn of now
             opened.pop_all()
         self._prompts, self.shadow = self._stock.prompts, self._answerer.shadow
+        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -174,6 +180,7 @@ class RagCache:
         ``model_options`` go to ``from_pretrained`` (``dtype=torch.bfloat16``, ``revision=...``).
         """
         open_policy(policy)  # a typo should not cost the loading time
+        _check_arguments(encoder, store, cold, shadow, tree, cache_dir)
         model, tokenizer = load_model(model_id, device, **model_options)
         return cls(
             model,
@@ -212,7 +219,8 @@ class RagCache:
         """Begin to load chunks from slow tiers for a prompt that will come; returns at once.
 
         Whoever knows first what will be in a prompt (a retriever) calls it. Chunks that are not stored,
-        or in memory already, cost next to nothing.
+        or in memory already, cost next to nothing. Those that then stand in a prompt in altered form are
+        named in its report.
 
         Parameters
         ----------
@@ -348,9 +356,9 @@ class RagCache:
         **options: Any,
     ) -> list[Answer]:
         """Answer several prompts in one left-padded batch, one link each."""
+        prompts, stop, space = several(prompts, "prompts"), stop_strings(stop), self._space(namespace)
         if not prompts:
             return []
-        prompts, stop, space = several(prompts, "prompts"), stop_strings(stop), self._space(namespace)
         if self._answerer.share_a_forward(space, policy, options):
             return self._answerer.answer(prompts, space, policy, options, stop)
         return [self.generate(p, namespace=space, policy=policy, stop=stop, **options) for p in prompts]
@@ -365,11 +373,11 @@ class RagCache:
         **options: Any,
     ) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
-        tokens, stop = self._prompts.tokens, stop_strings(stop)
+        tokens, stop, space = self._prompts.tokens, stop_strings(stop), self._space(namespace)
         return AnswerStream(
             lambda streamer, cancel: self.generate(
                 prompt,
-                namespace=namespace,
+                namespace=space,
                 policy=policy,
                 stop=stop,
                 cancel=cancel,
@@ -394,11 +402,17 @@ class RagCache:
         return len(self._prompts.tokens.text(text, first=True))
 
     def close(self) -> None:
-        """End background work and close the store that this object opened."""
+        """End background work and close the store that this object opened; a second time does nothing.
+
+        What is being answered is answered to its end, though nothing of it is kept any more; what is
+        asked afterwards raises :class:`~ragcachekit.errors.Closed`. Reports can still be read.
+        """
+        self._closed = True
         self.shadow.close()
         self._stock.close()
 
     def __enter__(self) -> Self:
+        self._space(None)
         return self
 
     def __exit__(
@@ -407,4 +421,22 @@ class RagCache:
         self.close()
 
     def _space(self, namespace: str | None) -> str:
+        """The namespace of a call: every use of chunks and prompts comes by here."""
+        if self._closed:
+            raise Closed("this RagCache is closed; make a new one, or close it after its last use")
         return self.namespace if namespace is None else checked_namespace(namespace)
+
+
+def _check_arguments(
+    encoder: object, store: object, cold: object, shadow: object, tree: object, cache_dir: object
+) -> None:
+    """What can be said of them before a model is loaded; the rest is checked where it is used."""
+    if cold not in ("background", "now", "never"):
+        raise ValueError(f"cold must be 'background', 'now' or 'never', got {cold!r}")
+    none = type(None)
+    check_type("encoder", encoder, (str, none), "a name such as 'system', or None")
+    stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"
+    check_type("store", store, (StoreConfig, KVStore, none), stores)
+    check_type("shadow", shadow, (Real, ShadowConfig, none), "a share of the requests such as 0.02, or None")
+    check_type("tree", tree, (TreeConfig, KnowledgeTree, none), "TreeConfig(host_bytes=...), or None")
+    check_type("cache_dir", cache_dir, (str, os.PathLike, none), "a folder's path, or None")

@@ -19,6 +19,10 @@ class ModelChanged(RagCacheError):
     """The model's weights, adapter or configuration changed after its fingerprint was taken."""
 
 
+class Closed(RagCacheError):
+    """A RagCache was used after its close; it has no store any more."""
+
+
 class PromptTooLong(RagCacheError):
     """The prompt (and the tokens asked for) exceeds the model's context length."""
 

@@ -21,10 +21,11 @@ from ragcachekit.model.fingerprint import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.prompt.altered import Retrieved
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import segment_text
+from ragcachekit.prompt.segment import blanks_outside, body, segment_text
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import Chunk, KVKey, Prompt, Segment, Text
 
@@ -73,6 +74,7 @@ class Preparer:
         tree: BeginningReader | None = None,
     ) -> None:
         self.registry = ChunkRegistry()
+        self.retrieved = Retrieved()
         self.context = rope.context
         self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._rope = rope
@@ -82,7 +84,7 @@ class Preparer:
         self._fingerprint = fingerprint
         self._encoder = encoder
         self.variants = VariantPool()
-        self.neighbours = TokenNeighbours(neighbours or {}, lambda text: self.tokens.chunk(text))
+        self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
         self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
         self._watch = ModelWatch(model)
         self._identity = self._watch.state()
@@ -159,6 +161,8 @@ class Preparer:
             plan = make_plan(
                 segments, policy, encodings, fetch, self._fingerprint, space, variants, self._tree
             )
+            if policy.reads_cache:
+                notes += self.retrieved.altered(space, segmentation.prompt)
         said = (*segmentation.prompt.notes, *notes)
         return plan.reported(lambda report: replace(report, notes=(*report.notes, *said)))
 
@@ -175,7 +179,7 @@ class Preparer:
         known: dict[Ids, str] = {}
         items: list[Ids | str] = []
         for chunk in chunks:
-            items.append(chunk if is_chunk_id(chunk) else self.tokens.chunk(chunk))
+            items.append(chunk if is_chunk_id(chunk) else self.chunk_ids(chunk))
             if not isinstance(items[-1], str):
                 known[items[-1]] = chunk
         encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
@@ -196,7 +200,7 @@ class Preparer:
             For an empty chunk, one longer than the model's context, or a ``system`` that is needed
             and not there.
         """
-        chunks = [self.tokens.chunk(text) for text in texts]
+        chunks = [self.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
             policy, lambda ids: self.neighbours.of(known[ids], space) if ids in known else ()
@@ -261,7 +265,7 @@ class Preparer:
         ``texts`` is filled with the chunks' texts by their ids.
         """
         segments: list[TokenSegment] = []
-        for segment in prompt.segments:
+        for segment in blanks_outside(prompt.segments):
             ids = self._ids(segment, first=not segments)
             is_chunk = isinstance(segment, Chunk)
             if texts is not None and is_chunk and segment.text is not None:
@@ -284,4 +288,8 @@ class Preparer:
         if segment.token_ids is not None:
             return segment.token_ids
         text = segment.text or ""
-        return self.tokens.chunk(text) if isinstance(segment, Chunk) else self.tokens.text(text, first=first)
+        return self.chunk_ids(text) if isinstance(segment, Chunk) else self.tokens.text(text, first=first)
+
+    def chunk_ids(self, text: str) -> Ids:
+        """A chunk's ids without the blanks at its end, which chains strip or keep: one entry serves both."""
+        return self.tokens.chunk(body(text))

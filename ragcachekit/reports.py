@@ -99,7 +99,7 @@ class LinkReport(_Report):
     fallback : str or None
         Why the prompt was prefilled in full, where it was.
     notes : tuple of str
-        Anything else the caller should know (damaged entries, ambiguous matches).
+        Anything else the caller should know (damaged entries, ambiguous matches, altered chunks).
     forward : str
         How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:`` and why not
         as a graph, where the device has them. Empty where the prompt was prefilled in full.
@@ -155,7 +155,8 @@ class LinkReport(_Report):
             )
         if self.forward:
             text += f", forward {self.forward}, kernels {self.kernels}"
-        return text + (f"; fell back to a full prefill: {self.fallback}" if self.fallback else "")
+        fallback = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []
+        return "; ".join([text, *fallback, *self.notes])
 
 
 @dataclass(frozen=True)

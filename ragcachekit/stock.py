@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tqdm.auto import tqdm
 
-from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig
+from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.errors import ModelChanged
 from ragcachekit.generate.background import attempt, flush_all
 from ragcachekit.generate.keep import TreeKeeper
@@ -23,6 +25,7 @@ from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.link.upcoming import is_chunk_id
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.profiling import stored_profile
@@ -31,9 +34,16 @@ from ragcachekit.prepare import MODEL_CHANGED, Preparer
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
+from ragcachekit.store.null import NullStore
 from ragcachekit.tree.factory import open_tree
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
+
+log = logging.getLogger(__name__)
+
+_NOT_KEPT = (
+    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
+)
 
 _Item = TypeVar("_Item")
 
@@ -89,6 +99,7 @@ class Stock:
         tree: TreeConfig | KnowledgeTree | None,
     ) -> None:
         self._policy = policy
+        self._warned = False
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
@@ -133,7 +144,7 @@ class Stock:
 
     def register(self, texts: Iterable[str], space: str) -> int:
         """Make texts known as chunks; how many of them prompts can be searched for."""
-        texts = several(texts, "texts")
+        texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
         result = self.prompts.registry.add(space, texts)
         return result.added + result.known
@@ -142,7 +153,8 @@ class Stock:
         self, chunks: Iterable[str], space: str, policy: SelectionPolicy, system: str | None
     ) -> None:
         """Begin to load chunks (texts or ids) for a prompt that will come."""
-        chunks = several(chunks, "chunks")
+        chunks = strings(chunks, "chunks")
+        self.prompts.retrieved.saw(space, (chunk for chunk in chunks if not is_chunk_id(chunk)))
         if policy.reads_cache:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
@@ -155,14 +167,25 @@ class Stock:
         """
         if not self.prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
-        texts = several(texts, "texts")
+        texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
         missing = self.prompts.missing(texts, space, self._policy, system)
         self.prompts.registry.add(space, texts)
         todo = self.warmer.complete(item for item in missing if item.key not in self.store)
+        if isinstance(self.store, NullStore):
+            self._warn(
+                "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
+            )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             self.warmer.now(todo, bar.update)
+        if lost := self.warmer.refused(item.key for item in todo):
+            self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
         return [item.key.chunk_id for item in missing]
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", message)
 
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
@@ -170,14 +193,18 @@ class Stock:
             self.prompts.registry.clear(space)
             self.prompts.forget(space)
             return self._forget(space)
-        ids, texts = several(ids or (), "ids"), several(texts or (), "texts")
+        ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         self.prompts.registry.discard(space, texts)
-        tokens = [self.prompts.tokens.chunk(form) for text in texts for form in forms(text)]
+        # As they are stored, and whole, as an older version kept those with blanks at their end.
+        every = [form for text in texts for form in forms(text)]
+        tokens = [self.prompts.chunk_ids(form) for form in every]
+        tokens += [self.prompts.tokens.chunk(form) for form in every]
         return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
 
     def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
         """The entries, while nobody stores any; then whatever was begun before and would bring them back."""
         self.prompts.neighbours.forget(space, gone)
+        self.prompts.retrieved.forget(space)
         with self.warmer.forgetting(space, gone):
             self.prompts.variants.forget(space, gone)
             # After the store, also where it raises: requests that still found something there began before.
@@ -190,6 +217,14 @@ class Stock:
                 finally:
                     self.loads.forget(space, gone)
         return from_tree + from_store
+
+    def noted(self, plan: LinkPlan) -> LinkPlan:
+        """The plan; its report names what is missing because the store could not keep it before."""
+        lost = self.warmer.refused(item.key for item in plan.missing)
+        if not lost or isinstance(self.store, NullStore):
+            return plan
+        note = f"{lost} missing entr{'ies' if lost > 1 else 'y'} {_NOT_KEPT}"
+        return plan.reported(lambda report: replace(report, notes=(*report.notes, note)))
 
     # -- what requests leave behind ----------------------------------------------------------------
 
@@ -257,4 +292,21 @@ def several(items: Iterable[_Item], what: str) -> list[_Item]:
     """A list of them, or a TypeError: one string would be taken for its letters."""
     if isinstance(items, str):
         raise TypeError(f"{what} must be a list of strings, not one string")
+    check_type(what, items, Iterable, "a list")
     return list(items)
+
+
+def strings(items: Iterable[str], what: str) -> list[str]:
+    """As :func:`several`, and each of them a string; of a document it is said where its text is."""
+    listed: list[str] = [items] if _own_text(items) else several(items, what)  # type: ignore[list-item]
+    for number, item in enumerate(listed):
+        own = _own_text(item)
+        give = f"a string; give the {type(item).__name__}'s {own}" if own else "a string"
+        check_type(f"{what}[{number}]", item, str, give)
+    return listed
+
+
+def _own_text(item: object) -> str | None:
+    """Where a LangChain document, or a LlamaIndex node, has its text."""
+    named = {"page_content": "page_content", "get_content": "get_content()"}
+    return next((name for attribute, name in named.items() if hasattr(item, attribute)), None)

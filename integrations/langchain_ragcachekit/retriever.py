@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
+ENGINE = ("register", "prefetch")
+"""What is called of the engine here."""
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -126,6 +128,8 @@ class RagCacheRetriever(BaseRetriever):
             self.embeddings = self.retriever.vectorstore.embeddings
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
+        if self.cache is not None and not all(hasattr(self.cache, name) for name in ENGINE):
+            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...) or None, got {self.cache!r}")
         queries = ProximityCache(self.capacity, self.tolerance, self.metric, self.eviction)
         self._retrieval = CachedRetrieval(queries)
         self._path = VectorPath(self.retriever, self.embeddings)

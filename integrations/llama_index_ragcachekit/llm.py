@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
-from typing import Any
+from typing import Any, Self
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import to_dicts
 from ragcachekit import Answer, agenerate, astream
@@ -73,6 +73,24 @@ class RagCacheLLM(CustomLLM):
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     context_window: int | None = Field(default=None, gt=0)
     is_chat_model: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
+        unknown = sorted(values.keys() - cls.model_fields.keys() - {"class_name"})
+        if unknown:
+            raise ValueError(
+                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
+                "generate_kwargs={...}"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _require_engine(self) -> Self:
+        if not all(callable(getattr(self.cache, name, None)) for name in ("generate", "stream")):
+            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.cache!r}")
+        return self
 
     @classmethod
     def class_name(cls) -> str:

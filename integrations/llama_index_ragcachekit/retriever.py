@@ -26,6 +26,9 @@ dispatcher = get_dispatcher(__name__)
 SETTINGS = frozenset({"filters", "node_ids", "doc_ids", "kwargs"})
 """Attributes (less their underscore) that decide what a vector index retriever finds, beside its scalars."""
 
+ENGINE = ("register", "prefetch")
+"""What is called of the engine here."""
+
 
 class QueryCacheEvent(BaseEvent):
     """What the query cache said to one question."""
@@ -93,6 +96,8 @@ class RagCacheRetriever(BaseRetriever):
     ) -> None:
         if not isinstance(retriever, BaseRetriever):
             raise TypeError(f"expected a LlamaIndex retriever, got {type(retriever).__name__}")
+        if cache is not None and not all(hasattr(cache, name) for name in ENGINE):
+            raise TypeError(f"{type(self).__name__} needs cache=RagCache(...) or None, got {cache!r}")
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model

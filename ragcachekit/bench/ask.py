@@ -19,8 +19,9 @@ from langchain_core.runnables import RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 from langchain_ragcachekit.retriever import HIT_EVENT, MISS_EVENT
+from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import Corpus
-from ragcachekit.bench.embedding import DIM, MiniLM
+from ragcachekit.bench.embedding import DIM, MiniLM, model_folder
 from ragcachekit.bench.own_files import OwnFiles, at_least_1
 from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for
 from ragcachekit.bench.world import SEPARATOR
@@ -111,9 +112,10 @@ class AskSession:
             "".join(parts), trace.sources, trace.hit, trace.distance, trace.retrieval_ms, trace.report
         )
 
-    def keep(self) -> None:
-        """Wait until the KV of the chunks that were missed is stored."""
+    def keep(self) -> tuple[str, ...]:
+        """Wait until the KV of the chunks that were missed is stored; names the tiers that refused some."""
         self.rag.flush()
+        return tuple(record.tier for record in self.rag.stats() if record.failed_writes)
 
 
 @contextmanager
@@ -125,13 +127,16 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
     CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
         Each says what to do.
     """
-    corpus, folder = settings.read_corpus(), settings.folder
+    model_folder()
+    folder = settings.folder
+    check_writable(folder.path)
+    corpus = settings.read_corpus()
     for note in corpus.notes:
         say(note)
-    embedder = MiniLM()
-    index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
     store = StoreConfig(disk_path=folder.kv, disk_bytes=settings.disk_bytes)
-    with settings.open_engine(store) as rag:
+    with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
+        embedder = MiniLM()
+        index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
         inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
         retriever = RagCacheRetriever.wrap(
             inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY

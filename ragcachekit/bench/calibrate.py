@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ragcachekit.bench.calibrate_measure import Panel, candidates, measured_curve, needed
-from ragcachekit.bench.calibrate_probes import documents, probes
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.calibrate_probes import probes
+from ragcachekit.bench.checks import check_writable
+from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.bench.fidelity_engines import needs_neighbours
 from ragcachekit.bench.fidelity_questions import FidelityQuestion, read_questions, world_questions
 from ragcachekit.bench.report import BenchReport, versions
@@ -138,8 +139,9 @@ def run(
     ValueError, CorpusError
         For bad settings, questions or corpora; before any work.
     RagCacheError
-        If the model or a prompt cannot be used.
+        If the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
     """
+    check_writable(settings.folder)
     sample = sample_of(settings)
     with one_thread(settings.model == READER), explained(settings.model, ValueError):
         dtype = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
@@ -194,7 +196,7 @@ def calibrated(
         progress=progress,
     )
     try:
-        curve = measured_curve(panel, policies, settings.seed)
+        curve = measured_curve(panel, policies, settings.seed, settings.budget)
     finally:
         panel.close()
     record = Calibration(

@@ -16,12 +16,16 @@ from ragcachekit.bench.fidelity_metrics import token_f1
 from ragcachekit.bench.fidelity_prompts import PromptMaker
 from ragcachekit.bench.fidelity_questions import FidelityQuestion
 from ragcachekit.bench.resample import Bootstrap
+from ragcachekit.errors import RagCacheError
 from ragcachekit.link.calibration import CurvePoint
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.policies import open_policy
 
 LEVEL = 0.9
 """Of the one-sided bound that is compared with a budget."""
+
+LEAST_F1 = 0.1
+"""Of ``full``; below it, the words of wrong answers that agree by chance are most of what is scored."""
 
 WISHED = (
     *("reuse", "lego:4", "lego:16"),
@@ -157,9 +161,16 @@ class Panel:
         return tqdm(range(len(self._asked)), desc=what, unit="question", disable=not self._progress)
 
 
-def measured_curve(panel: Panel, policies: Sequence[str], seed: int) -> tuple[CurvePoint, ...]:
-    """Every candidate and ``full``, by the ratio spent."""
+def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: float) -> tuple[CurvePoint, ...]:
+    """Every candidate and ``full``, by the ratio spent.
+
+    Raises
+    ------
+    RagCacheError
+        As :func:`check_full`; no candidate is measured then.
+    """
     full = panel.scores(FULL.policy)
+    check_full(full.f1, budget, seed)
     points = [CurvePoint(FULL.policy, 1.0, float(full.f1.mean()), 0.0, 0.0, 0.0)]
     for name in policies:
         found = panel.scores(name)
@@ -168,6 +179,29 @@ def measured_curve(panel: Panel, policies: Sequence[str], seed: int) -> tuple[Cu
         upper = max(upper_bound(loss, seed), Bootstrap(len(doubt), seed).upper_of_mean(doubt, LEVEL))
         points.append(CurvePoint(name, ratio, f1, float(loss.mean()), float(doubt.mean()), upper))
     return tuple(sorted(points, key=lambda point: (point.ratio, point.upper)))
+
+
+def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
+    """Whether there is anything to lose: where ``full`` scores nothing, no policy can lose against it.
+
+    Raises
+    ------
+    RagCacheError
+        If a policy that answers nothing would be within the budget, or if ``full`` scores less than
+        :data:`LEAST_F1` on average.
+    """
+    mean = float(f1.mean())
+    if mean < LEAST_F1:
+        what = "answers (nearly) nothing right, so that nothing can be lost against it"
+    elif upper_bound(f1, seed) <= budget:
+        what = f"scores so little that a policy which answers nothing would be within {budget:g}"
+    else:
+        return
+    raise RagCacheError(
+        f"no budget is stored: a full prefill {what} (F1 {mean:.3f} on {len(f1)} questions). The questions "
+        "or the model do not fit: are the answers short and taken from the given chunks, does the model know "
+        "the language, does --max-new-tokens leave room to answer, and little more?"
+    )
 
 
 def upper_bound(losses: NDArray[np.float64], seed: int) -> float:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 
-from ragcachekit.bench.corpus import CorpusChunk
+from ragcachekit.bench.corpus import CorpusChunk, documents
 from ragcachekit.bench.fidelity_questions import FidelityQuestion
 from ragcachekit.errors import CorpusError
 
@@ -21,14 +20,6 @@ _ASK = {
     CONTINUATION: 'How does the sentence go on that begins with "{}"?',
     CLOZE: 'Which words are missing at ____ in "{}"?',
 }
-
-
-def documents(chunks: Sequence[CorpusChunk]) -> list[list[str]]:
-    """The chunks' texts by file, in order."""
-    files = defaultdict[str, list[str]](list)
-    for chunk in chunks:
-        files[chunk.source].append(chunk.text)
-    return list(files.values())
 
 
 def probes(chunks: Sequence[CorpusChunk], number: int, seed: int) -> list[FidelityQuestion]:

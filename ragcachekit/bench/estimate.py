@@ -11,8 +11,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ragcachekit.bench.ask import IndexRetriever, corpus_index
+from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import Corpus
-from ragcachekit.bench.embedding import MiniLM
+from ragcachekit.bench.embedding import MiniLM, model_folder
 from ragcachekit.bench.estimate_log import LoggedQuery, read_log
 from ragcachekit.bench.estimate_replay import Served, Tiers, replay
 from ragcachekit.bench.estimate_requests import Request, Requests, plan_all
@@ -197,12 +198,14 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
         As ``ask``.
     """
     log, folder = read_log(settings.log), settings.folder
+    model_folder()
+    check_writable(folder.path)
     corpus = settings.read_corpus()
-    retrievals = _retrieved(settings, log, corpus, folder, say, progress)
     with explained(settings.model):
         model, tokenizer = load_model(model_path(settings.model), settings.device, dtype=settings.dtype)
     rope, policy = describe_rope(model), open_policy(settings.policy)
     prompts = Requests(model, tokenizer, rope, policy, settings.encoder)
+    retrievals = _retrieved(settings, log, corpus, folder, say, progress)
     with tqdm(total=len(log), unit="prompt", desc="planning", disable=not progress) as bar:
         requests = plan_all(prompts, log, retrievals.texts, bar.update)
     ahead = prompts.ahead(corpus.texts)

@@ -128,7 +128,7 @@ def _about_eviction(estimate: Estimate, chosen: Outcome) -> str:
 
 
 def _about_precompute(estimate: Estimate, disk: Outcome, ahead: Outcome, advised: bool) -> str:
-    saved, cost = _saved(disk, ahead), f"about {estimate.encode_seconds:.3g} s"
+    saved, cost = _saved(disk, ahead), f"about {duration(estimate.encode_seconds)}"
     if saved <= 0:
         return f"precompute does not pay: it takes {cost} and no question is answered sooner"
     count = math.ceil(estimate.encode_seconds / (saved / len(estimate.log)))
@@ -150,7 +150,7 @@ def _why_not(estimate: Estimate, chosen: Outcome, ahead: Outcome) -> Iterator[st
     if estimate.mean_full / ahead.mean >= WORTH:
         yield (
             f"encoding the corpus ahead would bring {_ms(ahead.mean)}, but takes about "
-            f"{estimate.encode_seconds:.3g} s, more than {PATIENCE} logs like this one would save"
+            f"{duration(estimate.encode_seconds)}, more than {PATIENCE} logs like this one would save"
         )
 
 
@@ -197,3 +197,8 @@ def _reading_is_slow(estimate: Estimate) -> bool:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people, in minutes if there are many."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds / 60:,.0f} minutes"

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ragcachekit.errors import RagCacheError
+
 FIELDS = ("query", "docs", "time", "answer_tokens")
 
 
@@ -47,10 +49,15 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
     ------
     ValueError
         For a bad line, with its number; for a log without questions.
-    OSError
+    RagCacheError
         If it cannot be read.
     """
-    queries = list(_queries(Path(path).expanduser()))
+    try:
+        queries = list(_queries(Path(path).expanduser()))
+    except OSError as error:
+        raise RagCacheError(
+            f"cannot read the log {path}: {error.strerror}; give a file with one question per line (--log)"
+        ) from error
     if not queries:
         raise ValueError(f'{path} holds no question; write one per line, or {{"query": "..."}} per line')
     if all(query.time is not None for query in queries):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, read_corpus
+from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.bench.workspace import (
     CacheFolder,
     check_dtype,
@@ -17,6 +17,7 @@ from ragcachekit.bench.workspace import (
 )
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
+from ragcachekit.link.neighbours import PrecedingChunks
 from ragcachekit.link.policies import open_policy
 from ragcachekit.store.base import KVStore
 
@@ -73,23 +74,32 @@ class OwnFiles:
     def open_engine(
         self,
         store: StoreConfig | KVStore,
+        corpus: Corpus,
         *,
         cache_dir: Path | None = None,
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
-        """The model with its caches over ``store``; ``cache_dir`` where it is not the cache folder."""
+        """The model with its caches over ``store``; ``cache_dir`` where it is not the cache folder.
+
+        For the encoder ``similar:n``, a chunk's neighbours are those before it in its file.
+        """
         with explained(self.model):
             return RagCache.from_pretrained(
                 model_path(self.model),
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,
+                neighbours=self._neighbours(corpus),
                 store=store,
                 namespace=self.namespace,
                 cold=cold,
                 cache_dir=cache_dir or self.folder.path,
                 dtype=self.dtype,
             )
+
+    def _neighbours(self, corpus: Corpus) -> PrecedingChunks | None:
+        encoder = self.encoder or open_policy(self.policy).encoder or ""
+        return PrecedingChunks(documents(corpus.chunks)) if encoder.startswith("similar") else None
 
 
 def at_least_1(settings: object, *names: str) -> None:

@@ -10,6 +10,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ragcachekit.bench.ask import Say, corpus_index
+from ragcachekit.bench.checks import check_writable
+from ragcachekit.bench.embedding import MiniLM, model_folder
 from ragcachekit.bench.own_files import OwnFiles
 from ragcachekit.bench.precompute_job import Job, Work
 from ragcachekit.bench.precompute_store import WatchedStore
@@ -65,32 +68,34 @@ def estimate(settings: PrecomputeSettings) -> Work:
 
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
         store = WatchedStore(NullStore())
-        with settings.open_engine(store, cache_dir=Path(scratch), cold="never") as rag:
+        with settings.open_engine(store, corpus, cache_dir=Path(scratch), cold="never") as rag:
             job = Job(rag, corpus, store, settings, keep_gone=settings.keep_gone)
             work, todo = job.work(on_disk)
             return replace(work, seconds=job.seconds_per_token(todo) * work.todo_tokens) if todo else work
 
 
 @contextmanager
-def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
+def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterator[PrecomputeRun]:
     """Load everything for a run; :attr:`PrecomputeRun.work` says how much it will be.
 
     Raises
     ------
-    CorpusError, RagCacheError, ModelNotSupported, StoreError
+    CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
         The corpus, the model or the cache folder cannot be used, or the KV would not fit.
     ValueError
         A setting is wrong, or a chunk is longer than the model's context.
     """
+    model_folder()
+    check_writable(settings.folder.path)
     corpus, budget = settings.read_corpus(), settings.disk_bytes
     kept = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=budget))
     store = WatchedStore(kept)
-    with closing(kept), settings.open_engine(store, cold="never") as rag:
+    with closing(kept), settings.open_engine(store, corpus, cold="never") as rag:
         job = Job(rag, corpus, store, settings, keep_gone=settings.keep_gone)
         work, _ = job.work(kept.__contains__)
         needed = work.todo_bytes - sum(job.gone.values()) * work.token_bytes
         _check_room(needed, budget - sum(tier.nbytes for tier in kept.stats()), settings.folder)
-        yield PrecomputeRun(job, work)
+        yield PrecomputeRun(job, work, settings, say)
 
 
 class PrecomputeRun:
@@ -101,12 +106,14 @@ class PrecomputeRun:
     work : Work
     """
 
-    def __init__(self, job: Job, work: Work) -> None:
-        self._job = job
+    def __init__(self, job: Job, work: Work, settings: PrecomputeSettings, say: Say) -> None:
+        self._job, self._settings, self._say = job, settings, say
         self.work = work
 
     def run(self, *, progress: bool = False) -> Precomputed:
-        """Forget what is gone, encode what is missing; what was stored stays if this is interrupted.
+        """Forget what is gone, encode what is missing, embed what the index of ``ask`` lacks.
+
+        The KV that was stored stays if this is interrupted.
 
         Raises
         ------
@@ -122,7 +129,11 @@ class PrecomputeRun:
                 "and run the same command again"
             )
         seconds = time.perf_counter() - begun
-        return Precomputed(store.kept, self.work.stored, self.work.gone, store.tokens, store.nbytes, seconds)
+        corpus, folder = Path(self._settings.corpus), self._settings.folder
+        corpus_index(self._job.corpus, corpus, MiniLM(), folder.indexes, self._say)
+        work = self.work
+        encoded = work.chunks - work.stored  # similar:n stores what chunks stand behind, too
+        return Precomputed(encoded, work.stored, work.gone, store.tokens, store.nbytes, seconds)
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder) -> None:

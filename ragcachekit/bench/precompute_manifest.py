@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from ragcachekit.errors import StoreError
 
 SCHEMA = 1
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
 
 
 class ManifestDamaged(Exception):
@@ -118,8 +120,9 @@ def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> Non
 
 
 def manifests(folder: Path, namespace: str | None = None) -> Iterator[Path]:
-    """Files of one namespace, or of all."""
-    return folder.glob("*.json" if namespace is None else f"{_prefix(namespace)}-*.json")
+    """Files of one namespace, or of all; nothing that another wrote into the folder."""
+    files = folder.glob("*.json" if namespace is None else f"{_prefix(namespace)}-*.json")
+    return (path for path in files if _NAME.fullmatch(path.name))
 
 
 def _read(path: Path) -> dict[str, int]:

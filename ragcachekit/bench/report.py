@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 SCHEMA = 1
+WHOLE = 24
+"""Characters of a word that a table keeps together however narrow the terminal is."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,25 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] 
     out = Table(title=title, title_justify="left")
     for name in names:
         numeric = bool(rows) and all(isinstance(row.get(name), int | float | None) for row in rows)
-        out.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+        heading = name.replace("_", " ")
+        words = " ".join([heading, *(_cell(row.get(name)) for row in rows)]).split()
+        whole = min(max(map(len, words)), WHOLE)  # what is cut off says nothing
+        out.add_column(heading, justify="right" if numeric else "left", min_width=whole, overflow="fold")
     for row in rows:
         out.add_row(*(_cell(row.get(name)) for name in names))
     return out
 
 
 def show(renderable: Any) -> None:
-    """Print to the terminal, at least wide enough for a table when piped."""
+    """Print to the terminal, wide enough for every word of a table; at least 140 columns when piped."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(renderable)
+    width = console.width if console.is_terminal else 140
+    whole = Console(width=1000)
+    if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
+        for column in renderable.columns:  # a line for each word: rich would cut words before it breaks all
+            column.header = str(column.header).replace(" ", "\n")
+        width = max(width, whole.measure(renderable).minimum)
+    Console(width=width).print(renderable)
 
 
 def machine() -> dict[str, Any]:

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from ragcachekit.bench.precompute_manifest import manifests
 from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import default_cache_dir
-from ragcachekit.store.entry_file import read_key
-from ragcachekit.store.entry_header import EntryDamaged
-
-if TYPE_CHECKING:
-    from ragcachekit.store.disk_check import Repaired, Verified
 
 READER = "reader"
 """The name of the small trained model that comes with the package."""
 
-DAMAGED = "(damaged)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one namespace takes on disk."""
-
-    namespace: str
-    entries: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -65,63 +46,6 @@ class CacheFolder:
     def manifests(self) -> Path:
         """Folder of the lists of what ``precompute`` encoded."""
         return self.path / "precomputed"
-
-    def usage(self) -> tuple[Usage, ...]:
-        """Chunk KV by namespace, read from the entries' headers; changes nothing."""
-        entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
-        for path in sorted(self.kv.glob("*.safetensors")):
-            try:
-                size = path.stat().st_size
-                namespace = read_key(path).namespace
-            except FileNotFoundError:  # evicted just now
-                continue
-            except EntryDamaged:
-                namespace = DAMAGED
-            except OSError as error:
-                raise RagCacheError(
-                    f"cannot read {path}: {error.strerror}; choose another --cache"
-                ) from error
-            entries[namespace] += 1
-            nbytes[namespace] += size
-        return tuple(Usage(name, entries[name], nbytes[name]) for name in sorted(entries))
-
-    def index_bytes(self) -> int:
-        """Bytes of the vector indexes."""
-        return sum(path.stat().st_size for path in self.indexes.glob("*") if path.is_file())
-
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> Verified | None:
-        """Read every entry whole, changing nothing; None if there is no chunk KV.
-
-        ``progress`` hears how many bytes of how many have been read.
-        """
-        from ragcachekit.store.disk_check import verify  # POSIX only
-
-        return verify(self.kv, progress) if self.kv.is_dir() else None
-
-    def repair(self, progress: Callable[[int, int], None] | None = None) -> Repaired | None:
-        """Drop damaged entries, sweep what writers left behind, rebuild the index; None if there is none."""
-        from ragcachekit.store.disk_check import repair
-
-        return repair(self.kv, progress) if self.kv.is_dir() else None
-
-    def clear(self, namespace: str | None = None) -> int:
-        """Delete the KV of one namespace, or of all with the indexes; returns the number of entries."""
-        from ragcachekit.store.disk import DiskStore  # POSIX only
-
-        if not self.kv.is_dir() and not self.indexes.is_dir():
-            return 0
-        spaces = [namespace] if namespace is not None else [use.namespace for use in self.usage()]
-        store = DiskStore(self.kv, sys.maxsize)  # any smaller budget would evict on opening
-        try:
-            dropped = sum(store.forget(space) for space in spaces)
-        finally:
-            store.close()
-        if namespace is None:
-            for path in self.indexes.glob("*"):
-                path.unlink()
-        for path in manifests(self.manifests, namespace):
-            path.unlink(missing_ok=True)
-        return dropped
 
 
 def model_path(name: str) -> str:
@@ -160,6 +84,8 @@ def one_thread(tiny: bool = True) -> Iterator[None]:
 
 def load_tokenizer(name: str) -> Any:
     """The model's tokenizer; long before its weights, so that a corpus is checked first."""
+    from transformers import AutoTokenizer  # half a second that a look into the cache folder does without
+
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
         path = model_path(name)
         if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):

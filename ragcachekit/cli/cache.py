@@ -19,65 +19,81 @@ from rich.progress import (
 from rich.table import Table
 
 from ragcachekit.cli.console import errors, put, size
-from ragcachekit.cli.options import CacheDir
 
 if TYPE_CHECKING:
+    from ragcachekit.bench.cache_content import CacheContent
     from ragcachekit.store.disk_check import BadEntry
 
+ContentDir = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        help="Cache folder of `ask` and `precompute`, or the disk_path of a StoreConfig; "
+        "default: ragcachekit in the user's cache folder.",
+    ),
+]
 
-def stats(cache: CacheDir = None) -> None:
+
+def stats(cache: ContentDir = None) -> None:
     """Entries and bytes by namespace."""
-    from ragcachekit.bench.workspace import CacheFolder
+    content = _content(cache)
+    for tier in content.tiers:
+        usage = tier.usage()
+        table = Table()
+        for name in ("namespace", "entries", "bytes"):
+            table.add_column(name, justify="left" if name == "namespace" else "right")
+        for use in usage:
+            table.add_row(escape(use.namespace), str(use.entries), size(use.nbytes))
+        table.add_row("all", str(sum(u.entries for u in usage)), size(sum(u.nbytes for u in usage)))
+        typer.echo(f"{tier.name}:")  # as a title it would be folded to the table's width
+        put(table)
+    typer.echo(f"vector indexes: {size(content.index_bytes())}")
 
-    folder = CacheFolder.at(cache)
-    usage = folder.usage()
-    table = Table(title=f"Chunk KV in {folder.path}", title_justify="left")
-    for name in ("namespace", "entries", "bytes"):
-        table.add_column(name, justify="left" if name == "namespace" else "right")
-    for use in usage:
-        table.add_row(escape(use.namespace), str(use.entries), size(use.nbytes))
-    table.add_row("all", str(sum(u.entries for u in usage)), size(sum(u.nbytes for u in usage)))
-    put(table)
-    typer.echo(f"vector indexes: {size(folder.index_bytes())}")
 
-
-def verify(cache: CacheDir = None) -> None:
+def verify(cache: ContentDir = None) -> None:
     """Read every entry whole and say which are damaged; changes nothing. Ends with 1 if one is."""
-    from ragcachekit.bench.workspace import CacheFolder
+    from ragcachekit.store.disk_check import verify
 
-    folder = CacheFolder.at(cache)
-    with _bar("reading") as progress:
-        found = folder.verify(progress)
-    if found is None:
-        typer.echo(f"no chunk KV in {folder.path}")
-        return
-    _list("damaged", found.damaged)
-    _list("unreadable", found.unreadable)
-    bad = len(found.damaged)
-    typer.echo(f"{found.entries} entries, {size(found.nbytes)}: {bad or 'none'} damaged")
-    if found.orphans:
-        typer.echo(f"{found.orphans} files of interrupted writes")
-    if bad or found.orphans:
+    bad = mend = False
+    for tier in _content(cache).tiers:
+        with _bar("reading") as progress:
+            found = verify(tier.path, progress)
+        _list("damaged", found.damaged)
+        _list("unreadable", found.unreadable)
+        damaged = len(found.damaged)
+        typer.echo(f"{tier.name}: {found.entries} entries, {size(found.nbytes)}: {damaged or 'none'} damaged")
+        if found.orphans:
+            typer.echo(f"{found.orphans} files of interrupted writes")
+        mend |= bool(damaged or found.orphans)
+        bad |= bool(damaged or found.unreadable)
+    if mend:
         typer.echo("`ragcachekit cache repair` drops them")
-    if bad or found.unreadable:
+    if bad:
         raise typer.Exit(1)
 
 
-def repair(cache: CacheDir = None) -> None:
+def repair(cache: ContentDir = None) -> None:
     """Drop damaged entries and what interrupted writes left behind, and rebuild the index."""
-    from ragcachekit.bench.workspace import CacheFolder
+    from ragcachekit.store.disk_check import repair
 
-    folder = CacheFolder.at(cache)
-    with _bar("reading") as progress:
-        done = folder.repair(progress)
-    if done is None:
-        typer.echo(f"no chunk KV in {folder.path}")
-        return
-    _list("dropped", done.damaged)
-    typer.echo(
-        f"dropped {len(done.damaged)} damaged entries and {done.orphans} files of interrupted writes; "
-        f"{done.entries} entries, {size(done.nbytes)} are left and indexed"
-    )
+    for tier in _content(cache).tiers:
+        with _bar("reading") as progress:
+            done = repair(tier.path, progress)
+        _list("dropped", done.damaged)
+        typer.echo(
+            f"{tier.name}: dropped {len(done.damaged)} damaged entries and {done.orphans} files of "
+            f"interrupted writes; {done.entries} entries, {size(done.nbytes)} are left and indexed"
+        )
+
+
+def _content(cache: str | None) -> CacheContent:
+    """What lies in the folder; says so if that is no KV."""
+    from ragcachekit.bench.cache_content import CacheContent
+
+    content = CacheContent.at(cache)
+    if not content.tiers:
+        typer.echo(f"no chunk KV in {content.folder.path}")
+    return content
 
 
 @contextmanager
@@ -95,15 +111,19 @@ def _list(what: str, found: Sequence[BadEntry]) -> None:
 
 
 def clear(
-    cache: CacheDir = None,
+    cache: ContentDir = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Only this one.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete chunk KV and vector indexes (the KV of one namespace only, if one is named)."""
-    from ragcachekit.bench.workspace import CacheFolder
-
-    folder = CacheFolder.at(cache)
-    what = "all chunk KV and indexes" if namespace is None else f"the chunk KV of namespace {namespace!r}"
+    """Delete KV and vector indexes (the KV of one namespace only, if one is named)."""
+    content = _content(cache)
+    what = "all KV and vector indexes" if namespace is None else f"the KV of namespace {namespace!r}"
     if not yes:
-        typer.confirm(f"Delete {what} in {folder.path}?", abort=True)
-    typer.echo(f"deleted {folder.clear(namespace)} entries")
+        typer.confirm(f"Delete {what} in {content.folder.path}?", abort=True)
+    for tier, dropped in zip(content.tiers, content.clear(namespace), strict=True):
+        typer.echo(f"{tier.name}: deleted {dropped} entries")
+    for path in content.others() if namespace is None else ():
+        typer.echo(f"left alone: {path}")
+    if left := content.left(namespace):
+        typer.echo(f"{left} entries could not be deleted or are new: end what uses the folder, clear again")
+        raise typer.Exit(1)

@@ -17,6 +17,8 @@ from ragcachekit.cli.options import (
     ModelName,
     Namespace,
     Plot,
+    check_folders,
+    check_questions,
     model_given,
     names,
 )
@@ -42,7 +44,8 @@ def calibrate(
     neighbours: Annotated[
         str,
         typer.Option(
-            "--neighbours", help="For similar:n: 'similar' (all-MiniLM) or 'preceding' (in the file)."
+            "--neighbours",
+            help="For similar:n: 'similar' (all-MiniLM) or 'preceding' (in the file, as for `ask`).",
         ),
     ] = "similar",
     budget: Annotated[
@@ -64,6 +67,8 @@ def calibrate(
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
     chosen = model_given(model)
+    check_folders(corpus, cache)
+    check_questions(questions)
     from ragcachekit.bench import calibrate as module
 
     quiet_loading()

@@ -51,11 +51,18 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def counted(number: int, what: str) -> str:
+    """As ``1 chunk`` or ``2 chunks``."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def one_line(error: Exception) -> str:
     """What an error says, without line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ImportError):
-        return f"{text}: pip install 'ragcachekit[demo]' brings what the commands need"
+        from ragcachekit.bench.checks import INSTALL
+
+        return f"{text}: {INSTALL} brings what the commands need"
     return text
 
 

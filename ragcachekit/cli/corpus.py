@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ragcachekit.cli.console import errors, note, pairs, put, quiet_loading, size
+from ragcachekit.cli.console import counted, errors, note, pairs, put, quiet_loading, size
 from ragcachekit.cli.options import (
     CacheDir,
     ChunkTokens,
@@ -21,6 +21,7 @@ from ragcachekit.cli.options import (
     ModelName,
     Namespace,
     Policy,
+    check_folders,
     model_given,
 )
 
@@ -64,6 +65,7 @@ def ask(
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
     chosen = model_given(model)
+    check_folders(corpus, cache)
     from ragcachekit.bench.ask import AskSettings, open_session
 
     settings = AskSettings(
@@ -88,8 +90,7 @@ def ask(
                 typer.secho(f"\n{question}", bold=True)
             asked = session.ask(question, lambda text: typer.echo(text, nl=False))
             typer.echo()
-            session.keep()
-            put(_about(asked))
+            put(_about(asked, session.keep()))
 
 
 def precompute(
@@ -110,13 +111,14 @@ def precompute(
     dtype: Dtype = "auto",
     disk_gb: DiskGb = None,
 ) -> None:
-    """Encode a corpus now, so that the first question about it is as quick as the others.
+    """Encode and embed a corpus now, so that the first question about it is as quick as the others.
 
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype.
     """
     chosen = model_given(model)
+    check_folders(corpus, None if dry_run else cache)
     from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
 
     settings = PrecomputeSettings(
@@ -139,15 +141,15 @@ def precompute(
         typer.echo(f"it would be: {_changes(work.chunks - work.stored, work.stored, work.gone)}")
         return
     try:
-        with open_run(settings) as opened:
+        with open_run(settings, note) as opened:
             put(_amount(opened.work))
             done = opened.run(progress=opened.work.todo_tokens > 0)
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(
-        f"encoded {done.encoded} chunks ({done.tokens} tokens, {size(done.nbytes)}) in {done.seconds:.1f} s, "
-        f"{done.stored} were stored already"
+        f"encoded {counted(done.encoded, 'chunk')} ({done.tokens} tokens, {size(done.nbytes)}) "
+        f"in {done.seconds:.1f} s, {done.stored} {'was' if done.stored == 1 else 'were'} stored already"
     )
     typer.echo(_changes(done.encoded, done.stored, done.forgotten))
 
@@ -157,12 +159,13 @@ def _typed() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             errors().print("question (empty to end): ", end="")
-        if not (line := sys.stdin.readline().strip()):
+        if not (line := sys.stdin.readline()) or (sys.stdin.isatty() and not line.strip()):
             return
-        yield line
+        if line.strip():
+            yield line.strip()
 
 
-def _about(asked: Asked) -> Table:
+def _about(asked: Asked, refused: Sequence[str]) -> Table:
     link = asked.report["link"]
     reused = link["exact_tokens"] + link["approximate_tokens"]
     tiers = {c["source"] for c in link["chunks"] if c["source"] != "computed"}
@@ -179,6 +182,9 @@ def _about(asked: Asked) -> Table:
         f"{asked.report['output_tokens']} tokens in {asked.report['total_ms']:.0f} ms",
         "fell back": link["fallback"] or "",
         "notes": "; ".join(link["notes"]),
+        "not kept": f"all of it by {' and '.join(refused)}: too small (--disk-gb), full or failing"
+        if refused
+        else "",
     }
     return pairs(rows)
 
@@ -191,14 +197,14 @@ def _amount(work: Work) -> Table:
     for skipped in work.notes:
         note(skipped)
     rows = {
-        "corpus": f"{work.files} files, {work.chunks} chunks, {work.tokens} tokens",
+        "corpus": f"{counted(work.files, 'file')}, {counted(work.chunks, 'chunk')}, {work.tokens} tokens",
         "KV of a token": size(work.token_bytes),
-        "stored already": f"{work.stored} chunks",
-        "to encode": f"{work.chunks - work.stored} chunks, {work.todo_tokens} tokens, "
+        "stored already": counted(work.stored, "chunk"),
+        "to encode": f"{counted(work.chunks - work.stored, 'chunk')}, {work.todo_tokens} tokens, "
         f"{size(work.todo_bytes)} of KV",
     }
     if work.seconds is not None:
-        rows["time"] = (
+        rows["time to encode"] = (
             f"about {work.seconds:.0f} s, from a small sample" if work.seconds >= 1 else "a second or so"
         )
     return pairs(rows)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ragcachekit.bench.estimate_log import read_log
 from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, size
 from ragcachekit.cli.options import (
     CacheDir,
@@ -19,6 +20,7 @@ from ragcachekit.cli.options import (
     ModelName,
     Plot,
     Policy,
+    check_folders,
     model_given,
     names,
 )
@@ -63,6 +65,8 @@ def estimate(
 ) -> None:
     """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
     chosen = model_given(model)
+    read_log(log)
+    check_folders(corpus, cache)
     from ragcachekit.bench import estimate_report
     from ragcachekit.bench.estimate import EstimateSettings, run
     from ragcachekit.bench.estimate_advice import advise

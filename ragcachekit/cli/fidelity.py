@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragcachekit.cli.console import note, quiet_loading, show
-from ragcachekit.cli.options import Device, Dtype, Json, Plot, names
+from ragcachekit.cli.options import Device, Dtype, Json, Plot, check_questions, names
 
 if TYPE_CHECKING:
     from ragcachekit.bench.report import BenchReport
@@ -71,6 +71,7 @@ def fidelity(
     plot: Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill."""
+    check_questions(questions)
     from ragcachekit.bench import fidelity as module
     from ragcachekit.bench.fidelity_plot import plot as draw
     from ragcachekit.bench.fidelity_settings import FidelitySettings

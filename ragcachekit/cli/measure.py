@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ragcachekit.cli.console import pairs, put, quiet_loading, show
-from ragcachekit.cli.options import Device, Dtype, Json, ModelName, Plot, names
+from ragcachekit.cli.options import Device, DeviceOrCpu, Dtype, Json, ModelName, Plot, names
 
 
 def demo(
@@ -90,7 +90,10 @@ def _check_families(json: Path | None, markdown: Path | None) -> None:
 def ttft(
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b."),
+        typer.Option(
+            "--shape",
+            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out.",
+        ),
     ] = None,
     model: ModelName = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of the whole prompt.")] = 2048,
@@ -102,7 +105,7 @@ def ttft(
     ] = "host",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 5,
-    device: Annotated[str, typer.Option("--device")] = "cpu",
+    device: DeviceOrCpu = "cpu",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     json: Json = None,
     plot: Plot = None,

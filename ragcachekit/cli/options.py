@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ragcachekit.bench.checks import check_device, check_picture, check_writable
+from ragcachekit.bench.corpus import corpus_root
 from ragcachekit.errors import RagCacheError
+
+
+def _device(name: str | None) -> str | None:
+    if name is not None and name != "cpu":  # to know others takes torch
+        check_device(name)
+    return name
+
+
+def _plot(path: Path | None) -> Path | None:
+    if path is not None:
+        check_picture(path)
+    return path
+
 
 CorpusDir = Annotated[
     str, typer.Option("--corpus", help="Folder with your .txt, .md, .rst, .py and .html files.")
@@ -20,16 +36,28 @@ CacheDir = Annotated[
     str | None, typer.Option("--cache", help="Cache folder; default: ragcachekit in the user's cache folder.")
 ]
 Policy = Annotated[
-    str, typer.Option("--policy", help="Which reused tokens are recomputed: full, reuse, lego:16, lego0.")
+    str,
+    typer.Option(
+        "--policy",
+        help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, deep:0.1, query:0.15, "
+        "cacheblend:0.15, craft:1.0, set, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate).",
+    ),
 ]
 Encoder = Annotated[
-    str | None, typer.Option("--encoder", help="What chunks are encoded behind: standalone, sinks:4, system.")
+    str | None,
+    typer.Option(
+        "--encoder",
+        help="What chunks are encoded behind: standalone, sinks:4, system, similar:1 (that, and the chunk "
+        "before it in its file).",
+    ),
 ]
 Namespace = Annotated[str, typer.Option("--namespace", help="Tenant and corpus: a hard partition.")]
 ChunkTokens = Annotated[int, typer.Option("--chunk-tokens", min=1, help="Greatest size of a chunk.")]
 Device = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, ...; default: a GPU if there is one.")
+    str | None,
+    typer.Option("--device", callback=_device, help="cpu, cuda, ...; default: a GPU if there is one."),
 ]
+DeviceOrCpu = Annotated[str, typer.Option("--device", callback=_device)]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (as the model was saved), float32, bfloat16, float16.")
 ]
@@ -37,7 +65,10 @@ DiskGb = Annotated[
     float | None, typer.Option("--disk-gb", help="Budget of the KV on disk in GB; default 68.7.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions and all rows here.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw a picture here (.png, .svg, .pdf).")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", callback=_plot, help="Draw a picture here (.png, .svg, .pdf)."),
+]
 
 
 def model_given(name: str | None) -> str:
@@ -48,6 +79,23 @@ def model_given(name: str | None) -> str:
             "or --model reader for the small one that comes with the package (it reads the demo's world only)"
         )
     return name
+
+
+def check_folders(corpus: str | os.PathLike[str] | None, cache: str | None) -> None:
+    """What is known about the folders named before anything heavy is imported; None is let pass."""
+    if corpus is not None:
+        corpus_root(corpus)
+    if cache is not None:
+        check_writable(Path(cache).expanduser())
+
+
+def check_questions(path: Path | None) -> None:
+    """Whether the file named is there; None is let pass."""
+    if path is not None and not path.is_file():
+        raise RagCacheError(
+            f"there is no file {path}; give --questions a JSONL file with an object "
+            '{"question", "chunks", "answer"} per line'
+        )
 
 
 def names(text: str) -> tuple[str, ...]:

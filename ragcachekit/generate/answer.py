@@ -6,8 +6,10 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
+from ragcachekit.config import WHOLE, check_type
 from ragcachekit.generate.run import Generated
 from ragcachekit.generate.streaming import cut_at_stop
 from ragcachekit.reports import Answer, GenerateReport
@@ -34,8 +36,13 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
     ------
     ValueError
         If there is nothing to generate.
+    TypeError
+        For a limit that is no number.
     """
     options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
+    for name in ("max_new_tokens", "max_length"):
+        check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
+    check_type("max_time", options.get("max_time", 1), Real, "a number of seconds")
     if "generation_config" in options:
         # Into a copy: transformers does not want other arguments beside a configuration.
         options["generation_config"] = config = copy.deepcopy(options["generation_config"])

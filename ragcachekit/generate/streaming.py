@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
+
+from ragcachekit.config import check_type
 
 
 class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
@@ -54,8 +56,13 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     ------
     ValueError
         For an empty one, which is found everywhere.
+    TypeError
+        For anything but strings.
     """
+    check_type("stop", stop, (str, Iterable, type(None)), "a string or a list of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        check_type("a stop string", string, str, "a string")
     if not all(strings):
         raise ValueError("an empty stop string would end every answer before it begins; leave it out")
     return strings

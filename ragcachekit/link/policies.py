@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ragcachekit.config import check_type
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.cacheblend import CacheBlend
@@ -65,8 +66,11 @@ def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     ------
     ValueError
         For an unknown name (the known ones are listed), a bad argument, or parts that cannot be joined.
+    TypeError
+        For what is neither a name nor a policy.
     """
     if not isinstance(policy, str):
+        check_type("policy", policy, SelectionPolicy, "a name such as 'lego:16', or a SelectionPolicy")
         return policy
     parts = [_open(part.strip(), policy) for part in policy.split("+")]
     try:

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 BATCH = 32
 """Chunks taken from the queue at once."""
 
+MOST_REFUSED = 4096
+"""Entries of which it is remembered that the store could not keep them."""
+
 IDLE_SECONDS = 0.5
 """How long the thread waits for more before it ends."""
 
@@ -83,6 +86,7 @@ class Warmer:
         self._stored = stored
         self._store = store
         self._still_valid = still_valid
+        self._refused: dict[KVKey, None] = {}  # written while ``keeping`` is held
         self._states = PerProcess(_State)
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
         self._end = weakref.finalize(self, _end, self._states)
@@ -105,11 +109,24 @@ class Warmer:
             if not self._still_valid():
                 return kept
             with state.keeping:
-                if wanted(item) and self._store.put(item.key, kv):
-                    self._stored(item.key, kv)
-                    kept += 1
+                if wanted(item):
+                    kept += self._keep(item.key, kv)
             done(kv.tokens)
         return kept
+
+    def _keep(self, key: KVKey, kv: ChunkKV) -> bool:
+        self._refused.pop(key, None)
+        if not self._store.put(key, kv):
+            self._refused[key] = None
+            if len(self._refused) > MOST_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            return False
+        self._stored(key, kv)
+        return True
+
+    def refused(self, keys: Iterable[KVKey]) -> int:
+        """How many of these the store could not keep when they were last encoded."""
+        return sum(key in self._refused for key in keys) if self._refused else 0
 
     def complete(self, missing: Iterable[Missing]) -> list[Missing]:
         """``missing`` and all that has to be encoded before it: the work of :meth:`now`."""

@@ -10,6 +10,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class FileDigests:
                     _log.warning("%s belongs to or can be written by others; not used", self._path)
                     return {}
                 content = json.load(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter is told of where it is to be written
             return {}
         except (OSError, ValueError) as error:
             _log.warning("%s cannot be used (%s); weights are hashed again", self._path, error)
@@ -101,7 +102,8 @@ class FileDigests:
                 os.fsync(file.fileno())
             temp.replace(self._path)
         except OSError as error:
-            temp.unlink(missing_ok=True)
+            with suppress(OSError):
+                temp.unlink(missing_ok=True)
             _log.warning("digests cannot be remembered in %s (%s)", self._path, error)
 
 

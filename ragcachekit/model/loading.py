@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
 
 
 def default_cache_dir() -> Path:
@@ -25,6 +23,8 @@ def load_model(model_id: str | os.PathLike[str], device: str | None, **options: 
     FileNotFoundError
         If ``model_id`` looks like a path and is no folder.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not for who wants the folder
+
     name = os.fspath(model_id)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"no model folder at {name}")
@@ -40,6 +40,8 @@ def weights_folder(model_id: str | os.PathLike[str]) -> Path | None:
     name = os.fspath(model_id)
     if Path(name).is_dir():
         return Path(name)
+    from transformers.utils import cached_file
+
     found = cached_file(
         name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
     )

@@ -81,6 +81,11 @@ def segment_messages(
 
 def _content_segments(message: Message) -> list[Segment]:
     """The content as segments: marked blocks as Chunk, everything else as Text."""
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
+            "several prompts go to generate_batch"
+        )
     if "role" not in message or "content" not in message:
         raise ValueError(f"a message needs 'role' and 'content', got {sorted(message)}")
     content = message["content"]

@@ -17,8 +17,8 @@ DEFAULT_MIN_CHARS = 16
 def forms(text: str) -> tuple[str, ...]:
     """The forms under which a chunk text is looked for: itself, then itself without outer whitespace.
 
-    Chains and templates strip documents or keep them as they are. The two forms are two chunks
-    (their tokens differ); the longest form that a prompt holds is the one found.
+    Chains and templates strip documents or keep them as they are. The longest form that a prompt holds
+    is the one found; where they begin with whitespace, the two forms are two chunks (their tokens differ).
     """
     stripped = text.strip()
     return (text,) if stripped == text else (text, stripped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ragcachekit.prompt.base import ChunkFinder, Match, Segmentation
 from ragcachekit.types import Chunk, Prompt, Segment, Text
@@ -56,6 +56,31 @@ def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
         elif segment.text:
             run.append(segment.text)
     return [*merged, Text("".join(run))] if run else merged
+
+
+def body(text: str) -> str:
+    """A chunk's text without the blanks at its end, which chains strip or keep; of blanks alone, these."""
+    return text.rstrip() or text
+
+
+def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The segments; what :func:`body` leaves out of a chunk is added to the text behind it.
+
+    The chunks are as they were: whoever tokenises them takes their body.
+    Blanks at a chunk's beginning stay in it: outside they would change the text before the first chunk,
+    which others may be encoded behind.
+    """
+    blanks = ""
+    for segment in segments:
+        if blanks and isinstance(segment, Text) and segment.text is not None:
+            yield Text(blanks + segment.text)
+        else:
+            yield from [Text(blanks)] if blanks else []
+            yield segment
+        text = segment.text if isinstance(segment, Chunk) else None
+        blanks = text[len(body(text)) :] if text else ""
+    if blanks:
+        yield Text(blanks)
 
 
 def _leftmost_longest(matches: Sequence[Match]) -> tuple[list[Match], list[tuple[Match, Match]]]:

@@ -63,6 +63,14 @@ class Repaired:
     nbytes: int
 
 
+def is_disk_tier(folder: Path) -> bool:
+    """Whether a disk tier keeps its entries here: there are some, or an index over none."""
+    if not folder.is_dir():
+        return False
+    index = (folder / name for name in ("lock", "index/lock", "index/cache.db"))
+    return all(path.is_file() for path in index) or bool(entry_files(folder))
+
+
 def verify(folder: Path, progress: Progress | None = None) -> Verified:
     """Read every entry whole; changes nothing.
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from ragcachekit.tree.forgets import ForgetLog
 
 DISK = "tree:disk"
+FOLDER = "tree"
+"""Where a tree keeps its entries, in the folder of the chunk store's disk tier."""
+
+FORGETS = "forgets"
+"""Where it keeps beside them what was forgotten."""
 
 Ids = frozenset[str] | None
 """What ``forget`` was told: segment ids, or None for the whole namespace."""
@@ -130,4 +135,4 @@ def _forgets_of(disk: KVStore | None) -> ForgetLog | None:
         return None
     from ragcachekit.tree.forgets import ForgetLog  # POSIX only, as such a store is
 
-    return ForgetLog(disk.folder / "forgets")
+    return ForgetLog(disk.folder / FORGETS)

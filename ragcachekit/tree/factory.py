@@ -11,6 +11,7 @@ from ragcachekit.config import TreeConfig
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.eviction.registry import open_eviction
 from ragcachekit.tree.base import Cost
+from ragcachekit.tree.disk import FOLDER
 from ragcachekit.tree.knowledge import KnowledgeTree
 
 
@@ -44,7 +45,7 @@ def open_tree(
             raise ValueError("the tree's disk_bytes need a StoreConfig with a disk_path")
         from ragcachekit.store.disk import DiskStore  # POSIX only; a tree in memory works anywhere
 
-        disk = DiskStore(folder / "tree", config.disk_bytes)
+        disk = DiskStore(folder / FOLDER, config.disk_bytes)
     on_gpu = device.type != "cpu"
     return KnowledgeTree(
         gpu_bytes=config.gpu_bytes if on_gpu else 0,

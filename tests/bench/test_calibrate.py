@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from ragcachekit import PrecedingChunks, Prompt, RagCache
 from ragcachekit.bench import calibrate, calibrate_check
 from ragcachekit.bench.calibrate import CalibrateSettings, Sample, calibrated, sample_of, summary
-from ragcachekit.bench.calibrate_measure import candidates, needed, upper_bound
-from ragcachekit.bench.calibrate_probes import documents, probes
-from ragcachekit.bench.corpus import CorpusChunk
+from ragcachekit.bench.calibrate_measure import candidates, check_full, needed, upper_bound
+from ragcachekit.bench.calibrate_probes import probes
+from ragcachekit.bench.corpus import CorpusChunk, documents
 from ragcachekit.bench.fidelity_prompts import PromptMaker
 from ragcachekit.bench.fidelity_questions import held_out_world, world_questions
 from ragcachekit.bench.workspace import model_path
 from ragcachekit.cli import app
-from ragcachekit.errors import CorpusError
+from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.link.calibration import Calibration, read_record
 from ragcachekit.model.loading import load_model
 
@@ -98,6 +98,33 @@ def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
         candidates(("lego0",), "standalone")
     with pytest.raises(ValueError, match="unknown policy"):
         candidates(("magic",), "standalone")
+
+
+# -- whether there is anything to lose ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "right", "budget"), [(12, 0, 0.2), (200, 10, 0.01), (200, 30, 0.2)])
+def test_where_full_answers_hardly_anything_there_is_no_budget(n: int, right: int, budget: float) -> None:
+    f1 = (np.arange(n) < right).astype(float)
+    with pytest.raises(RagCacheError, match="no budget is stored: a full prefill"):
+        check_full(f1, budget, 0)
+
+
+@pytest.mark.parametrize(("n", "right", "budget"), [(12, 6, 0.2), (200, 30, 0.01), (200, 200, 0.5)])
+def test_a_model_that_answers_something_can_be_calibrated(n: int, right: int, budget: float) -> None:
+    check_full((np.arange(n) < right).astype(float), budget, 0)
+
+
+def test_the_command_stores_nothing_where_full_answers_nothing(tmp_path: Path, questions_file: Path) -> None:
+    rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
+    path = tmp_path / "wrong.jsonl"
+    path.write_text("".join(json.dumps({**row, "answer": "xyzzy"}) + "\n" for row in rows))
+    arguments = ("calibrate", "--model", "reader", "--questions", path, "--budget", "0.2")
+    result = CliRunner().invoke(app, [*map(str, arguments), "--cache", str(tmp_path / "cache")])
+    assert result.exit_code == 2
+    assert "answers (nearly) nothing right" in result.output
+    assert "F1 0.000 on 6 questions" in result.output
+    assert not (tmp_path / "cache" / "calibrations").exists()
 
 
 # -- the curve ----------------------------------------------------------------------------------------

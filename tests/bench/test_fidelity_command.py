@@ -72,7 +72,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("--sweep", "haystack"), "unknown sweep 'haystack'"),
         (("--dtype", "int3"), "unknown dtype"),
         (("--seed", "-1"), "the seed must be from 0"),
-        (("--questions", "/nowhere.jsonl"), "No such file"),
+        (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
         (("--questions-per-type", "100000"), "cannot take 100000 questions"),
     ],
 )

@@ -53,6 +53,7 @@ def prepared(corpus, minilm, tmp_path_factory):
 def one_minilm(minilm, monkeypatch):
     """Commands share the loaded embedding model."""
     monkeypatch.setattr("ragcachekit.bench.ask.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.bench.precompute.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.bench.query_cache_report.MiniLM", lambda: minilm)
     return minilm
 

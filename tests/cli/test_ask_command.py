@@ -1,15 +1,19 @@
 """ragcachekit ask: answers from one's own files, and what the second question reuses."""
 
+import errno
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from ragcachekit.bench.ask import AskSettings, open_session
+from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import read_corpus
 from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.bench.workspace import load_tokenizer
-from ragcachekit.errors import RetrievalError
+from ragcachekit.errors import RagCacheError, RetrievalError
 
 SMALL = ("--chunk-tokens", "34")
 
@@ -52,6 +56,13 @@ def test_the_second_process_reuses_what_the_first_computed(ask, question):
     assert "reused from disk" in second.stdout
 
 
+def test_a_disk_that_is_too_small_is_named(ask, question):
+    small, ample = ask(question[0], "--disk-gb", "0.000001"), ask(question[0])
+    assert "not kept" in small.stdout
+    assert "--disk-gb" in small.stdout
+    assert "not kept" not in ample.stdout
+
+
 def test_embeddings_are_kept(ask, question, tmp_path):
     shutil.rmtree(tmp_path / "cache" / "indexes")
     assert "embedding" in ask(question[0]).output
@@ -75,6 +86,11 @@ def test_questions_come_from_the_input_too(ask, question):
     result = ask(input=f"{text}\n{text}\n")
     assert len(reused(result.stdout)) == 2
     assert result.stdout.startswith(answer)
+
+
+def test_a_blank_line_does_not_end_the_input(ask, question):
+    text, _ = question
+    assert len(reused(ask(input=f"{text}\n\n  \n{text}").stdout)) == 2
 
 
 def test_k_is_the_number_of_sources(ask, question):
@@ -216,9 +232,108 @@ def test_a_missing_model_or_corpus_says_what_to_do(command, ask, corpus, tmp_pat
     assert "no text found" in result.output
 
 
-def test_debug_shows_the_traceback(command, corpus):
-    from ragcachekit.errors import RagCacheError
+@pytest.fixture
+def no_embedding(monkeypatch):
+    def embed(self, texts, **options):
+        raise AssertionError("embedded before the checks")
 
+    monkeypatch.setattr("ragcachekit.bench.embedding.MiniLM.embed", embed)
+
+
+@pytest.mark.parametrize("name", ["ask", "estimate"])
+def test_a_model_that_is_refused_costs_no_embedding(
+    name, command, corpus, tmp_path, reader_copy, no_embedding
+):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = reader_copy(None)
+    (model / "model.safetensors").unlink()
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1099)).save_pretrained(model)
+    (tmp_path / "log").write_text("Why?\n")
+    last = ("Why?",) if name == "ask" else ("--log", tmp_path / "log", "--no-measure")
+    options = ("--corpus", corpus, "--model", model, "--cache", tmp_path / "c")
+    result = command(name, *options, *last)
+    assert result.exit_code == 2
+    assert "no rotary module" in result.output
+    assert not (tmp_path / "c" / "indexes").exists()
+
+
+@pytest.mark.parametrize("name", ["ask", "precompute", "estimate", "calibrate"])
+def test_a_cache_folder_that_takes_nothing_is_refused_first(
+    name, command, corpus, tmp_path, no_embedding, monkeypatch
+):
+    def refused(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("ragcachekit.bench.checks.tempfile.TemporaryDirectory", refused)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # nothing is loaded, either
+    (tmp_path / "log").write_text("Why?\n")
+    last = {"ask": ("Why?",), "estimate": ("--log", tmp_path / "log")}.get(name, ())
+    result = command(
+        name, "--corpus", corpus, "--model", "reader", "--cache", tmp_path / "ro" / "cache", *last
+    )
+    assert result.exit_code == 2
+    assert f"{tmp_path} says: Read-only file system); choose another --cache" in result.output
+    assert "\n" not in result.output.strip()
+
+
+def test_the_check_of_the_cache_folder_leaves_nothing_behind(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "kv").write_text("x")
+    with pytest.raises(RagCacheError, match="kv is a file"):
+        check_writable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ask", "--corpus", "/no/where", "--model", "reader", "Why?"),
+        ("precompute", "--corpus", "/no/where", "--model", "reader"),
+        ("ask", "--corpus", ".", "--model", "reader", "--cache", __file__, "Why?"),
+        ("estimate", "--log", "/no/where", "--corpus", ".", "--model", "reader"),
+        ("calibrate", "--questions", "/no/where", "--model", "reader"),
+        ("bench", "ttft", "--plot", "x.xyz"),
+        ("bench", "ttft", "--plot", "/no/where/x.png"),
+    ],
+)
+def test_what_can_be_checked_without_torch_is(arguments):
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from ragcachekit.cli import app\n"
+        f"result = CliRunner().invoke(app, {arguments!r})\n"
+        "print(result.exit_code, 'torch' in sys.modules, result.output.strip())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("2 False "), done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "; " in done.stdout or "give" in done.stdout or "no folder" in done.stdout
+
+
+@pytest.mark.parametrize("device", ["xpuu", "cuda:99", "meta", "cpu:7"])
+@pytest.mark.parametrize(
+    "arguments", [("ask", "--corpus", ".", "--model", "reader", "Why?"), ("bench", "ttft")]
+)
+def test_a_device_that_is_not_there_is_one_line(command, device, arguments):
+    result = command(*arguments, "--device", device)
+    assert result.exit_code == 2
+    assert f"--device {device}: this machine has no such device; it has cpu" in result.output
+    assert "\n" not in result.output.strip()
+
+
+def test_the_policies_and_encoders_that_the_help_names_exist(command):
+    from ragcachekit.cli import options
+    from ragcachekit.link.policies import open_policy
+
+    helps = options.Policy.__metadata__[0].help
+    named = helps.partition(": ")[2].partition(" (")[0].split(", ")
+    assert {"deep:0.1", "set", "budget:0.01"} <= set(named)
+    for name in named:
+        open_policy(name.rstrip("."))
+
+
+def test_debug_shows_the_traceback(command, corpus):
     with pytest.raises(RagCacheError, match="which model"):
         command("--debug", "ask", "--corpus", corpus, "Why?")
 

@@ -8,6 +8,7 @@ import pytest
 
 from ragcachekit.bench.corpus import read_corpus
 from ragcachekit.bench.estimate import EstimateSettings
+from ragcachekit.bench.estimate_advice import duration
 from ragcachekit.bench.workspace import READER, load_tokenizer
 
 
@@ -180,3 +181,8 @@ def test_bad_arguments_are_one_line(estimate, arguments, message):
 def test_settings_check_themselves():
     with pytest.raises(ValueError, match="k must be at least 1"):
         EstimateSettings("folder", "reader", log="log", k=0)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (64.7, "64.7 s"), (1110.0, "18 minutes")])
+def test_a_long_time_is_in_minutes(seconds, text):
+    assert duration(seconds) == text

@@ -1,5 +1,6 @@
 """check-model, bench, and what the bare command does."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ragcachekit.bench import check_model
+from ragcachekit.bench import check_model, report
 from ragcachekit.bench.world import make_world
 
 
@@ -202,4 +203,27 @@ def test_what_extra_is_missing_is_one_line(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "ragcachekit.bench.ask", None)
     result = command("ask", "--corpus", ".", "--model", "reader", "Why?")
     assert result.exit_code == 2
-    assert "pip install 'ragcachekit[demo]'" in result.output
+    assert "pip install -c constraints.txt '.[demo]' in the folder of RagCacheKit's clone" in result.output
+
+
+def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_path):
+    def find(name):
+        return None if name == "matplotlib" else real(name)
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr("ragcachekit.bench.checks.importlib.util.find_spec", find)
+    monkeypatch.setattr("ragcachekit.bench.planner.run", None)
+    result = command("bench", "planner", "--plot", tmp_path / "plot.png")
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib: pip install" in result.output
+
+
+def test_a_table_of_many_columns_is_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    row = {f"some_long_name_{n}": value for n, value in enumerate(["prefix-cache", *[12345.0] * 12])}
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setattr("rich.console.Console.is_dumb_terminal", False)
+    report.show(report.table("A title", [row]))
+    out = capsys.readouterr().out
+    assert "prefix-cache" in out
+    assert out.count("12,345") == 12

@@ -5,8 +5,10 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ragcachekit.bench.embedding import DIM
 from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
 from ragcachekit.bench.workspace import READER, model_path
 from ragcachekit.errors import StoreError
@@ -16,6 +18,18 @@ from ragcachekit.store.disk import DiskStore
 @pytest.fixture
 def chunks(world):
     return sum(len(article.chunks) for article in world.articles)
+
+
+class Quick:
+    """Embeds at once: any unit vectors."""
+
+    def embed(self, texts, *, progress=False):
+        return np.eye(len(texts), DIM, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def quick_embedding(monkeypatch):
+    monkeypatch.setattr("ragcachekit.bench.precompute.MiniLM", Quick)
 
 
 @pytest.fixture
@@ -57,6 +71,39 @@ def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared
     ).groups()
     assert int(total) == int(kept) + int(computed)
     assert int(kept) > int(total) / 2
+
+
+def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpus, one_minilm, tmp_path):
+    result = precompute()
+    assert re.search(r"embedding (\d+) of \1 chunks", result.output)
+    assert "embedding" not in precompute().output
+    options = ("--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    result = command("ask", *options, "Where was he born?")
+    assert result.exit_code == 0
+    assert "embedding" not in result.output
+
+
+def test_chunks_behind_their_predecessors_are_found_by_ask(
+    precompute, command, corpus, one_minilm, prepared, tmp_path
+):
+    shutil.copytree(prepared, tmp_path / "cache")
+    count, _ = encoded(precompute("--encoder", "similar:1"))
+    assert count > 10
+    assert encoded(precompute("--encoder", "similar:1")) == (0, count)
+    options = ("--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    result = command("ask", *options, "--encoder", "similar:1", "--policy", "reuse", "Where was he born?")
+    total, kept = re.search(r"(\d+) tokens: (\d+) reused from disk", result.stdout).groups()
+    assert int(kept) > int(total) / 2
+
+
+def test_one_is_not_many(command, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("It rains.")
+    result = command(
+        *("precompute", "--corpus", tmp_path / "corpus", "--model", "reader", "--cache", tmp_path / "cache")
+    )
+    assert "1 file, 1 chunk, " in result.stdout
+    assert "encoded 1 chunk (" in result.stdout
 
 
 def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -9,7 +10,17 @@ from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import SIZES, build, greedy, plain
 from torch import nn
 
-from ragcachekit import ModelNotSupported, Prompt, RagCache, Text
+from ragcachekit import (
+    GraphConfig,
+    LoadConfig,
+    ModelNotSupported,
+    Prompt,
+    RagCache,
+    ShadowConfig,
+    StoreConfig,
+    Text,
+    TreeConfig,
+)
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link import admission
 from ragcachekit.link.attention import is_installed
@@ -265,3 +276,96 @@ class TestAdmissionOnce:
         for _ in range(2):
             RagCache(build("llama"), cache_dir=tmp_path)
         assert len(checks) == 2
+
+
+class Document:
+    page_content = "The river Spree flows in Berlin."
+
+
+class TestArgumentsOfAWrongType:
+    """Refused where they come in, by a message with the name, what was given and what to give."""
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"store": "/tmp/kv"}, r"store must be StoreConfig\(disk_path=.*got '/tmp/kv' \(str\)"),
+            ({"store": {"host_bytes": 5}}, r"store must be StoreConfig.*\(dict\)"),
+            ({"policy": 16}, r"policy must be a name such as 'lego:16'.*got 16 \(int\)"),
+            ({"encoder": 4}, r"encoder must be a name such as 'system'.*got 4"),
+            ({"shadow": "x"}, r"shadow must be a share.*such as 0.02.*got 'x'"),
+            ({"shadow": True}, r"shadow must be a share.*got True"),
+            ({"tree": True}, r"tree must be TreeConfig\(host_bytes=\.\.\.\).*got True"),
+            ({"tree": 1 << 30}, r"tree must be TreeConfig.*got 1073741824"),
+            ({"cache_dir": 3}, r"cache_dir must be a folder's path.*got 3"),
+        ],
+    )
+    def test_of_the_engine(self, options, message, tmp_path):
+        options = {"cache_dir": tmp_path, **options}
+        with pytest.raises(TypeError, match=message):
+            RagCache(build("llama"), **options)
+        with pytest.raises(TypeError, match=message):
+            RagCache.from_pretrained("/nowhere/at/all", **options)
+
+    def test_a_model_by_its_name(self):
+        with pytest.raises(TypeError, match=r"model must be a loaded model \(from_pretrained .*'gpt2'"):
+            RagCache("gpt2")
+
+    @pytest.mark.parametrize(
+        ("config", "field", "value", "message"),
+        [
+            (StoreConfig, "host_bytes", "4GB", "a whole number, such as 4 << 30, got '4GB'"),
+            (StoreConfig, "disk_bytes", 1.5, "a whole number, such as 4 << 30, got 1.5"),
+            (StoreConfig, "bulk_deadline", "2", "a number, got '2'"),
+            (StoreConfig, "disk_path", 5, "a path, or None, got 5"),
+            (StoreConfig, "quantise", "int8", r"a mapping such as \{'disk': 'int8'\}, got 'int8'"),
+            (StoreConfig, "pin_host", "yes", "True or False, got 'yes'"),
+            (TreeConfig, "host_bytes", True, "a whole number, such as 4 << 30, got True"),
+            (TreeConfig, "keep_first", "2", "a whole number, or None, got '2'"),
+            (LoadConfig, "threads", "2", "a whole number, got '2'"),
+            (ShadowConfig, "share", "x", "a number, got 'x'"),
+            (GraphConfig, "max_rows", None, "a whole number, got None"),
+        ],
+    )
+    def test_of_configurations(self, config, field, value, message):
+        needed = {"share": 0.5} if config is ShadowConfig else {}
+        with pytest.raises(TypeError, match=f"^{field} must be {message}"):
+            config(**{**needed, field: value})
+
+    def test_a_quota_that_is_no_number(self):
+        with pytest.raises(TypeError, match="quota of namespace 'acme' must be a whole number, got '4GB'"):
+            StoreConfig(quotas={"acme": "4GB"})
+
+    def test_numbers_of_other_kinds_are_numbers(self):
+        assert StoreConfig(host_bytes=4e9).host_bytes == 4_000_000_000
+        assert TreeConfig(host_bytes=np.int64(7)).host_bytes == 7
+        assert ShadowConfig(np.float32(0.5)).share == 0.5
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_new_tokens": "4"}, "max_new_tokens must be a whole number of tokens, got '4'"),
+            ({"max_time": "1"}, "max_time must be a number of seconds, got '1'"),
+            ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
+            ({"stop": [5]}, "a stop string must be a string, got 5"),
+            ({"policy": 16}, "policy must be a name"),
+        ],
+    )
+    def test_of_a_call(self, options, message):
+        with pytest.raises(TypeError, match=message):
+            rag_for("llama").generate(PROMPT, **options)
+
+    @pytest.mark.parametrize("given", [[Document()], Document()])
+    def test_documents_instead_of_texts(self, given):
+        rag = rag_for("llama")
+        calls = (rag.encode, rag.register, rag.prefetch, lambda texts: rag.forget(texts=texts))
+        for call in calls:
+            with pytest.raises(TypeError, match=r"\[0\] must be a string; give the Document's page_content"):
+                call(given)
+
+    def test_texts_that_are_no_list(self):
+        with pytest.raises(TypeError, match="texts must be a list, got 5"):
+            rag_for("llama").encode(5)
+
+    def test_a_model_that_needs_its_loading(self):
+        with pytest.raises(ValueError, match="cold must be"):
+            RagCache.from_pretrained("/nowhere/at/all", cold="later")

@@ -252,3 +252,36 @@ def test_nothing_of_the_gradient_machinery_is_kept(rag):
     torch.set_grad_enabled(True)
     cache = rag.link(PROMPT).cache
     assert not any(layer.keys.requires_grad for layer in cache.layers)
+
+
+class TestBlanksAtTheEndOfChunks:
+    """A text that was encoded ahead is reused whether the chain strips it or not, under any encoder."""
+
+    KEPT = ONE + " \n"
+
+    @pytest.fixture(params=["standalone", "system"])
+    def ahead(self, tmp_path, request):
+        options = {"policy": "reuse", "cold": "never", "encoder": request.param}
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, **options) as rag:
+            rag.encode([self.KEPT], system="Context:\n")
+            yield rag
+
+    @pytest.mark.parametrize("text", [KEPT, ONE, ONE + "\n"])
+    def test_one_entry_serves_all_forms(self, ahead, text):
+        want = ahead.count_tokens(ONE)
+        explicit = Prompt([Text("Context:\n"), Chunk(text), Text("\nWhere?")])
+        for prompt in (f"Context:\n{text}\nWhere?", explicit):
+            linked = ahead.link(prompt)
+            (chunk,) = [c for c in linked.report.chunks if c.tokens == want]
+            assert chunk.source == "host"
+            assert linked.report.reused_tokens >= want
+            ids = linked.input_ids[0].tolist()
+            assert byte_level().decode(ids[1:]) == f"Context:\n{text}\nWhere?", "the prompt is as it was"
+
+    def test_what_is_forgotten_by_its_text_is_gone(self, ahead):
+        assert ahead.forget(texts=[self.KEPT]) == 1
+        assert ahead.stats()[0].entries == 0
+
+    def test_blanks_alone_are_a_chunk_as_before(self, ahead):
+        assert ahead.encode(["  "], system="Context:\n")
+        assert ahead.link(Prompt([Text("x"), Chunk("  "), Text("y")])).report.prompt_tokens == 5

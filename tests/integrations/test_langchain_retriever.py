@@ -414,3 +414,9 @@ def test_many_threads_get_the_right_documents(store):
         found = list(pool.map(retriever.invoke, questions))
     assert [ids(documents) for documents in found] == [[wanted[q]] for q in questions]
     retriever._retrieval.check()
+
+
+@pytest.mark.parametrize("engine", ["x", True, {}])
+def test_what_is_no_engine_is_refused_when_it_is_given(embeddings, documents, engine):
+    with pytest.raises(ValueError, match=r"RagCacheRetriever needs cache=RagCache\(\.\.\.\) or None, got"):
+        RagCacheRetriever.wrap(Listed(documents=documents), embeddings=embeddings, cache=engine)

@@ -129,3 +129,13 @@ def test_the_engine_is_not_part_of_what_is_serialised():
     llm = RagCacheLLM(cache=FakeEngine())
     assert "cache" not in llm.to_dict()
     assert "FakeEngine" not in llm.model_dump_json()
+
+
+def test_a_typo_is_refused():
+    with pytest.raises(ValueError, match=r"unknown arguments max_token; .* generate_kwargs"):
+        RagCacheLLM(cache=FakeEngine(), max_token=3)
+
+
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(ValueError, match=r"RagCacheLLM needs cache=RagCache\(\.\.\.\), got 'x'"):
+        RagCacheLLM(cache="x")

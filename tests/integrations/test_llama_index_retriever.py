@@ -198,3 +198,8 @@ def test_bad_embeddings_and_settings_are_clear_errors(embedder):
         RagCacheRetriever("text", embed_model=embedder)
     with pytest.raises(ValueError, match="capacity"):
         RagCacheRetriever(inner, embed_model=embedder, capacity=0)
+
+
+def test_what_is_no_engine_is_refused_when_it_is_given(embedder):
+    with pytest.raises(TypeError, match=r"RagCacheRetriever needs cache=RagCache\(\.\.\.\) or None, got 'x'"):
+        RagCacheRetriever(Listed([]), embed_model=embedder, cache="x")

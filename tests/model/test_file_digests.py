@@ -154,6 +154,16 @@ def test_a_memory_that_cannot_be_written_is_logged_and_done_without(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors"]
 
 
+def test_a_memory_in_a_folder_that_is_a_file_is_logged_and_done_without(weights, tmp_path, caplog) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with caplog.at_level(logging.WARNING):
+        digest = FileDigests(tmp_path / "cache" / "digests.json", CountingHasher()).get(weights)
+    assert digest == digest_of(b"some weights")
+    (record,) = caplog.records
+    assert "digests cannot be remembered in" in record.message
+    assert "directory" in record.message or "exists" in record.message
+
+
 def test_a_missing_file_is_an_error(tmp_path) -> None:
     with pytest.raises(FileNotFoundError):
         FileDigests(None).get(tmp_path / "absent.safetensors")

@@ -261,6 +261,14 @@ def test_a_source_without_safetensors_leads_to_the_state_dict(tmp_path) -> None:
     assert fingerprint(model, source="an-organisation/a-model") == fingerprint(model)
 
 
+def test_a_cache_that_cannot_be_kept_does_not_change_the_fingerprint(saved, tmp_path, caplog) -> None:
+    (tmp_path / "file").write_text("x")
+    model = LlamaForCausalLM.from_pretrained(saved)
+    kept = fingerprint(model, source=saved, cache=tmp_path / "digests.json")
+    assert fingerprint(model, source=saved, cache=tmp_path / "file" / "digests.json") == kept
+    assert "weights files" not in caplog.text, "these can be read"
+
+
 def test_the_cache_spares_the_second_reading(saved, tmp_path) -> None:
     cache = tmp_path / "cache" / "digests.json"
     os.utime(saved / "model.safetensors", (1_700_000_000, 1_700_000_000))

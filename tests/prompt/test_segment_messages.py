@@ -329,3 +329,8 @@ def test_the_segments_are_always_what_the_template_renders(turns, render) -> Non
         assert chunk_texts(result) == []
     if render is chatml:
         assert result.fallback is None
+
+
+def test_a_list_of_prompts_is_no_conversation():
+    with pytest.raises(TypeError, match=r"a message must be a mapping.*got str; several prompts go to gen"):
+        segment_messages(["Where?", "When?"], chatml, ChunkRegistry(), "default")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import TOO_MANY, merge_texts, segment_text
+from ragcachekit.prompt.segment import TOO_MANY, blanks_outside, body, merge_texts, segment_text
 from ragcachekit.types import Chunk, Text
 
 letters = st.text(alphabet="ab .\n", min_size=1, max_size=40)
@@ -182,3 +182,21 @@ def test_too_many_matches_end_in_a_plain_prefill() -> None:
 def test_merge_texts_joins_neighbours_and_drops_empty_ones() -> None:
     merged = merge_texts([Text(""), Text("a"), Text("b"), Chunk("c"), Text(""), Chunk("d"), Text("e")])
     assert merged == [Text("ab"), Chunk("c"), Chunk("d"), Text("e")]
+
+
+def test_blanks_at_the_end_of_chunks_go_to_the_text_behind_them() -> None:
+    ids = Text(token_ids=(5,))
+    given = [Text("a"), Chunk(" b \n"), Text("\nc"), Chunk("d "), Chunk("e\t"), ids, Chunk(" "), Chunk("f ")]
+    pieces = [(type(s), body(s.text) if isinstance(s, Chunk) else s.text) for s in blanks_outside(given)]
+    assert pieces == [
+        *(
+            (Text, "a"),
+            (Chunk, " b"),
+            (Text, " \n\nc"),
+            (Chunk, "d"),
+            (Text, " "),
+            (Chunk, "e"),
+            (Text, "\t"),
+        ),
+        *((Text, None), (Chunk, " "), (Chunk, "f"), (Text, " ")),
+    ]

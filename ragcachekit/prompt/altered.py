@@ -1,0 +1,74 @@
+"""Chunks that were retrieved and stand in a prompt in other words than their own: why nothing was reused."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from ragcachekit.types import Chunk, Prompt
+
+MOST_NAMESPACES = 1024
+MOST_CHUNKS = 64
+"""Of the chunks retrieved last in a namespace; several requests may be under way."""
+
+SHORTEST, LONGEST = 16, 64
+"""Characters that a chunk is recognised by: fewer stand in many texts, more may have been cut off."""
+
+MOST_SEARCHED = 1 << 18
+"""Characters of a prompt that are looked through: this only explains."""
+
+
+class Retrieved:
+    """How the chunks begin that were retrieved last in each namespace, whitespace and case aside."""
+
+    def __init__(self) -> None:
+        self._begin: OrderedDict[str, deque[str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def saw(self, namespace: str, texts: Iterable[str]) -> None:
+        """These were retrieved."""
+        begin = [beginning for text in texts if len(beginning := _beginning(text)) >= SHORTEST]
+        with self._lock:
+            known = self._begin.setdefault(namespace, deque(maxlen=MOST_CHUNKS))
+            known.extend(begin)
+            self._begin.move_to_end(namespace)
+            if len(self._begin) > MOST_NAMESPACES:
+                self._begin.popitem(last=False)
+
+    def forget(self, namespace: str) -> None:
+        """Forget what was retrieved in the namespace."""
+        with self._lock:
+            self._begin.pop(namespace, None)
+
+    def altered(self, namespace: str, prompt: Prompt) -> tuple[str, ...]:
+        """The note for a segmented prompt; none where no retrieved chunk stands in its fixed text.
+
+        A chunk counts only if the fixed text has its beginning once whitespace and case are put aside, so
+        chunks that the chain left out say nothing, and neither do those that were found.
+        """
+        with self._lock:
+            begin = set(self._begin.get(namespace, ()))
+        if begin:
+            begin -= {_beginning(s.text or "") for s in prompt.segments if isinstance(s, Chunk)}
+        if not begin:
+            return ()
+        texts = (s.text or "" for s in prompt.segments if not isinstance(s, Chunk))
+        fixed = "\n".join(_plain(text[:MOST_SEARCHED]) for text in texts)
+        count = sum(beginning in fixed for beginning in begin)
+        if not count:
+            return ()
+        chunks = f"{count} retrieved chunk{'s stand' if count > 1 else ' stands'}"
+        return (
+            f"{chunks} in the prompt, but altered (whitespace, case, length, ...), and only verbatim chunks "
+            "are reused: let the chain put in their text as it is",
+        )
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _beginning(text: str) -> str:
+    # A slice first: chunks are long. Four times as much, for there may be whitespace in it.
+    return _plain(text.lstrip()[: 4 * LONGEST])[:LONGEST]

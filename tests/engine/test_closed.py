@@ -1,0 +1,75 @@
+"""A RagCache that was closed says so; closing twice, or during an answer, harms nobody."""
+
+from __future__ import annotations
+
+import pytest
+from speaking import byte_level, speaker
+
+from ragcachekit import RagCache, StoreConfig, TreeConfig, agenerate
+from ragcachekit.errors import Closed
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+PROMPT = f"Answer from the context.\n{ONE}\nWhere does the river flow?"
+ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
+
+
+@pytest.fixture
+def rag(tmp_path):
+    store, tree = StoreConfig(disk_path=tmp_path / "kv"), TreeConfig(disk_bytes=1 << 20)
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, store=store, tree=tree, shadow=0.5) as rag:
+        rag.encode([ONE])
+        yield rag
+
+
+CALLS = {
+    "register": lambda rag: rag.register([ONE]),
+    "prefetch": lambda rag: rag.prefetch([ONE]),
+    "encode": lambda rag: rag.encode([ONE]),
+    "forget": lambda rag: rag.forget(texts=[ONE]),
+    "generate": lambda rag: rag.generate(PROMPT, **ASKED),
+    "generate_batch": lambda rag: rag.generate_batch([PROMPT], **ASKED),
+    "no prompts": lambda rag: rag.generate_batch([]),
+    "stream": lambda rag: rag.stream(PROMPT, **ASKED),
+    "link": lambda rag: rag.link(PROMPT),
+    "with": lambda rag: rag.__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_use_after_close_is_refused(rag, call):
+    rag.close()
+    with pytest.raises(Closed, match=r"this RagCache is closed; make a new one"):
+        CALLS[call](rag)
+
+
+async def test_also_from_asyncio(rag):
+    rag.close()
+    with pytest.raises(Closed):
+        await agenerate(rag, PROMPT, **ASKED)
+
+
+def test_closing_twice_and_what_can_still_be_read(rag):
+    rag.generate(PROMPT, **ASKED)
+    for _ in range(2):
+        rag.close()
+    assert rag.flush(timeout=5)
+    assert rag.shadow_report().requests == 1
+    assert {record.entries for record in rag.stats()} == {0}
+    assert rag.count_tokens("a") == 1
+
+
+def test_an_answer_under_way_is_given_whole(rag):
+    want = rag.generate(PROMPT, **ASKED).text
+    with rag.stream(PROMPT, **ASKED) as stream:
+        first = next(stream)
+        rag.close()
+        assert first + "".join(stream) == want
+        assert stream.answer.report.finish_reason == "length"
+
+
+def test_a_stream_that_is_closed_on_its_way_ends(rag):
+    stream = rag.stream(PROMPT, **{**ASKED, "max_new_tokens": 64})
+    next(stream)
+    rag.close()
+    stream.close()
+    assert stream.answer.report.finish_reason in ("cancelled", "length"), "and no error: it came before"
