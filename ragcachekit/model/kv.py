@@ -108,10 +108,11 @@ class ChunkKV:
     def to(self, device: str | torch.device) -> ChunkKV:
         """What is :meth:`unpacked`, with keys and values on ``device``; that itself if they are there."""
         device, kv = torch.device(device), self.unpacked()
-        here = {tensor.device for tensor in (*kv.keys, *kv.values)}
-        if all(at.type == device.type and device.index in (None, at.index) for at in here):
-            return kv
-        return kv.each(lambda tensor: tensor.to(device))
+        for tensor in (*kv.keys, *kv.values):
+            at = tensor.device
+            if at != device and (at.type != device.type or device.index is not None):
+                return kv.each(lambda tensor: tensor.to(device))
+        return kv
 
     def unpacked(self) -> ChunkKV:
         """For whoever keeps it: itself; of a :class:`~ragcachekit.model.packed.PackedKV` an ordinary one."""
@@ -164,4 +165,4 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = (*self.keys, *self.values, *self.sums.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in tensors)

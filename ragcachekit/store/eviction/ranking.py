@@ -131,6 +131,7 @@ class Ranking(Generic[K]):
         item = self.lowest(group)
         if item is None:
             return None
+        heapq.heappop(self._heaps[group])  # it is the first there
         record = self._live.pop(item)
         self._uncount(record)
         self._policy.evicted(record)
