@@ -12,9 +12,9 @@ export HF_HUB_OFFLINE := 1
 demo: $(STAMP)
 	$(BIN)/ragcachekit demo --out demo-out
 
-# One BLAS thread: the suite's tensors are tiny, and threads would only wait for each other.
+# One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
