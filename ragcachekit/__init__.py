@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from ragcachekit.link.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
+    from ragcachekit.query.keys import KeyRules
+    from ragcachekit.query.partitioning import Partitioner
     from ragcachekit.query.proximity import ProximityCache
-    from ragcachekit.query.retrieval import CachedRetrieval
+    from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,16 +29,19 @@ __all__ = [
     "CoRetrieved",
     "GenerateReport",
     "GraphConfig",
+    "KeyRules",
     "LinkReport",
     "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
     "Partition",
+    "Partitioner",
     "PrecedingChunks",
     "Prompt",
     "ProximityCache",
     "RagCache",
     "RagCacheError",
+    "Retrieved",
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
@@ -52,11 +57,14 @@ __all__ = [
 _LAZY = {
     "CachedRetrieval": "ragcachekit.query.retrieval",
     "CoRetrieved": "ragcachekit.link.neighbours",
+    "KeyRules": "ragcachekit.query.keys",
     "Neighbours": "ragcachekit.link.neighbours",
     "Partition": "ragcachekit.query.base",
+    "Partitioner": "ragcachekit.query.partitioning",
     "PrecedingChunks": "ragcachekit.link.neighbours",
     "ProximityCache": "ragcachekit.query.proximity",
     "RagCache": "ragcachekit.engine",
+    "Retrieved": "ragcachekit.query.retrieval",
     "SimilarChunks": "ragcachekit.link.neighbours",
     "agenerate": "ragcachekit.aio",
     "astream": "ragcachekit.aio",

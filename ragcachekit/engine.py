@@ -30,6 +30,7 @@ from ragcachekit.model.loading import default_cache_dir, load_model, weights_fol
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.rotary_guard import guard_rotary
 from ragcachekit.prepare import PromptLike
+from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.reports import Answer, ShadowReport
 from ragcachekit.stock import Stock, checked_namespace, several
 from ragcachekit.store.base import KVStore, StoreStats
@@ -213,6 +214,13 @@ class RagCache:
         """
         return self._stock.register(texts, self._space(namespace))
 
+    def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
+        """Let :meth:`forget` reach cached search results too. The cache is not kept alive.
+
+        Retrievers that were given this engine call it.
+        """
+        self._stock.add_query_cache(cache)
+
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
     ) -> None:
@@ -275,6 +283,8 @@ class RagCache:
     ) -> int:
         """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
+        Cached search results that name such a chunk go too, in every retriever that was given this engine.
+        Delete the document from its index first: what a search finds is registered again.
         Until it is registered or encoded again, a forgotten chunk is nobody's neighbour either.
         Another process that runs on the same disk folder keeps what its own host memory holds; its
         knowledge tree there, if it has one with a disk, follows at its next request in the namespace.

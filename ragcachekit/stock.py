@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakSet
 
 from tqdm.auto import tqdm
 
@@ -46,6 +47,14 @@ _NOT_KEPT = (
 )
 
 _Item = TypeVar("_Item")
+
+
+class QueryResults(Protocol):
+    """Cached search results, such as :class:`ragcachekit.CachedRetrieval`."""
+
+    def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
+        """Drop results that name a forgotten text; all of the namespace with None."""
+        ...
 
 
 class Stock:
@@ -100,6 +109,7 @@ class Stock:
     ) -> None:
         self._policy = policy
         self._warned = False
+        self._query_caches: WeakSet[QueryResults] = WeakSet()
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
@@ -139,6 +149,10 @@ class Stock:
             self.warmer = _new_warmer(model, rope, self.store, self.prompts)
             opened.callback(self.warmer.close)
             self._opened = opened.pop_all()
+
+    def add_query_cache(self, cache: QueryResults) -> None:
+        """From now on what is forgotten here is forgotten there first."""
+        self._query_caches.add(cache)
 
     # -- what is given ahead -----------------------------------------------------------------------
 
@@ -190,16 +204,27 @@ class Stock:
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
         if ids is None and texts is None:
+            self._forget_results(space, None)
             self.prompts.registry.clear(space)
             self.prompts.forget(space)
             return self._forget(space)
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
+        named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
+        self._forget_results(space, lambda text: text.strip() in bare or self._is_one_of(text, named, space))
         self.prompts.registry.discard(space, texts)
         # As they are stored, and whole, as an older version kept those with blanks at their end.
         every = [form for text in texts for form in forms(text)]
         tokens = [self.prompts.chunk_ids(form) for form in every]
         tokens += [self.prompts.tokens.chunk(form) for form in every]
         return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
+
+    def _forget_results(self, space: str, forgotten: Callable[[str], bool] | None) -> None:
+        # Before the registry: a retriever registers what it found only while nothing was forgotten since.
+        for cache in list(self._query_caches):
+            cache.forget_texts(space, forgotten)
+
+    def _is_one_of(self, text: str, ids: frozenset[str], space: str) -> bool:
+        return bool(ids) and any(chunk_id(self.prompts.chunk_ids(f), space) in ids for f in forms(text))
 
     def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
         """The entries, while nobody stores any; then whatever was begun before and would bring them back."""

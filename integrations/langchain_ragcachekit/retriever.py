@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -17,39 +18,60 @@ from langchain_core.callbacks import (
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
+from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.arguments import SCALARS, partition, search_arguments
-from langchain_ragcachekit.search import Search
+from langchain_ragcachekit.arguments import (
+    CustomPartition,
+    called_with,
+    partitioner,
+    prepared,
+    vector_store_of,
+)
+from langchain_ragcachekit.search import Callbacks, Search
 from langchain_ragcachekit.vector_path import VectorPath
-from ragcachekit import CachedRetrieval, ProximityCache
+from ragcachekit import CachedRetrieval, Partition, Partitioner, ProximityCache, Retrieved
 
 logger = logging.getLogger(__name__)
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
-ENGINE = ("register", "prefetch")
+ENGINE = ("register", "prefetch", "add_query_cache")
 """What is called of the engine here."""
+
+CONFIG = "_run_config"
+"""Keyword under which ``invoke`` hands its config on: LangChain gives a retriever only the callbacks."""
+
+Numbered: TypeAlias = list[tuple[int, Document]]
 
 
 class RagCacheRetriever(BaseRetriever):
     """Wraps any retriever or vector store; a question near enough to an earlier one is not searched.
 
     What it returns is also registered with the engine, so that the chat model recognises the chunks
-    in the prompt, and what lies on disk begins to load. Results are cached under the namespace, ``k``,
-    filters and every other search argument. If a search argument is a function, nothing is cached: what
-    it lets through may depend on who asks. Documents are copies and keep their ``id``; call :meth:`clear`
-    when the index changes.
+    in the prompt, and what lies on disk begins to load. Documents are copies and keep their ``id``.
+
+    A result is found again only for the same namespace, ``k`` and search arguments, the same
+    ``configurable`` values of the run, and the same state of the wrapped retriever: its fields and those of
+    what it wraps, at any depth. For classes and functions of your own, what their code reads counts too:
+    class attributes, closures, names of the module, context variables, metadata and tags of the run.
+    Where any of it cannot be read, and where a search argument is a function, nothing is cached, and the
+    log says why once. Databases, files, clocks and thread-local variables cannot be seen: name what counts
+    with ``partition``.
+
+    Changes of vector stores and document stores that come through their methods (``add_documents``,
+    ``delete``, ...) are seen. Call :meth:`clear` after others, such as those of another process.
+    ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
-    callbacks, with the distance of the cached question and the microseconds of the lookup.
+    callbacks, with the distance of the cached question, the microseconds of the lookup, and a note where
+    the question's embedding was of no use (zeros, NaN, another width).
 
     Attributes
     ----------
     retriever : Runnable
-        What is asked on a miss; a vector store becomes ``as_retriever()``.
+        What is asked on a miss, with the config of the run; a vector store becomes ``as_retriever()``.
     embeddings : Embeddings
         Embeds the question for the lookup. Given the vector store's own object (the default), the
         search uses the same vector and the question is embedded once.
@@ -61,13 +83,18 @@ class RagCacheRetriever(BaseRetriever):
         Number of documents; None leaves it to the wrapped retriever. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
     tolerance : float
-        Greatest distance of a hit in the metric's unit; 0 is an equal vector. Calibrate anything else.
+        Greatest distance of a hit in the metric's unit; 0 is an equal vector (and an equal question,
+        where the search does not go by vector). Calibrate anything else.
     capacity : int
         Questions kept.
     metric : {"cosine", "l2", "ip"}
         Distance between questions.
     eviction : {"fifo", "lru"}
         Which question leaves first.
+    partition : callable, optional
+        ``partition(question, config)`` gives what results depend on beside namespace, ``k`` and search
+        arguments (a user's id, groups); None from it: do not cache. The wrapped retriever's state and
+        the run's configurable values then count no more.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -81,8 +108,10 @@ class RagCacheRetriever(BaseRetriever):
     capacity: int = 1000
     metric: str = "cosine"
     eviction: str = "fifo"
+    partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
     _retrieval: CachedRetrieval[Document] = PrivateAttr()
     _path: VectorPath = PrivateAttr()
+    _partitioner: Partitioner = PrivateAttr()
     _ids: itertools.count[int] = PrivateAttr(default_factory=itertools.count)
 
     @classmethod
@@ -98,6 +127,7 @@ class RagCacheRetriever(BaseRetriever):
         eviction: str = "fifo",
         namespace: str | None = None,
         k: int | None = None,
+        partition: CustomPartition | None = None,
     ) -> Self:
         """Put a query cache in front of ``retriever``; see the class for the arguments.
 
@@ -116,6 +146,7 @@ class RagCacheRetriever(BaseRetriever):
             eviction=eviction,
             namespace=namespace,
             k=k,
+            partition=partition,
         )
 
     @model_validator(mode="after")
@@ -124,82 +155,152 @@ class RagCacheRetriever(BaseRetriever):
             self.retriever = self.retriever.as_retriever()
         if not isinstance(self.retriever, Runnable):
             raise ValueError(f"expected a retriever or a vector store, got {type(self.retriever).__name__}")
-        if self.embeddings is None and isinstance(self.retriever, VectorStoreRetriever):
-            self.embeddings = self.retriever.vectorstore.embeddings
+        if self.embeddings is None and (store := vector_store_of(self.retriever)) is not None:
+            self.embeddings = store.embeddings
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.cache is not None and not all(hasattr(self.cache, name) for name in ENGINE):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...) or None, got {self.cache!r}")
+        if self.partition is not None and not callable(self.partition):
+            raise ValueError(f"partition= must be a function of (question, config), got {self.partition!r}")
         queries = ProximityCache(self.capacity, self.tolerance, self.metric, self.eviction)
-        self._retrieval = CachedRetrieval(queries)
-        self._path = VectorPath(self.retriever, self.embeddings)
+        self._retrieval = CachedRetrieval(queries, text=_text)
+        self._path = VectorPath(self.embeddings)
+        self._partitioner = partitioner(self.partition)
+        if self.cache is not None:
+            self.cache.add_query_cache(self._retrieval)
         return self
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number.
 
-        Call it when documents were added to the index, changed or deleted.
+        Call it when the index was changed past the methods of the wrapped store.
         """
         return self._retrieval.clear()
+
+    def cache_key_parts(self) -> tuple[object, ...]:
+        """What decides about results where this retriever is part of another one that is cached."""
+        return self.retriever, self.embeddings, self._space(), self.k, self.tolerance, self.partition
+
+    def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        """As of every retriever; the wrapped one runs with the whole ``config``."""
+        return super().invoke(input, config, **{CONFIG: ensure_config(config)}, **kwargs)
+
+    async def ainvoke(
+        self, input: str, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """:meth:`invoke`, awaited."""
+        return await super().ainvoke(input, config, **{CONFIG: ensure_config(config)}, **kwargs)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        search, place = self._plan(query, kwargs)
+        call = self._call(query, kwargs, run_manager)
+        search, place = call.search, call.partition()
         search.embed()
         if place is None or search.vector is None:
-            return self._register(_copies(search.by_text(run_manager.get_child)))
+            return self._register(_copies(search.by_text(run_manager.get_child)), call)
 
-        def find() -> list[tuple[int, Document]]:
-            return self._keep(search.run(run_manager.get_child))
+        def find(ask: Callable[[Callbacks], list[Document]]) -> Callable[[], Numbered]:
+            return lambda: self._keep(ask(run_manager.get_child))
 
-        result = self._retrieval.get(search.vector, place, find)
+        result = self._retrieval.get(search.vector, place, find(search.run), find(search.by_text))
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             dispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        return self._register(_copies(result.documents))
+        call.check(place, result)
+        return self._register(_copies(result.documents), call)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        search, place = self._plan(query, kwargs)
+        call = self._call(query, kwargs, run_manager)
+        search, place = call.search, call.partition()
         await search.aembed()
         if place is None or search.vector is None:
-            return self._register(_copies(await search.aby_text(run_manager.get_child)))
+            return self._register(_copies(await search.aby_text(run_manager.get_child)), call)
 
-        async def find() -> list[tuple[int, Document]]:
-            return self._keep(await search.arun(run_manager.get_child))
+        def find(ask: Callable[[Callbacks], Awaitable[list[Document]]]) -> Callable[[], Awaitable[Numbered]]:
+            async def found() -> Numbered:
+                return self._keep(await ask(run_manager.get_child))
 
-        result = await self._retrieval.aget(search.vector, place, find)
+            return found
+
+        result = await self._retrieval.aget(search.vector, place, find(search.arun), find(search.aby_text))
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             await adispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        return self._register(_copies(result.documents))
+        call.check(place, result)
+        return self._register(_copies(result.documents), call)
 
-    def _plan(self, query: str, kwargs: dict[str, Any]) -> tuple[Search, Any]:
-        """The search that a miss would make, and the partition to look it up in (None: do not)."""
+    def _call(self, query: str, kwargs: dict[str, Any], run_manager: Any) -> _Call:
+        given = kwargs.pop(CONFIG, None)
+        retriever, config = prepared(self.retriever, ensure_config(given))
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
-        arguments = search_arguments(self.retriever, overrides)
-        search = Search(self.retriever, self.embeddings, self._path, query, overrides, arguments)
-        return search, partition(self._space(), self.retriever, arguments)
+        search = Search(retriever, self.embeddings, self._path, query, overrides, config)
+        return _Call(self, query, retriever, overrides, config, run_manager, search, self._retrieval.epoch)
 
     def _space(self) -> str:
         return self.namespace or getattr(self.cache, "namespace", None) or "default"
 
-    def _keep(self, documents: Sequence[Document]) -> list[tuple[int, Document]]:
+    def _keep(self, documents: Sequence[Document]) -> Numbered:
         # Numbered, not by Document.id: splitters give several chunks the id of their parent, and
         # metadata may belong to one question (scores, highlights). Not copied: only copies leave.
         return list(zip(self._ids, documents, strict=False))
 
-    def _register(self, documents: list[Document]) -> list[Document]:
+    def _register(self, documents: list[Document], call: _Call) -> list[Document]:
         if self.cache is not None and documents:
-            try:
-                texts, space = [d.page_content for d in documents], self._space()
+            texts, space = [_text(d) for d in documents], self._space()
+
+            def register() -> None:
                 self.cache.register(texts, namespace=space)
                 self.cache.prefetch(texts, namespace=space)  # loads while the chain makes its prompt
+
+            try:
+                self._retrieval.while_current(call.epoch, register)  # or one of them may be forgotten
             except Exception:  # the documents are found; without registration they are only not reused
                 logger.warning("could not register the retrieved chunks with the engine", exc_info=True)
         return documents
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One question on its way: what is searched, and what its result depends on."""
+
+    wrapper: RagCacheRetriever
+    query: str
+    retriever: Runnable[Any, Any]
+    overrides: dict[str, Any]
+    config: RunnableConfig
+    run_manager: Any
+    search: Search
+    epoch: int
+
+    def partition(self) -> Partition | None:
+        """The part of the query cache that the question may use; None if nothing may be cached."""
+        wrapper, config = self.wrapper, self.config
+        k, arguments = called_with(self.retriever, self.overrides, config, wrapper.partition is not None)
+        if arguments is None:
+            return None
+        text = self.query if wrapper.tolerance == 0 and self.search.is_by_text else None
+        run = (self.run_manager.inheritable_metadata, self.run_manager.inheritable_tags)
+        return wrapper._partitioner.partition(
+            wrapper._space(),
+            k,
+            self.retriever,
+            (*arguments, wrapper.embeddings, text),
+            question=(self.query, config),
+            context=(config.get("metadata"), config.get("tags"), *run),
+        )
+
+    def check(self, place: Partition, result: Retrieved[Document]) -> None:
+        """Say once if the search alone made its own result unfindable."""
+        if not result.hit:
+            self.wrapper._partitioner.warn_if_changed(place, self.partition())
+
+
+def _text(document: Document) -> str:
+    return document.page_content
 
 
 def _copies(documents: Iterable[Document]) -> list[Document]:
@@ -209,7 +310,7 @@ def _copies(documents: Iterable[Document]) -> list[Document]:
 
 def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     # deepcopy costs more than the lookup, and most metadata is flat.
-    flat = all(value is None or isinstance(value, SCALARS) for value in metadata.values())
+    flat = all(value is None or isinstance(value, str | int | float) for value in metadata.values())
     return dict(metadata) if flat else deepcopy(metadata)
 
 
@@ -217,5 +318,6 @@ def _event(hit: bool) -> str:
     return HIT_EVENT if hit else MISS_EVENT
 
 
-def _measured(result: Any) -> dict[str, float | None]:
-    return {"distance": result.distance, "lookup_us": result.lookup_us}
+def _measured(result: Retrieved[Document]) -> dict[str, float | str | None]:
+    measured: dict[str, float | str | None] = {"distance": result.distance, "lookup_us": result.lookup_us}
+    return measured | ({"note": result.note} if result.note else {})

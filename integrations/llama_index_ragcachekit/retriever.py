@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
-from copy import deepcopy
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -18,16 +17,17 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from ragcachekit import CachedRetrieval, Partition, ProximityCache
+from llama_index_ragcachekit.partitions import RULES, CustomPartition, is_by_embedding
+from llama_index_ragcachekit.scores import ScoredNode, scored_nodes
+from ragcachekit import CachedRetrieval, Partition, Partitioner, ProximityCache, Retrieved
 
 logger = logging.getLogger(__name__)
 dispatcher = get_dispatcher(__name__)
 
-SETTINGS = frozenset({"filters", "node_ids", "doc_ids", "kwargs"})
-"""Attributes (less their underscore) that decide what a vector index retriever finds, beside its scalars."""
-
-ENGINE = ("register", "prefetch")
+ENGINE = ("register", "prefetch", "add_query_cache")
 """What is called of the engine here."""
+
+Numbered: TypeAlias = list[tuple[int, ScoredNode]]
 
 
 class QueryCacheEvent(BaseEvent):
@@ -36,6 +36,7 @@ class QueryCacheEvent(BaseEvent):
     hit: bool
     distance: float | None
     lookup_us: float
+    note: str | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -48,9 +49,19 @@ class RagCacheRetriever(BaseRetriever):
 
     The nodes' bare texts are registered with the engine, so that the model finds them in the prompt
     although query engines put metadata before them, and what lies on disk begins to load. A hit gives
-    copies, whose score is None: a cached score belongs to another question (a
-    ``SimilarityPostprocessor`` with a cutoff drops nodes without one). Call :meth:`clear` when the index
-    changes.
+    copies. Their scores are those of the search where the question's embedding is the same. For a near
+    question they are computed from the nodes' vectors where the vector store gives these; else the old
+    ones stay, and the nodes' metadata says so under ``ragcachekit_score``.
+
+    A result is found again only for the same namespace and the same state of the wrapped retriever: its
+    attributes and those of what it wraps, at any depth. For classes and functions of your own, what their
+    code reads counts too: class attributes, closures, names of the module, context variables. Where any
+    of it cannot be read, nothing is cached, and the log says why once. Databases, files, clocks and
+    thread-local variables cannot be seen: name what counts with ``partition``.
+
+    Changes of indexes, vector stores and document stores that come through their methods (``insert``,
+    ``delete_ref_doc``, ``refresh``, ``add``, ...) are seen. Call :meth:`clear` after others, such as those
+    of another process. ``cache.forget`` drops results that name a forgotten text.
 
     Parameters
     ----------
@@ -63,7 +74,8 @@ class RagCacheRetriever(BaseRetriever):
     cache : RagCache, optional
         The engine to register chunks with.
     tolerance : float
-        Greatest distance of a hit in the metric's unit; 0 is an equal vector. Calibrate anything else.
+        Greatest distance of a hit in the metric's unit; 0 is an equal vector (and an equal question,
+        where the search does not go by the embedding alone). Calibrate anything else.
     capacity : int
         Questions kept.
     metric : {"cosine", "l2", "ip"}
@@ -72,6 +84,9 @@ class RagCacheRetriever(BaseRetriever):
         Which question leaves first.
     namespace : str, optional
         Tenant and corpus; the engine's own by default, ``"default"`` without one.
+    partition : callable, optional
+        ``partition(query_bundle)`` gives what results depend on beside namespace and ``similarity_top_k``
+        (a user's id, groups); None from it: do not cache. The wrapped retriever's state counts no more.
     callback_manager : CallbackManager, optional
         As for every LlamaIndex retriever.
 
@@ -92,116 +107,161 @@ class RagCacheRetriever(BaseRetriever):
         metric: str = "cosine",
         eviction: str = "fifo",
         namespace: str | None = None,
+        partition: CustomPartition | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         if not isinstance(retriever, BaseRetriever):
             raise TypeError(f"expected a LlamaIndex retriever, got {type(retriever).__name__}")
         if cache is not None and not all(hasattr(cache, name) for name in ENGINE):
             raise TypeError(f"{type(self).__name__} needs cache=RagCache(...) or None, got {cache!r}")
+        if partition is not None and not callable(partition):
+            raise TypeError(f"partition= must be a function of a QueryBundle, got {partition!r}")
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         self._cache = cache
         self._namespace = namespace
+        self._custom = partition
+        self._exact = tolerance == 0
         queries = ProximityCache(capacity, tolerance, metric, eviction)
-        self._retrieval: CachedRetrieval[BaseNode] = CachedRetrieval(queries)
+        self._retrieval: CachedRetrieval[ScoredNode] = CachedRetrieval(queries, text=_kept_text)
+        self._partitioner = Partitioner(RULES, custom=partition)
         self._ids = itertools.count()
+        if cache is not None:
+            cache.add_query_cache(self._retrieval)
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
         return self._retrieval.clear()
 
+    def cache_key_parts(self) -> tuple[object, ...]:
+        """What decides about results where this retriever is part of another one that is cached."""
+        return self._retriever, self._embed_model, self._space(), self._exact, self._custom
+
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        embedding, place = query_bundle.embedding, self._partition(query_bundle)
-        if embedding is None:
-            try:
+        epoch, place, vector = self._retrieval.epoch, self._partition(query_bundle), None
+        try:
+            embedding = query_bundle.embedding
+            if embedding is None:
                 embedding = self._embed_model.get_agg_embedding_from_queries(query_bundle.embedding_strs)
-            except Exception:
-                _warn_not_embedded()
-        if embedding is None or place is None:
-            return self._register(self._retriever.retrieve(replace(query_bundle)))
-        inner, found = self._inner_bundle(query_bundle, embedding), list[NodeWithScore]()
+            vector = _vector(embedding)
+        except Exception:
+            _warn_not_embedded()
+        if vector is None or place is None:
+            return self._register(self._retriever.retrieve(replace(query_bundle)), epoch)
+        found = list[NodeWithScore]()
 
-        def search() -> list[tuple[int, BaseNode]]:
-            found.extend(self._retriever.retrieve(inner))
-            return self._keep(found)
+        def search(bundle: QueryBundle) -> Callable[[], Numbered]:
+            def ask() -> Numbered:
+                found.extend(self._retriever.retrieve(bundle))
+                return self._keep(found, vector)
 
-        return self._finish(self._retrieval.get(_vector(embedding), place, search), found)
+            return ask
+
+        inner = search(self._inner_bundle(query_bundle, embedding))
+        result = self._retrieval.get(vector, place, inner, search(replace(query_bundle)))
+        return self._finish(result, found, query_bundle, place, vector, epoch)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        embedding, place = query_bundle.embedding, self._partition(query_bundle)
-        if embedding is None:
-            strings = query_bundle.embedding_strs
-            try:
+        epoch, place, vector = self._retrieval.epoch, self._partition(query_bundle), None
+        try:
+            embedding = query_bundle.embedding
+            if embedding is None:
+                strings = query_bundle.embedding_strs
                 embedding = await self._embed_model.aget_agg_embedding_from_queries(strings)
-            except Exception:
-                _warn_not_embedded()
-        if embedding is None or place is None:
-            return self._register(await self._retriever.aretrieve(replace(query_bundle)))
-        inner, found = self._inner_bundle(query_bundle, embedding), list[NodeWithScore]()
+            vector = _vector(embedding)
+        except Exception:
+            _warn_not_embedded()
+        if vector is None or place is None:
+            return self._register(await self._retriever.aretrieve(replace(query_bundle)), epoch)
+        found = list[NodeWithScore]()
 
-        async def search() -> list[tuple[int, BaseNode]]:
-            found.extend(await self._retriever.aretrieve(inner))
-            return self._keep(found)
+        def search(bundle: QueryBundle) -> Callable[[], Awaitable[Numbered]]:
+            async def ask() -> Numbered:
+                found.extend(await self._retriever.aretrieve(bundle))
+                return self._keep(found, vector)
 
-        return self._finish(await self._retrieval.aget(_vector(embedding), place, search), found)
+            return ask
 
-    def _inner_bundle(self, bundle: QueryBundle, embedding: list[float]) -> QueryBundle:
+        inner = search(self._inner_bundle(query_bundle, embedding))
+        result = await self._retrieval.aget(vector, place, inner, search(replace(query_bundle)))
+        return self._finish(result, found, query_bundle, place, vector, epoch)
+
+    def _inner_bundle(self, bundle: QueryBundle, embedding: list[float] | None) -> QueryBundle:
         # A copy: VectorIndexRetriever writes into the bundle. The embedding goes along only where the
         # wrapped retriever would compute the very same.
         own = getattr(self._retriever, "_embed_model", None) is self._embed_model
         return replace(bundle, embedding=embedding) if own else replace(bundle)
 
     def _partition(self, bundle: QueryBundle) -> Partition | None:
-        """Namespace and settings of the wrapped retriever, read at every call: they can be changed."""
-        settings = {
-            name: value
-            for name, value in vars(self._retriever).items()
-            if isinstance(value, str | int | float | bool) or name.strip("_") in SETTINGS
-        }
-        settings["image_path"] = bundle.image_path
+        """What the question may use of the query cache, read at every call; None if nothing may be cached."""
+        asked: object = None
+        if self._exact and not is_by_embedding(self._retriever, self._embed_model):
+            asked = (bundle.query_str, bundle.custom_embedding_strs)
         k = getattr(self._retriever, "similarity_top_k", 1)
-        try:
-            return Partition.of(self._space(), k, search_kwargs=settings)
-        except TypeError as error:  # a setting that can neither be compared nor taken apart
-            logger.info("searching without the query cache: %s", error)
-            return None
+        arguments = (bundle.image_path, self._embed_model, asked)
+        return self._partitioner.partition(self._space(), k, self._retriever, arguments, question=(bundle,))
 
     def _space(self) -> str:
         return self._namespace or getattr(self._cache, "namespace", None) or "default"
 
-    def _keep(self, found: list[NodeWithScore]) -> list[tuple[int, BaseNode]]:
+    def _keep(self, found: list[NodeWithScore], vector: Any) -> Numbered:
         # Numbered, not by node_id: metadata may belong to one question (scores, highlights).
-        return [(next(self._ids), _copy(item.node)) for item in found]
+        vector_of = None if self._exact else self._vector_of
+        return [(next(self._ids), kept) for kept in scored_nodes(found, vector, vector_of)]
 
-    def _finish(self, result: Any, found: list[NodeWithScore]) -> list[NodeWithScore]:
+    def _vector_of(self, node: BaseNode) -> Any:
+        """The node's embedding, if it has it or the wrapped retriever's vector store gives it."""
+        if node.embedding is not None:
+            return node.embedding
+        get = getattr(getattr(self._retriever, "_vector_store", None), "get", None)
+        try:
+            return get(node.node_id) if get is not None else None
+        except Exception:  # not every store keeps them, and only a score is lost
+            return None
+
+    def _finish(
+        self,
+        result: Retrieved[ScoredNode],
+        found: list[NodeWithScore],
+        bundle: QueryBundle,
+        place: Partition,
+        vector: Any,
+        epoch: int,
+    ) -> list[NodeWithScore]:
         dispatcher.event(
-            QueryCacheEvent(hit=result.hit, distance=result.distance, lookup_us=result.lookup_us)
+            QueryCacheEvent(
+                hit=result.hit, distance=result.distance, lookup_us=result.lookup_us, note=result.note
+            )
         )
-        if result.hit:
-            found = [NodeWithScore(node=_copy(node), score=None) for node in result.documents]
-        return self._register(found)
+        if not result.hit:
+            self._partitioner.warn_if_changed(place, self._partition(bundle))
+            return self._register(found, epoch)
+        exact = result.distance == 0
+        kept = [item.exact() if exact else item.near(vector) for item in result.documents]
+        return self._register(kept, epoch)
 
-    def _register(self, found: list[NodeWithScore]) -> list[NodeWithScore]:
-        texts = _texts(item.node for item in found)
+    def _register(self, found: list[NodeWithScore], epoch: int) -> list[NodeWithScore]:
+        texts = [text for text in (_text(item.node) for item in found) if text.strip()]
         if self._cache is not None and texts:
-            try:
+
+            def register() -> None:
                 self._cache.register(texts, namespace=self._space())
                 self._cache.prefetch(texts, namespace=self._space())  # loads while the prompt is made
+
+            try:
+                self._retrieval.while_current(epoch, register)  # or one of them may be forgotten
             except Exception:  # the nodes are found; without registration they are only not reused
                 logger.warning("could not register the retrieved chunks with the engine", exc_info=True)
         return found
 
 
-def _texts(nodes: Iterable[BaseNode]) -> list[str]:
-    texts = (node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes)
-    return [text for text in texts if text.strip()]
+def _text(node: BaseNode) -> str:
+    return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
-def _copy(node: BaseNode) -> BaseNode:
-    # An index node may point to a whole query engine, which is shared, not copied.
-    target = getattr(node, "obj", None)
-    return deepcopy(node, {id(target): target})
+def _kept_text(kept: ScoredNode) -> str:
+    return _text(kept.node)
 
 
 def _vector(embedding: list[float]) -> Any:

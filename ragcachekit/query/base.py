@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 from numpy.typing import ArrayLike
+
+from ragcachekit.query.key_walk import freeze
 
 ResultId: TypeAlias = str | int
 """What names one result of a search."""
@@ -65,7 +66,7 @@ class Partition(NamedTuple):
     k : int
         Number of results asked for.
     filters, search_kwargs : hashable
-        Whatever else changes the answer. Use :meth:`of`, which freezes dicts and lists.
+        Whatever else changes the answer. Use :meth:`of`, which takes dicts, lists and objects apart.
     index_id : hashable
         Identity of the index and of the embedding model: a name, a digest, a version.
     """
@@ -93,42 +94,13 @@ class Partition(NamedTuple):
         ValueError
             ``k`` is not positive.
         TypeError
-            ``k`` is no integer, or a value can be neither hashed nor taken apart.
+            ``k`` is no integer, or a value is a function or does not show its content.
         """
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"k must be an int, not {type(k).__name__}")
         if k <= 0:
             raise ValueError(f"k must be > 0, got {k}")
         return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
-
-
-def freeze(value: object) -> Hashable:
-    """``value`` as something hashable that is equal only for equal values *of equal types*.
-
-    Types are part of it because ``True == 1 == 1.0`` in Python and not in every filter language.
-    Functions and other hashable objects stand for themselves.
-    """
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Mapping):
-        return kind, frozenset((freeze(k), freeze(v)) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return kind, tuple(freeze(item) for item in value)
-    if isinstance(value, Set):
-        return kind, frozenset(freeze(item) for item in value)
-    if isinstance(value, np.ndarray):
-        return kind, value.dtype.str, value.shape, value.tobytes()
-    if is_dataclass(value) and not isinstance(value, type):
-        return kind, tuple((f.name, freeze(getattr(value, f.name))) for f in fields(value))
-    return _freeze_object(kind, value)
-
-
-def _freeze_object(kind: str, value: object) -> Hashable:
-    if isinstance(value, Hashable):
-        return kind, value
-    dump: Any = getattr(value, "model_dump", None)  # pydantic models, LlamaIndex's MetadataFilters
-    if callable(dump):
-        return kind, freeze(dump())
-    raise TypeError(f"cannot key a query cache by a {kind}; pass dicts, lists, strings or numbers instead")
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from numpy.typing import ArrayLike
@@ -23,6 +23,7 @@ Found: TypeAlias = Sequence[tuple[ResultId, Document]]
 
 
 _NEVER = -1  # an epoch in which nothing is kept
+_MAX_SAID = 100
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,15 @@ class Retrieved(Generic[Document]):
         Of the cached query, in the unit of the cache's metric; None after a search.
     lookup_us : float
         Microseconds spent in the cache before the search, or instead of it.
+    note : str or None
+        Why the cache could not be asked, if it could not.
     """
 
     documents: tuple[Document, ...]
     hit: bool
     distance: float | None
     lookup_us: float
+    note: str | None = None
 
 
 class CachedRetrieval(Generic[Document]):
@@ -54,8 +58,8 @@ class CachedRetrieval(Generic[Document]):
     last one: never more than ``capacity * k``. A later search that returns another document under the
     same id replaces it for all entries of the partition. No document crosses a partition.
 
-    A cache that fails is not the end of a question: whatever lookup or insert raise, other than for a
-    bad embedding or partition, is logged, and the search answers.
+    A cache that fails is not the end of a question: whatever lookup or insert raise is logged, and the
+    search answers. An embedding that the cache cannot use (zeros, NaN, another width) is searched too.
 
     The search runs outside all locks; two threads that miss at once both search. What a search found
     is not kept if :meth:`forget` or :meth:`clear` ran meanwhile (it may hold what was to be
@@ -65,42 +69,70 @@ class CachedRetrieval(Generic[Document]):
     ----------
     cache : QueryCache
         Owned by this object from now on: insert into it through nothing else.
+    text : callable, optional
+        The text of a document, for :meth:`forget_texts`.
     """
 
-    def __init__(self, cache: QueryCache) -> None:
+    def __init__(self, cache: QueryCache, text: Callable[[Document], str] | None = None) -> None:
         self._cache = cache
+        self._text = text
         self._documents: dict[tuple[Hashable, ResultId], Document] = {}
         self._uses: Counter[tuple[Hashable, ResultId]] = Counter()
         self._epoch = 0
+        self._said: set[str] = set()
         self._lock = threading.Lock()  # entries and their documents change together
+        self._forgetting = threading.Lock()  # taken before _lock: nothing is handed on while texts go
+
+    @property
+    def epoch(self) -> int:
+        """Rises whenever something is forgotten."""
+        return self._epoch
+
+    def while_current(self, epoch: int, action: Callable[[], object]) -> bool:
+        """Run ``action`` if nothing was forgotten since ``epoch``; nothing is until it has ended."""
+        with self._forgetting:
+            if epoch != self._epoch:
+                return False
+            action()
+            return True
 
     def get(
-        self, embedding: ArrayLike, partition: Hashable, search: Callable[[], Found[Document]]
+        self,
+        embedding: ArrayLike,
+        partition: Hashable,
+        search: Callable[[], Found[Document]],
+        otherwise: Callable[[], Found[Document]] | None = None,
     ) -> Retrieved[Document]:
         """The documents of a near enough earlier query, else those of ``search()``.
 
-        Raises
-        ------
-        RetrievalError
-            The embedding holds NaN or infinity, or has another width than before; nothing is
-            searched. Whatever ``search`` raises is passed on, and nothing is kept.
+        Parameters
+        ----------
+        embedding, partition
+            As for :meth:`QueryCache.lookup`.
+        search : callable
+            What is asked on a miss; it may use the embedding. What it raises is passed on.
+        otherwise : callable, optional
+            What is asked if the cache cannot use the embedding; by default ``search``.
         """
         cached, epoch = self._lookup(embedding, partition)
         if cached.hit:
             return cached
-        return self._keep(embedding, partition, search(), epoch, cached.lookup_us)
+        found = (otherwise or search)() if cached.note else search()
+        return self._keep(embedding, partition, found, epoch, cached)
 
     async def aget(
         self,
         embedding: ArrayLike,
         partition: Hashable,
         search: Callable[[], Awaitable[Found[Document]]],
+        otherwise: Callable[[], Awaitable[Found[Document]]] | None = None,
     ) -> Retrieved[Document]:
-        """:meth:`get` with a search that is awaited."""
+        """:meth:`get` with searches that are awaited."""
         cached, epoch = self._lookup(embedding, partition)
         if cached.hit:
             return cached
-        return self._keep(embedding, partition, await search(), epoch, cached.lookup_us)
+        found = await ((otherwise or search)() if cached.note else search())
+        return self._keep(embedding, partition, found, epoch, cached)
 
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
@@ -121,6 +153,24 @@ class CachedRetrieval(Generic[Document]):
         """Drop all entries and documents; returns the number of entries dropped."""
         return self._forget(lambda _: True)
 
+    def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
+        """Drop entries of a namespace with a document whose text is ``forgotten``; all of them with None.
+
+        Returns
+        -------
+        int
+            The number of entries dropped.
+        """
+        with self._forgetting:
+            if forgotten is None or self._text is None:
+                return self.forget(where=lambda partition: _is_of(partition, namespace))
+            with self._lock:
+                self._epoch += 1  # what a search of before finds from here on is not kept
+                kept = list(self._documents.items())
+            texts = {name: self._text(document) for name, document in kept if _is_of(name[0], namespace)}
+            gone = {name for name, text in texts.items() if forgotten(text)}
+            return self._forget(lambda entry: any((entry.partition, one) in gone for one in entry.ids))
+
     def stats(self) -> QueryCacheStats:
         """The cache's counters."""
         return self._cache.stats()
@@ -138,20 +188,27 @@ class CachedRetrieval(Generic[Document]):
 
     def _lookup(self, embedding: ArrayLike, partition: Hashable) -> tuple[Retrieved[Document], int]:
         start = time.perf_counter_ns()
-        hit, documents, epoch = None, None, _NEVER
+        hit, documents, epoch, note = None, None, _NEVER, None
         try:
             with self._lock:
                 hit = self._cache.lookup(embedding, partition=partition)
                 documents = self._fetch(hit, partition)
                 epoch = self._epoch
-        except (RetrievalError, TypeError):
-            raise
-        except Exception:
-            log.warning("the query cache failed at a lookup, searching instead", exc_info=True)
+        except Exception as error:
+            note = self._note(error)
         lookup_us = (time.perf_counter_ns() - start) / 1e3
         if hit is None or documents is None:
-            return Retrieved((), False, None, lookup_us), epoch
+            return Retrieved((), False, None, lookup_us, note), epoch
         return Retrieved(documents, True, hit.distance, lookup_us), epoch
+
+    def _note(self, error: Exception) -> str:
+        """What went wrong; logged the first time, since an embedder that fails may fail at every question."""
+        unusable = isinstance(error, RetrievalError | TypeError)
+        note = f"{'the embedding cannot be used' if unusable else 'the query cache failed'}: {error}"
+        if note not in self._said and len(self._said) < _MAX_SAID:
+            self._said.add(note)
+            log.warning("%s; searching instead", note, exc_info=None if unusable else error)
+        return note
 
     def _fetch(self, hit: Hit | None, partition: Hashable) -> tuple[Document, ...] | None:
         if hit is None:
@@ -167,7 +224,7 @@ class CachedRetrieval(Generic[Document]):
         partition: Hashable,
         found: Found[Document],
         epoch: int,
-        lookup_us: float,
+        missed: Retrieved[Document],
     ) -> Retrieved[Document]:
         pairs = tuple(found)
         ids = tuple([one for one, _ in pairs])
@@ -180,11 +237,9 @@ class CachedRetrieval(Generic[Document]):
                     for one, document in pairs:
                         self._documents[partition, one] = document
                         self._uses[partition, one] += 1
-        except (RetrievalError, TypeError):
-            raise
-        except Exception:
-            log.warning("the query cache failed to keep a result", exc_info=True)
-        return Retrieved(documents, False, None, lookup_us)
+        except Exception as error:
+            return replace(missed, documents=documents, note=self._note(error))
+        return replace(missed, documents=documents)
 
     def _forget(self, where: Callable[[Entry], bool]) -> int:
         with self._lock:
@@ -202,6 +257,10 @@ class CachedRetrieval(Generic[Document]):
                 else:
                     del self._uses[name]
                     self._documents.pop(name, None)
+
+
+def _is_of(partition: Hashable, namespace: str) -> bool:
+    return getattr(partition, "namespace", None) == namespace
 
 
 def _matches(entry: Entry, where: Callable[[Hashable], bool] | None, named: Set[ResultId] | None) -> bool:

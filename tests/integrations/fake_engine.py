@@ -53,11 +53,15 @@ class FakeEngine:
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate = words, gate
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
+        self.query_caches = []
 
     def register(self, texts, *, namespace=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)
+
+    def add_query_cache(self, cache):
+        self.query_caches.append(cache)
 
     def prefetch(self, chunks, *, namespace=None, system=None):
         self.prefetched.append((namespace, list(chunks)))

@@ -5,16 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_engine import FakeEngine
-from integration_kit import WordEmbeddings
+from integration_kit import Calls, WordEmbeddings
 from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from langchain_ragcachekit import RagCacheRetriever
-from ragcachekit.errors import RetrievalError
 
 QUESTION = "Where was Ada Lind born?"
 
@@ -37,7 +36,8 @@ class Listed(BaseRetriever):
 
     documents: list
     k: int = 2
-    asked: list = Field(default_factory=list)
+    asked: Calls = Field(default_factory=Calls)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     def _get_relevant_documents(self, query, *, run_manager):
         self.asked.append(query)
@@ -49,7 +49,7 @@ class Plain(InMemoryVectorStore):
 
     def __init__(self, embedding):
         super().__init__(embedding)
-        self.by_text, self.by_vector = [], []
+        self.by_text, self.by_vector = Calls(), Calls()
 
     def similarity_search(self, query, k=4, filter=None, **kwargs):
         self.by_text.append((query, k, filter))
@@ -355,7 +355,7 @@ async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog):
         assert retriever.invoke(QUESTION) == documents[:2]
         assert await retriever.ainvoke(QUESTION) == documents[:2]
     assert len(inner.asked) == 2
-    assert caplog.text.count("query cache") >= 2
+    assert caplog.text.count("the query cache failed") == 1  # said once, not at every question
 
 
 def test_an_error_of_the_search_is_passed_on_once(embeddings):
@@ -369,21 +369,6 @@ def test_an_error_of_the_search_is_passed_on_once(embeddings):
     with pytest.raises(OSError, match="index away"):
         retriever.invoke(QUESTION)
     assert len(asked) == 1
-
-
-def test_bad_embeddings_are_a_clear_error(documents):
-    vectors = [[1.0, 2.0], [1.0, 2.0, 3.0], [float("nan"), 1.0]]
-
-    class Odd(WordEmbeddings):
-        def embed_query(self, text):
-            return vectors.pop(0)
-
-    retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=Odd())
-    retriever.invoke(QUESTION)
-    with pytest.raises(RetrievalError, match="3 numbers, expected 2"):
-        retriever.invoke(QUESTION)
-    with pytest.raises(RetrievalError, match="NaN"):
-        retriever.invoke(QUESTION)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ragcachekit
-from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, QueryCacheStats
+from ragcachekit.query.base import Entry, Partition, QueryCacheStats
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
 
@@ -127,11 +126,61 @@ def test_what_was_found_before_forget_is_not_kept_after() -> None:
     assert not retrieval.get(A, "p", Search(("2", "two"))).hit
 
 
-def test_a_bad_embedding_is_an_error_and_no_search() -> None:
-    retrieval, search = make(), Search(("1", "one"))
-    with pytest.raises(RetrievalError, match="NaN"):
-        retrieval.get([float("nan"), 1.0], "p", search)
-    assert search.calls == 0
+def test_a_bad_embedding_is_searched_noted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    retrieval, search, otherwise = make(), Search(("1", "one")), Search(("2", "two"))
+    for _ in range(2):
+        found = retrieval.get([float("nan"), 1.0], "p", search, otherwise)
+        assert (found.documents, found.hit) == (("two",), False)
+        assert found.note is not None
+        assert "NaN" in found.note
+    assert (search.calls, otherwise.calls) == (0, 2)
+    assert retrieval.get([0.0, 0.0], "p", search).documents == ("one",)
+    assert retrieval.stats().entries == 0
+    assert [record.message.count("NaN") for record in caplog.records] == [1, 0]
+
+
+def test_texts_are_forgotten_in_their_namespace_alone() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    one, other = Partition.of("one", 2), Partition.of("other", 2)
+    for partition in (one, other):
+        retrieval.get(A, partition, Search(("1", "kept"), ("2", "gone")))
+        retrieval.get(B, partition, Search(("1", "kept")))
+    assert retrieval.forget_texts("one", lambda text: text == "gone") == 1
+    assert [retrieval.get(v, p, Search()).hit for v in (A, B) for p in (one, other)] == [False, True, True, True]
+    assert retrieval.forget_texts("other") == 2
+    assert retrieval.stats().entries == 1
+    retrieval.check()
+
+
+def test_what_is_handed_on_is_never_older_than_the_last_forget() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    handed: list[str] = []
+    epoch = retrieval.epoch
+    assert retrieval.while_current(epoch, lambda: handed.append("before"))
+    retrieval.forget_texts("one", lambda text: False)
+    assert not retrieval.while_current(epoch, lambda: handed.append("after"))
+    assert handed == ["before"]
+
+
+def test_a_forget_waits_for_what_is_being_handed_on() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    began, order = threading.Event(), list[str]()
+
+    def hand_on() -> None:
+        began.set()
+        forgetting.join(0.2)  # it cannot end before this does
+        order.append("handed on")
+
+    def forget() -> None:
+        began.wait(10)
+        retrieval.forget_texts("one")
+        order.append("forgotten")
+
+    forgetting = threading.Thread(target=forget)
+    forgetting.start()
+    assert retrieval.while_current(retrieval.epoch, hand_on)
+    forgetting.join(10)
+    assert order == ["handed on", "forgotten"]
 
 
 class Broken:

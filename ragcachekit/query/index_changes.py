@@ -1,0 +1,132 @@
+"""Counting the changes of an index: a cached result is as old as the version it was searched in."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_CHANGING = re.compile(
+    r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh|build)(_|$)"
+)
+_COUNTER = "_ragcachekit_changes"
+
+
+class IndexChanges:
+    """The number of changes of one index.
+
+    It is counted before and after each change: a search that ran beside one belongs to a version of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version = 0
+        self._parts: dict[str, object] = {}
+
+    @property
+    def version(self) -> int:
+        """Rises with every change."""
+        return self._version
+
+    def count(self) -> None:
+        """A change begins, ends, or was noticed."""
+        with self._lock:
+            self._version += 1
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around a change."""
+        self.count()
+        try:
+            yield
+        finally:
+            self.count()
+
+    def compare(self, parts: Mapping[str, object]) -> None:
+        """Count a change if an attribute of the index is another object than at the last call."""
+        with self._lock:
+            same = parts.keys() == self._parts.keys() and all(
+                self._parts[name] is part for name, part in parts.items()
+            )
+            if not same:
+                self._version += bool(self._parts)
+                self._parts = dict(parts)
+
+
+def observe(index: object) -> IndexChanges | None:
+    """The counter of the index's changes, from now on; None if they cannot be seen.
+
+    The object gets a subclass of its class, of the same name, whose changing methods (``add_documents``,
+    ``delete``, ``insert``, ...) count. Nothing else of the object changes, other objects of the class stay
+    as they were, and a copy or a pickle is of the first class again. Changes that do not come through such
+    a method (another process, a client of one's own) are not seen.
+    """
+    kind = type(index)
+    known: IndexChanges | None = vars(kind).get(_COUNTER)
+    if known is not None:
+        return known
+    changes = IndexChanges()
+    try:
+        object.__setattr__(index, "__class__", _counting_subclass(kind, changes))
+    except TypeError:  # a class that allows no subclass, or an object of fixed layout
+        return None
+    return changes
+
+
+def is_counting(kind: type) -> bool:
+    """Whether the class was made by :func:`observe`."""
+    return _COUNTER in vars(kind)
+
+
+def _counting_subclass(kind: type, changes: IndexChanges) -> type:
+    body: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__slots__": (),
+        "__reduce_ex__": _reduced_as(kind),
+    }
+    for name in dir(kind):
+        function = inspect.getattr_static(kind, name)
+        if _CHANGING.match(name) and isinstance(function, types.FunctionType):
+            body[name] = _counted(function, changes)
+    subclass = types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))
+    type.__setattr__(subclass, _COUNTER, changes)  # not in the body: pydantic would make a field of it
+    return subclass
+
+
+def _counted(function: types.FunctionType, changes: IndexChanges) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with changes.changing():
+                return await function(*args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with changes.changing():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _reduced_as(kind: type) -> Callable[[Any, Any], Any]:
+    """``__reduce_ex__`` of the subclass: copies and pickles are of the class itself."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        reduced = super(type(self), self).__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        maker, arguments, *rest = reduced
+        plain = tuple(kind if one is type(self) else one for one in arguments)
+        return (kind if maker is type(self) else maker, plain, *rest)
+
+    return __reduce_ex__
