@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterator
@@ -51,8 +52,9 @@ def class_functions(kind: type) -> Iterator[types.FunctionType]:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code, or a function inside it, may look up in its module (attributes among them)."""
-    names = dict.fromkeys(code.co_names)
+    """Names that the code, or a function inside it, looks up in its module."""
+    loads = (one for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    names = dict.fromkeys(str(one.argval) for one in loads)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= dict.fromkeys(_global_names(constant))

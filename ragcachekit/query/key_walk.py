@@ -159,6 +159,7 @@ class _Walk:
             raise NotKeyable(f"a {_name(kind)} does not show its content", own=False)
         attributes = dict(getattr(value, "__dict__", {}))
         attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        attributes |= attributes.pop("__pydantic_private__", None) or {}
         attribute = self._library_attribute if library else self._attribute
         state = tuple([(name, attribute(kind, name, attributes[name])) for name in sorted(attributes)])
         return state if library else (state, self._own_class(kind))

@@ -1,0 +1,495 @@
+"""Nobody gets another user's documents: the ways in which a retriever learns who is asking."""
+
+import asyncio
+import contextvars
+import copy
+import logging
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import Calls, WordEmbeddings
+from langchain_classic.retrievers import EnsembleRetriever
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnablePassthrough, ensure_config
+from langchain_core.vectorstores import InMemoryVectorStore
+from pydantic import ConfigDict, PrivateAttr
+
+from langchain_ragcachekit import RagCacheRetriever
+
+QUESTION = "Where was Ada Lind born?"
+USER = contextvars.ContextVar("user", default="a")
+current_user = "a"
+
+
+class Namespaced(InMemoryVectorStore):
+    """A store with LangChain's per-user pattern: a ``namespace`` among the search arguments."""
+
+    def similarity_search(self, query, k=4, namespace=None, **kwargs):
+        return super().similarity_search(query, k, filter=self._of(namespace), **kwargs)
+
+    async def asimilarity_search(self, query, k=4, namespace=None, **kwargs):
+        return self.similarity_search(query, k, namespace, **kwargs)
+
+    def similarity_search_by_vector(self, embedding, k=4, namespace=None, **kwargs):
+        return super().similarity_search_by_vector(embedding, k, filter=self._of(namespace), **kwargs)
+
+    def _of(self, namespace):
+        return None if namespace is None else lambda document: document.metadata["user"] == namespace
+
+
+class Own(BaseRetriever):
+    """A retriever of the user's own, which finds the documents of whoever ``who`` says."""
+
+    documents: list
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow")
+    _calls: Calls = PrivateAttr(default_factory=Calls)
+
+    def who(self, run_manager):
+        return "a"
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        self._calls.append(query)
+        return [d for d in self.documents if d.metadata["user"] == self.who(run_manager)]
+
+
+@pytest.fixture
+def documents():
+    texts = ("Ada Lind was born in Bern, says {}", "Bob Roth paints boats, says {}", "It snows, says {}")
+    return [
+        Document(text.format(user), id=f"{user}{n}", metadata={"user": user})
+        for user in "ab"
+        for n, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def store(documents):
+    store = Namespaced(WordEmbeddings())
+    store.add_documents(documents)
+    return store
+
+
+def users(found):
+    return {document.metadata["user"] for document in found}
+
+
+def run_of(user):
+    return {"configurable": {"search_kwargs": {"namespace": user}}}
+
+
+@pytest.fixture
+def per_user(store):
+    field = ConfigurableField(id="search_kwargs")
+    inner = store.as_retriever(search_kwargs={"namespace": "a"}).configurable_fields(search_kwargs=field)
+    return RagCacheRetriever.wrap(inner)
+
+
+def test_configurable_search_arguments_stay_each_users_own(per_user):
+    chain = {"found": per_user, "question": RunnablePassthrough()} | RunnableLambda(lambda x: x["found"])
+    for invoke in (per_user.invoke, chain.invoke):
+        assert users(invoke(QUESTION, run_of("a"))) == {"a"}
+        assert users(invoke(QUESTION, run_of("b"))) == {"b"}
+        assert users(invoke(QUESTION)) == {"a"}
+    per_user.clear()
+    assert users(chain.invoke(QUESTION, run_of("b"))) == {"b"}
+    before = per_user._retrieval.stats().hits
+    assert users(chain.invoke(QUESTION, run_of("b"))) == {"b"}
+    assert per_user._retrieval.stats().hits == before + 1
+
+
+async def test_configurable_search_arguments_stay_each_users_own_in_async_chains(per_user):
+    chain = per_user | RunnableLambda(lambda found: found)
+    found = await asyncio.gather(*[chain.ainvoke(QUESTION, run_of(user)) for user in "abab"])
+    assert [users(documents) for documents in found] == [{"a"}, {"b"}, {"a"}, {"b"}]
+    found = await chain.abatch([QUESTION] * 4, [run_of(user) for user in "baba"])
+    assert [users(documents) for documents in found] == [{"b"}, {"a"}, {"b"}, {"a"}]
+
+
+def test_configurable_alternatives_stay_apart(documents):
+    class Everything(Own):
+        def _get_relevant_documents(self, query, *, run_manager):
+            return self.documents
+
+    inner = Everything(documents=documents[:3]).configurable_alternatives(
+        ConfigurableField(id="tenant"), default_key="a", b=Everything(documents=documents[3:])
+    )
+    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
+    for tenant in "abab":
+        config = {"configurable": {"tenant": tenant}}
+        assert users(retriever.invoke(QUESTION, config)) == {tenant}
+        assert users((retriever | RunnableLambda(lambda x: x)).invoke(QUESTION, config)) == {tenant}
+    assert retriever._retrieval.stats().hits == 6
+
+
+def test_a_configurable_value_read_by_own_code_counts(documents):
+    def search(question):
+        user = ensure_config()["configurable"].get("user", "a")
+        return [d for d in documents if d.metadata["user"] == user]
+
+    retriever = RagCacheRetriever.wrap(RunnableLambda(search), embeddings=WordEmbeddings())
+    for user in "abab":
+        assert users(retriever.invoke(QUESTION, {"configurable": {"user": user}})) == {user}
+    assert retriever._retrieval.stats().hits == 2
+
+
+class ByField(Own):
+    filter: dict = {"user": "a"}
+
+    def who(self, run_manager):
+        return self.filter["user"]
+
+
+class ByPrivateList(Own):
+    _acl: list = PrivateAttr(default_factory=lambda: ["a"])
+
+    def who(self, run_manager):
+        return self._acl[-1]
+
+
+class Session:
+    user = "a"
+
+
+class ByObject(Own):
+    _session: Session = PrivateAttr(default_factory=Session)
+
+    def who(self, run_manager):
+        return self._session.user
+
+
+class Shared:
+    user = "a"
+
+
+class ByClass(Own):
+    def who(self, run_manager):
+        return Shared.user
+
+
+class ByContext(Own):
+    def who(self, run_manager):
+        return USER.get()
+
+
+class ByGlobal(Own):
+    def who(self, run_manager):
+        return current_user
+
+
+class ByHelper(Own):
+    def who(self, run_manager):
+        return helper()
+
+
+def helper():
+    return {"user": current_user}["user"]
+
+
+class ByMetadata(Own):
+    def who(self, run_manager):
+        return run_manager.metadata.get("user", "a")
+
+
+def by_closure(documents):
+    seen = {"user": "a"}
+
+    class ByClosure(Own):
+        def who(self, run_manager):
+            return seen["user"]
+
+    return ByClosure(documents=documents), lambda user: seen.update(user=user)
+
+
+def by_global(name):
+    def switch(user):
+        globals()[name] = user
+
+    return switch
+
+
+SWITCHED = {
+    "a dict field, changed": lambda d: (m := ByField(documents=d), lambda u: m.filter.update(user=u)),
+    "a dict field, set": lambda d: (m := ByField(documents=d), lambda u: setattr(m, "filter", {"user": u})),
+    "a private list": lambda d: (m := ByPrivateList(documents=d), lambda u: m._acl.append(u)),
+    "an object of its own": lambda d: (m := ByObject(documents=d), lambda u: setattr(m._session, "user", u)),
+    "a context variable": lambda d: (ByContext(documents=d), USER.set),
+    "a class": lambda d: (ByClass(documents=d), lambda u: setattr(Shared, "user", u)),
+    "a name of the module": lambda d: (ByGlobal(documents=d), by_global("current_user")),
+    "a name that a helper reads": lambda d: (ByHelper(documents=d), by_global("current_user")),
+    "a closure": by_closure,
+}
+
+
+@pytest.fixture(autouse=True)
+def first_user():
+    yield
+    USER.set("a")
+    Shared.user = "a"
+    by_global("current_user")("a")
+
+
+@pytest.mark.parametrize("kind", SWITCHED)
+@pytest.mark.parametrize("nested", ["alone", "in an ensemble", "in our own wrapper"])
+def test_whoever_the_retriever_serves_now_is_seen(documents, kind, nested):
+    inner, switch = SWITCHED[kind](documents)
+    wrapped = inner
+    if nested == "in an ensemble":
+        wrapped = EnsembleRetriever(retrievers=[inner], weights=[1.0])
+    elif nested == "in our own wrapper":
+        wrapped = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
+    retriever = RagCacheRetriever.wrap(wrapped, embeddings=WordEmbeddings())
+    switch("a")
+    assert users(retriever.invoke(QUESTION)) == {"a"}
+    asked = len(inner._calls)
+    assert users(retriever.invoke(QUESTION)) == {"a"}
+    assert len(inner._calls) == asked, "nothing changed, so nothing is searched"
+    for user in "ba":
+        switch(user)
+        assert users(retriever.invoke(QUESTION)) == {user}
+        assert users(asyncio.run(retriever.ainvoke(QUESTION))) == {user}
+
+
+def test_metadata_of_the_run_counts_for_own_code(documents):
+    retriever = RagCacheRetriever.wrap(ByMetadata(documents=documents), embeddings=WordEmbeddings())
+    for user in "abab":
+        assert users(retriever.invoke(QUESTION, {"metadata": {"user": user}})) == {user}
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_an_inner_retrievers_search_arguments_are_seen(store):
+    inner = store.as_retriever(search_kwargs={"namespace": "a"})
+    retriever = RagCacheRetriever.wrap(
+        EnsembleRetriever(retrievers=[inner], weights=[1.0]), embeddings=WordEmbeddings()
+    )
+    for user in "abab":
+        inner.search_kwargs["namespace"] = user
+        assert users(retriever.invoke(QUESTION)) == {user}
+    assert retriever._retrieval.stats().hits == 2
+
+
+class Hidden(Own):
+    """Keeps the user where no attribute shows it; asked once per document."""
+
+    _local: object = PrivateAttr(default_factory=lambda: iter(["a"] * 6 + ["b"] * 6 + ["a"] * 6))
+
+    def who(self, run_manager):
+        return next(self._local)
+
+
+def test_what_cannot_be_read_is_not_cached_and_said_once(documents, caplog):
+    retriever = RagCacheRetriever.wrap(Hidden(documents=documents), embeddings=WordEmbeddings())
+    with caplog.at_level(logging.WARNING):
+        assert [users(retriever.invoke(QUESTION)) for _ in "aba"] == [{"a"}, {"b"}, {"a"}]
+    assert retriever._retrieval.stats().entries == 0
+    (record,) = caplog.records
+    assert "Hidden._local: a builtins.list_iterator does not show its content" in record.getMessage()
+    assert "pass partition= to name what counts" in record.getMessage()
+
+
+def test_a_partition_of_the_users_own_stands_in_for_what_cannot_be_read(documents):
+    class ByThread(Own):
+        def who(self, run_manager):
+            return getattr(there, "user", "a")
+
+    there = threading.local()
+    seen = []
+
+    def partition(question, config):
+        seen.append((question, config["configurable"]["user"]))
+        there.user = config["configurable"]["user"]
+        return None if there.user == "guest" else {"user": there.user}
+
+    inner = ByThread(documents=documents)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings(), partition=partition)
+    for user in ("a", "b", "a", "b", "guest", "guest"):
+        found = retriever.invoke(QUESTION, {"configurable": {"user": user, "thread_id": object()}})
+        assert users(found) == ({user} if user != "guest" else set())
+    assert retriever._retrieval.stats().hits == 2
+    assert (QUESTION, "guest") in seen
+
+
+def test_a_failing_partition_costs_no_answer(documents, caplog):
+    retriever = RagCacheRetriever.wrap(
+        Own(documents=documents), embeddings=WordEmbeddings(), partition=lambda question, config: 1 / 0
+    )
+    assert users(retriever.invoke(QUESTION)) == {"a"}
+    assert "partition= failed, searching without the query cache" in caplog.text
+    with pytest.raises(ValueError, match="partition= must be a function of"):
+        RagCacheRetriever.wrap(Own(documents=documents), embeddings=WordEmbeddings(), partition="user")
+
+
+def test_a_search_that_changes_its_own_state_is_said_once(documents, caplog):
+    class Counting(Own):
+        searches: int = 0
+
+        def _get_relevant_documents(self, query, *, run_manager):
+            self.searches += 1
+            return self.documents[:1]
+
+    retriever = RagCacheRetriever.wrap(Counting(documents=documents), embeddings=WordEmbeddings())
+    for _ in range(3):
+        assert len(retriever.invoke(QUESTION)) == 1
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "a search changes attributes of the retriever itself" in record.getMessage()
+
+
+def test_contexts_that_cannot_be_read_are_not_cached(documents):
+    request = contextvars.ContextVar("request")
+    retriever = RagCacheRetriever.wrap(ByContext(documents=documents), embeddings=WordEmbeddings())
+    token = request.set(iter(()))
+    try:
+        retriever.invoke(QUESTION)
+        assert retriever._retrieval.stats().entries == 0
+    finally:
+        request.reset(token)
+    retriever.invoke(QUESTION)
+    assert retriever._retrieval.stats().entries == 1
+
+
+# -- the index -------------------------------------------------------------------------------------
+
+
+def test_changes_of_the_store_are_seen(store):
+    retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 1, "namespace": "a"}))
+    text = "Ada Lind was born in Bern, and where she was born"
+    assert retriever.invoke(QUESTION)[0].id == "a0"
+    store.add_documents([Document(text, id="new", metadata={"user": "a"})])
+    assert retriever.invoke(QUESTION)[0].id == "new"
+    assert retriever._retrieval.stats().hits == 0
+    store.delete(["new"])
+    assert retriever.invoke(QUESTION)[0].id == "a0"
+    assert retriever.invoke(QUESTION)[0].id == "a0"
+    assert retriever._retrieval.stats().hits == 1
+
+
+async def test_asynchronous_changes_are_seen(store):
+    retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 1, "namespace": "a"}))
+    await retriever.ainvoke(QUESTION)
+    await store.aadd_texts(["Where was Ada Lind born"], [{"user": "a"}], ids=["new"])
+    assert (await retriever.ainvoke(QUESTION))[0].id == "new"
+    await store.adelete(["new"])
+    assert (await retriever.ainvoke(QUESTION))[0].id == "a0"
+
+
+def test_a_store_exchanged_for_another_is_seen(store, documents):
+    store.delete([f"b{n}" for n in range(3)])
+    inner = store.as_retriever(search_kwargs={"k": 1})
+    retriever = RagCacheRetriever.wrap(inner)
+    assert users(retriever.invoke(QUESTION)) == {"a"}
+    other = Namespaced(store.embedding)
+    other.add_documents(documents[3:])
+    inner.vectorstore = other
+    assert users(retriever.invoke(QUESTION)) == {"b"}
+    content, other.store = other.store, store.store  # its content alone
+    assert users(retriever.invoke(QUESTION)) == {"a"}
+    other.store = content
+    assert users(retriever.invoke(QUESTION)) == {"b"}
+
+
+def test_an_observed_store_stays_what_it_was(store):
+    RagCacheRetriever.wrap(store).invoke(QUESTION)
+    assert isinstance(store, Namespaced)
+    assert type(store).__name__ == "Namespaced"
+    twin = copy.copy(store)
+    assert type(twin) is Namespaced
+    twin.store = {}
+    twin.add_texts(["of the twin"], ids=["twin"])
+    assert store.get_by_ids(["twin"]) == []
+    assert type(pickle.loads(pickle.dumps(store.store))) is dict
+    assert type(copy.deepcopy(store)) is Namespaced
+
+
+# -- forgetting ------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_text_is_not_found_in_the_cache(store, rag):
+    inner = store.as_retriever(search_kwargs={"k": 2, "namespace": "a"})
+    retriever = RagCacheRetriever.wrap(inner, cache=rag)
+    found = [d.page_content for d in retriever.invoke(QUESTION)]
+    retriever.invoke(QUESTION)
+    assert retriever._retrieval.stats().hits == 1
+    store.store.pop("a0")  # past the store's methods, as another process would
+    rag.forget(texts=[found[0]])
+    again = [d.page_content for d in retriever.invoke(QUESTION)]
+    assert found[0] not in again
+    assert found[0] not in rag._prompts.registry._namespaces["default"].lru
+
+
+def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
+    retriever = RagCacheRetriever.wrap(store, cache=rag, k=1)
+    other = RagCacheRetriever.wrap(store, cache=rag, k=1, namespace="other")
+    (chunk,) = rag.encode([retriever.invoke(QUESTION)[0].page_content])
+    other.invoke(QUESTION)
+    rag.forget([chunk])
+    assert [r._retrieval.stats().entries for r in (retriever, other)] == [0, 1]
+    retriever.invoke(QUESTION)
+    rag.forget(namespace="other")
+    assert [r._retrieval.stats().entries for r in (retriever, other)] == [1, 0]
+
+
+def test_a_result_of_before_a_forget_is_not_registered_after_it(documents):
+    class Forgetting(Own):
+        def _get_relevant_documents(self, query, *, run_manager):
+            found = self.documents[:1]
+            for cache in engine.query_caches:  # the forget ends while the search is under way
+                cache.forget_texts("default", lambda text: text == found[0].page_content)
+            return found
+
+    engine = FakeEngine()
+    retriever = RagCacheRetriever.wrap(
+        Forgetting(documents=documents),
+        embeddings=WordEmbeddings(),
+        cache=engine,
+        partition=lambda question, config: "all",
+    )
+    assert len(retriever.invoke(QUESTION)) == 1
+    assert engine.registered == []
+    assert retriever._retrieval.stats().entries == 0
+
+
+# -- embeddings that are of no use -----------------------------------------------------------------
+
+GOOD = [1.0] * 64
+BAD = {
+    "zeros": [0.0] * 64,
+    "tiny": [1e-30] * 64,
+    "NaN": [float("nan")] * 64,
+    "one NaN": [float("nan"), *GOOD[1:]],
+    "infinity": [float("inf")] * 64,
+    "minus infinity": [float("-inf"), *GOOD[1:]],
+    "huge": [1e30] * 64,
+    "too huge for float32": [1e300] * 64,
+    "another width": [1.0] * 3,
+    "one number": 1.0,
+    "nothing": [],
+    "None": None,
+    "strings": ["a"] * 64,
+    "a string": "embedding",
+    "nested": [[1.0] * 64],
+    "two of them": [[1.0] * 64] * 2,
+    "ragged": [[1.0], [1.0, 2.0]],
+    "complex": [1j] * 64,
+    "a dict": {"data": GOOD},
+    "objects": [object()] * 64,
+    "a masked array": np.ma.masked_all(64),
+}
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+@pytest.mark.parametrize("kind", BAD)
+async def test_bad_embeddings_cost_no_answer(documents, kind, metric):
+    class Odd(WordEmbeddings):
+        def embed_query(self, text):
+            return GOOD if text == "good" else BAD[kind]
+
+    inner = Own(documents=documents)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=Odd(), metric=metric)
+    for question in ("good", "bad", "other", "good"):
+        assert users(retriever.invoke(question)) == {"a"}
+        assert users(await retriever.ainvoke(question)) == {"a"}
+    assert inner._calls.count("good") == 1
+    assert {"bad", "other"} <= set(inner._calls)

@@ -1,0 +1,287 @@
+"""Nobody gets another user's nodes, scores stay right, and bad embeddings cost no answer."""
+
+import asyncio
+import contextvars
+import logging
+
+import numpy as np
+import pytest
+from integration_kit import FACTS, Calls, WordEmbeddings
+from llama_index.core import VectorStoreIndex
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform
+from llama_index.core.llms import MockLLM
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.retrievers import BaseRetriever, QueryFusionRetriever, TransformRetriever
+from llama_index.core.schema import Document, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
+from llama_kit import Embedder
+
+from llama_index_ragcachekit import RagCacheRetriever
+from llama_index_ragcachekit.scores import SCORE_NOTE
+
+QUESTION = "Where was Ada Lind born?"
+USER = contextvars.ContextVar("user", default="a")
+
+
+class Own(BaseRetriever):
+    """A retriever of the user's own, which finds the nodes of whoever ``who`` says."""
+
+    def __init__(self, nodes):
+        super().__init__()
+        self.nodes, self.calls, self._acl, self.filter = nodes, Calls(), ["a"], {"user": "a"}
+
+    def who(self):
+        return "a"
+
+    def _retrieve(self, query_bundle):
+        self.calls.append(query_bundle)
+        return [NodeWithScore(node=n, score=0.5) for n in self.nodes if n.metadata["user"] == self.who()]
+
+
+class ByFilter(Own):
+    def who(self):
+        return self.filter["user"]
+
+
+class ByList(Own):
+    def who(self):
+        return self._acl[-1]
+
+
+class ByContext(Own):
+    def who(self):
+        return USER.get()
+
+
+@pytest.fixture
+def embedder():
+    return Embedder(asked=[])
+
+
+@pytest.fixture
+def nodes():
+    return [TextNode(text=t, id_=f"{u}{n}", metadata={"user": u}) for u in "ab" for n, t in enumerate(FACTS)]
+
+
+@pytest.fixture
+def index(nodes, embedder):
+    return VectorStoreIndex(nodes, embed_model=embedder)
+
+
+@pytest.fixture(autouse=True)
+def first_user():
+    yield
+    USER.set("a")
+
+
+def users(found):
+    return {item.node.metadata["user"] for item in found}
+
+
+def ids(found):
+    return [item.node.node_id for item in found]
+
+
+def of_user(user):
+    return MetadataFilters(filters=[ExactMatchFilter(key="user", value=user)])
+
+
+SWITCHED = {
+    "a dict": lambda n: (r := ByFilter(n), lambda u: r.filter.update(user=u)),
+    "a list": lambda n: (r := ByList(n), lambda u: r._acl.append(u)),
+    "a context variable": lambda n: (ByContext(n), USER.set),
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHED)
+@pytest.mark.parametrize("nested", [False, True])
+def test_whoever_the_retriever_serves_now_is_seen(nodes, embedder, kind, nested):
+    inner, switch = SWITCHED[kind](nodes)
+    wrapped = TransformRetriever(inner, IdentityQueryTransform()) if nested else inner
+    retriever = RagCacheRetriever(wrapped, embed_model=embedder)
+    switch("a")
+    assert users(retriever.retrieve(QUESTION)) == users(retriever.retrieve(QUESTION)) == {"a"}
+    assert len(inner.calls) == 1, "nothing changed, so nothing is searched"
+    for user in "baba":
+        switch(user)
+        assert users(retriever.retrieve(QUESTION)) == {user}
+        assert users(asyncio.run(retriever.aretrieve(QUESTION))) == {user}
+
+
+@pytest.mark.parametrize("wrap", ["transform", "fusion", "own wrapper"])
+def test_filters_of_an_inner_retriever_are_seen(index, embedder, wrap):
+    inner = index.as_retriever(filters=of_user("a"))
+    if wrap == "transform":
+        outer = TransformRetriever(inner, IdentityQueryTransform())
+    elif wrap == "fusion":
+        outer = QueryFusionRetriever([inner], llm=MockLLM(), num_queries=1, use_async=False)
+    else:
+        outer = RagCacheRetriever(inner, embed_model=embedder)
+    retriever = RagCacheRetriever(outer, embed_model=embedder)
+    for user in "abab":
+        inner._filters = of_user(user)
+        assert users(retriever.retrieve(QUESTION)) == {user}
+    assert retriever._retrieval.stats().hits == 2
+    inner._filters.filters[0].value = "a"  # the same object, changed
+    assert users(retriever.retrieve(QUESTION)) == {"a"}
+
+
+def test_what_cannot_be_read_is_not_cached_and_said_once(nodes, embedder, caplog):
+    inner = ByFilter(nodes)
+    inner.filter = {"user": "a", "allowed": lambda node: True}
+    retriever = RagCacheRetriever(inner, embed_model=embedder)
+    for user in "aba":
+        inner.filter["user"] = user
+        assert users(retriever.retrieve(QUESTION)) == {user}
+    assert retriever._retrieval.stats().entries == 0
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "may depend on anything" in record.getMessage()
+    assert "partition=" in record.getMessage()
+
+
+def test_a_partition_of_the_users_own(nodes, embedder):
+    inner = ByFilter(nodes)
+    inner.filter = {"user": "a", "allowed": lambda node: True}
+    retriever = RagCacheRetriever(
+        inner,
+        embed_model=embedder,
+        partition=lambda bundle: inner.filter["user"] if bundle.query_str else None,
+    )
+    for user in "abab":
+        inner.filter["user"] = user
+        assert users(retriever.retrieve(QUESTION)) == {user}
+    assert retriever._retrieval.stats().hits == 2
+    with pytest.raises(TypeError, match="partition= must be a function of a QueryBundle"):
+        RagCacheRetriever(inner, embed_model=embedder, partition="user")
+
+
+def test_changes_of_the_index_are_seen(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=1), embed_model=embedder)
+    first = ids(retriever.retrieve(QUESTION))
+    index.insert_nodes([TextNode(text=QUESTION, id_="new")])
+    assert ids(retriever.retrieve(QUESTION)) == ["new"]
+    index.delete_nodes(["new"])
+    assert ids(retriever.retrieve(QUESTION)) == first
+    index.insert(Document(text=QUESTION, id_="doc"))
+    assert retriever.retrieve(QUESTION)[0].node.ref_doc_id == "doc"
+    index.refresh_ref_docs([Document(text="It snows in June.", id_="doc")])
+    assert ids(retriever.retrieve(QUESTION)) == first
+    index.delete_ref_doc("doc")
+    index.vector_store.add(
+        [TextNode(text=QUESTION, id_="raw", embedding=WordEmbeddings().embed_query(QUESTION))]
+    )
+    assert retriever._retrieval.stats().hits == 0
+    index.vector_store.delete_nodes(["raw"])
+    assert ids(retriever.retrieve(QUESTION)) == first == ids(retriever.retrieve(QUESTION))
+
+
+def test_an_observed_index_stays_what_it_was(index, embedder, tmp_path):
+    RagCacheRetriever(index.as_retriever(), embed_model=embedder).retrieve(QUESTION)
+    assert type(index).__name__ == "VectorStoreIndex"
+    store = index.vector_store
+    assert type(store).__name__ == "SimpleVectorStore"
+    assert store.model_dump() == type(store).__mro__[1](data=store.data).model_dump()
+    index.storage_context.persist(tmp_path)
+    assert (tmp_path / "default__vector_store.json").exists()
+    twin = store.model_copy(deep=True)
+    twin.delete_nodes(["a0"])
+    assert "a0" in store.data.embedding_dict
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+def test_a_repeated_question_is_answered_the_same_behind_a_cutoff(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder)
+    engine = RetrieverQueryEngine.from_args(
+        retriever, llm=MockLLM(), node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=0.1)]
+    )
+    assert isinstance(engine, BaseQueryEngine)
+    first, second = engine.query(QUESTION), engine.query(QUESTION)
+    assert retriever._retrieval.stats().hits == 1
+    assert str(second) == str(first) != "Empty Response"
+    assert [n.score for n in second.source_nodes] == [n.score for n in first.source_nodes]
+
+
+def test_scores_of_a_near_question_are_its_own(index, embedder):
+    inner = index.as_retriever(similarity_top_k=3)
+    retriever = RagCacheRetriever(inner, embed_model=embedder, tolerance=0.3)
+    retriever.retrieve(QUESTION)
+    near = "Where was Ada Lind really born?"
+    found, searched = retriever.retrieve(near), inner.retrieve(near)
+    assert retriever._retrieval.stats().hits == 1
+    own = {item.node.node_id: item.score for item in index.as_retriever(similarity_top_k=12).retrieve(near)}
+    assert [item.score for item in found] == pytest.approx([own[name] for name in ids(found)], abs=1e-6)
+    assert [item.score for item in searched] != [item.score for item in retriever.retrieve(QUESTION)]
+    assert all(SCORE_NOTE not in item.node.metadata for item in found)
+
+
+def test_scores_that_cannot_be_computed_are_the_old_ones_and_marked(nodes, embedder):
+    retriever = RagCacheRetriever(Own(nodes), embed_model=embedder, tolerance=0.3)
+    exact = retriever.retrieve(QUESTION)
+    near = retriever.retrieve("Where was Ada Lind really born?")
+    assert [item.score for item in near] == [item.score for item in exact] == [0.5] * len(FACTS)
+    assert all(item.node.metadata[SCORE_NOTE] == "of the cached question" for item in near)
+    assert all(SCORE_NOTE not in item.node.get_content("llm") for item in near)
+    assert all(SCORE_NOTE not in item.node.metadata for item in retriever.retrieve(QUESTION))
+
+
+# -- forgetting and bad embeddings -----------------------------------------------------------------
+
+
+def test_a_forgotten_text_is_not_found_in_the_cache(index, embedder, rag):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder, cache=rag)
+    found = retriever.retrieve(QUESTION)
+    retriever.retrieve(QUESTION)
+    assert retriever._retrieval.stats().hits == 1
+    text = found[0].node.get_content("none")
+    rag.forget(texts=[text])
+    assert retriever._retrieval.stats().entries == 0
+    assert text not in rag._prompts.registry._namespaces["default"].lru
+
+
+GOOD = [1.0] * 64
+BAD = {
+    "zeros": [0.0] * 64,
+    "tiny": [1e-30] * 64,
+    "NaN": [float("nan")] * 64,
+    "one NaN": [float("nan"), *GOOD[1:]],
+    "infinity": [float("inf")] * 64,
+    "huge": [1e30] * 64,
+    "too huge for float32": [1e300] * 64,
+    "another width": [1.0] * 3,
+    "one number": 1.0,
+    "nothing": [],
+    "None": None,
+    "strings": ["a"] * 64,
+    "nested": [[1.0] * 64],
+    "two of them": [[1.0] * 64] * 2,
+    "ragged": [[1.0], [1.0, 2.0]],
+    "complex": [1j] * 64,
+    "a dict": {"data": GOOD},
+    "objects": [object()] * 64,
+    "a string": "embedding",
+    "a masked array": np.ma.masked_all(64),
+}
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+@pytest.mark.parametrize("kind", BAD)
+async def test_bad_embeddings_cost_no_answer(nodes, embedder, kind, metric):
+    class Odd(Embedder):
+        def get_agg_embedding_from_queries(self, queries, agg_fn=None):
+            return GOOD if queries == ["good"] else BAD[kind]
+
+        async def aget_agg_embedding_from_queries(self, queries, agg_fn=None):
+            return self.get_agg_embedding_from_queries(queries)
+
+    inner = Own(nodes)
+    retriever = RagCacheRetriever(inner, embed_model=Odd(asked=[]), metric=metric)
+    for question in ("good", "bad", "other", "good"):
+        assert users(retriever.retrieve(question)) == {"a"}
+        assert users(await retriever.aretrieve(QueryBundle(question))) == {"a"}
+    asked = [bundle.query_str for bundle in inner.calls]
+    assert asked.count("good") == 1
+    assert {"bad", "other"} <= set(asked)
