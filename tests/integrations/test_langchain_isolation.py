@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnablePassthrough, ensure_config
 from langchain_core.vectorstores import InMemoryVectorStore
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from langchain_ragcachekit import RagCacheRetriever
 
@@ -137,7 +137,7 @@ def test_a_configurable_value_read_by_own_code_counts(documents):
 
 
 class ByField(Own):
-    filter: dict = {"user": "a"}
+    filter: dict = Field(default_factory=lambda: {"user": "a"})
 
     def who(self, run_manager):
         return self.filter["user"]
