@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from integration_kit import FACTS, Calls, WordEmbeddings
+from integration_kit import FACTS, Calls
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform

@@ -1,0 +1,303 @@
+"""Users, filters, configurables, additions, deletions and forgets in any order, against no cache at all."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from integration_kit import WordEmbeddings
+from langchain_classic.retrievers import EnsembleRetriever
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import ConfigurableField, RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import VectorStoreIndex
+from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform
+from llama_index.core.llms import MockLLM
+from llama_index.core.retrievers import BaseRetriever as LlamaRetriever
+from llama_index.core.retrievers import QueryFusionRetriever, TransformRetriever, VectorIndexRetriever
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
+from llama_kit import Embedder
+from pydantic import PrivateAttr
+
+import langchain_ragcachekit
+import llama_index_ragcachekit
+
+USERS = ("ann", "bob", "cleo")
+WORDS = ("boat", "town", "snow", "bread", "cello", "bridge", "harbour", "cat")
+QUESTIONS = [f"where is the {one} of the {other}" for one in WORDS[:2] for other in WORDS[4:7]]
+NOW = contextvars.ContextVar("user", default=USERS[0])
+
+
+@dataclass
+class Run:
+    """What one random run saw."""
+
+    asked: int = 0
+    wrong: list = field(default_factory=list)
+    returned: list = field(default_factory=list)
+
+
+class LangChainWorld:
+    """One store, and retrievers around it that learn in different ways who asks."""
+
+    def __init__(self, rag):
+        self.store = InMemoryVectorStore(WordEmbeddings())
+        self.documents = {}
+        by_field = ByField(store=self.store)
+        by_list = ByList(store=self.store)
+        inner = self.store.as_retriever(search_kwargs={"k": 3})
+        numbers = ConfigurableField(id="store_kwargs")
+        self.kinds = {
+            "configurable fields": Numbered(store=self.store).configurable_fields(numbers=numbers),
+            "alternatives": ByField(store=self.store).configurable_alternatives(
+                ConfigurableField(id="who"), default_key="list", context=ByContext(store=self.store)
+            ),
+            "a dict field": by_field,
+            "an ensemble": EnsembleRetriever(retrievers=[by_list, by_field], weights=[0.5, 0.5]),
+            "a chain": RunnableLambda(lambda question: question.strip()) | inner,
+        }
+        self.by_field, self.by_list, self.inner = by_field, by_list, inner
+        embeddings = self.store.embeddings
+        self.wrapped = {
+            name: langchain_ragcachekit.RagCacheRetriever.wrap(kind, embeddings=embeddings, cache=rag)
+            for name, kind in self.kinds.items()
+        }
+        wrap = langchain_ragcachekit.RagCacheRetriever.wrap
+        self.wrapped["our own"] = wrap(wrap(by_list, embeddings=embeddings), embeddings=embeddings)
+        self.kinds["our own"] = by_list
+
+    def switch(self, rng, user):
+        if rng.random() < 0.5:
+            self.by_field.filter["user"] = user
+        else:
+            self.by_field.filter = {"user": user}
+        self.by_list._acl[:] = [user]
+        self.inner.search_kwargs["k"] = rng.randint(1, 4)
+        NOW.set(user)
+
+    def ask(self, rng, name, question, user):
+        numbers = {"k": rng.randint(1, 3), "user": user}
+        configs = {
+            "configurable fields": {"configurable": {"store_kwargs": numbers}},
+            "alternatives": {"configurable": {"who": rng.choice(["list", "context"])}},
+        }
+        config = configs.get(name)
+        wanted = self.kinds[name].invoke(question, config)
+        got = self.wrapped[name].invoke(question, config)
+        return [d.page_content for d in wanted], [d.page_content for d in got]
+
+    def add(self, name, text, user):
+        self.documents[name] = text
+        self.store.add_documents([Document(text, id=name, metadata={"user": user})])
+
+    def delete(self, name):
+        self.store.delete([name])
+        return self.documents.pop(name)
+
+    def hits(self):
+        return sum(one._retrieval.stats().hits for one in self.wrapped.values())
+
+
+class OfStore(BaseRetriever):
+    store: InMemoryVectorStore
+
+    def who(self):
+        raise NotImplementedError
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        user = self.who()
+        return self.store.similarity_search(query, k=3, filter=lambda d: d.metadata["user"] == user)
+
+
+class Numbered(OfStore):
+    numbers: dict = {"k": 3, "user": USERS[0]}  # noqa: RUF012
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        user = self.numbers["user"]
+        found = self.store.similarity_search(query, k=9, filter=lambda d: d.metadata["user"] == user)
+        return found[: self.numbers["k"]]
+
+
+class ByField(OfStore):
+    filter: dict = {"user": USERS[0]}  # noqa: RUF012
+
+    def who(self):
+        return self.filter["user"]
+
+
+class ByList(OfStore):
+    _acl: list = PrivateAttr(default_factory=lambda: [USERS[0]])
+
+    def who(self):
+        return self._acl[0]
+
+
+class ByContext(OfStore):
+    def who(self):
+        return NOW.get()
+
+
+class LlamaWorld:
+    """The same with LlamaIndex."""
+
+    def __init__(self, rag):
+        embedder = Embedder(asked=[])
+        self.index = VectorStoreIndex([], embed_model=embedder)
+        self.documents = {}
+        self.inner = VectorIndexRetriever(self.index, similarity_top_k=3)
+        self.own = ByAcl(self.index)
+        self.context = ByNow(self.index)
+        self.kinds = {
+            "a vector index": VectorIndexRetriever(self.index, similarity_top_k=2),
+            "a transform": TransformRetriever(self.inner, IdentityQueryTransform()),
+            "a list": self.own,
+            "a fusion": QueryFusionRetriever(
+                [self.inner, self.own], llm=MockLLM(), num_queries=1, use_async=False, similarity_top_k=4
+            ),
+            "a context": self.context,
+        }
+        wrap = llama_index_ragcachekit.RagCacheRetriever
+        self.wrapped = {n: wrap(kind, embed_model=embedder, cache=rag) for n, kind in self.kinds.items()}
+        self.kinds["our own"] = self.inner
+        self.wrapped["our own"] = wrap(wrap(self.inner, embed_model=embedder), embed_model=embedder)
+
+    def switch(self, rng, user):
+        self.own._acl[:] = [user]
+        NOW.set(user)
+        filters = MetadataFilters(filters=[ExactMatchFilter(key="user", value=user)])
+        for retriever in (self.inner, self.kinds["a vector index"]):
+            if retriever._filters is not None and rng.random() < 0.5:
+                retriever._filters.filters[0].value = user
+            else:
+                retriever._filters = filters.model_copy(deep=True)
+        self.inner.similarity_top_k = rng.randint(1, 4)
+
+    def ask(self, rng, name, question, user):
+        wanted, got = self.kinds[name].retrieve(question), self.wrapped[name].retrieve(question)
+        return [(i.node.text, i.score) for i in wanted], [(i.node.text, i.score) for i in got]
+
+    def add(self, name, text, user):
+        self.documents[name] = text
+        self.index.insert_nodes([TextNode(text=text, id_=name, metadata={"user": user})])
+
+    def delete(self, name):
+        self.index.delete_nodes([name], delete_from_docstore=True)
+        return self.documents.pop(name)
+
+    def hits(self):
+        return sum(one._retrieval.stats().hits for one in self.wrapped.values())
+
+
+class OfIndex(LlamaRetriever):
+    def __init__(self, index):
+        super().__init__()
+        self.index, self._acl = index, [USERS[0]]
+
+    def _retrieve(self, query_bundle):
+        nodes = self.index.docstore.docs.values()
+        words = set(query_bundle.query_str.split())
+        found = [
+            NodeWithScore(node=n, score=float(len(words & set(n.text.split()))))
+            for n in nodes
+            if n.metadata["user"] == self.who()
+        ]
+        return sorted(found, key=lambda item: -item.score)[:3]
+
+
+class ByAcl(OfIndex):
+    def who(self):
+        return self._acl[0]
+
+
+class ByNow(OfIndex):
+    def who(self):
+        return NOW.get()
+
+
+@pytest.fixture(autouse=True)
+def first_user():
+    yield
+    NOW.set(USERS[0])
+
+
+def interleave(world, rag, steps, seed):
+    """Random steps; every answer is compared with that of the bare retriever at the same moment."""
+    rng, run, user, number = random.Random(seed), Run(), USERS[0], 0
+    world.switch(rng, user)
+    for step in range(steps):
+        chance = rng.random()
+        if chance < 0.03 or len(world.documents) < 6:
+            number += 1
+            words = " ".join(rng.choices(WORDS, k=3))
+            world.add(f"doc{number}", f"the {words} of number {number}", rng.choice(USERS))
+        elif chance < 0.05:
+            gone = world.delete(rng.choice(sorted(world.documents)))
+            if rng.random() < 0.7:
+                rag.forget(texts=[gone])
+                run.returned += [gone] if is_registered(rag, gone) else []
+        elif chance < 0.06:
+            rag.forget(texts=[world.documents[rng.choice(sorted(world.documents))]])
+        elif chance < 0.062:
+            rag.forget()
+        elif chance < 0.15:
+            user = rng.choice(USERS)
+            world.switch(rng, user)
+        name, question = rng.choice(sorted(world.wrapped)), rng.choice(QUESTIONS)
+        wanted, got = world.ask(rng, name, question, user)
+        run.asked += 1
+        if wanted != got:
+            run.wrong.append((step, name, question, user, wanted, got))
+    return run
+
+
+def is_registered(rag, text):
+    return bool(rag._prompts.registry.find("default", text).found)
+
+
+@pytest.fixture(params=[LangChainWorld, LlamaWorld], ids=["langchain", "llama-index"])
+def world(request, rag):
+    return request.param(rag)
+
+
+def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag):
+    check(world, rag, steps=1_500, seed=0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_nobody_gets_what_a_bare_retriever_would_not_give_in_10000_steps(world, rag):
+    check(world, rag, steps=10_000, seed=1)
+
+
+def check(world, rag, steps, seed):
+    run = interleave(world, rag, steps, seed)
+    assert run.asked == steps
+    assert run.wrong == []
+    assert run.returned == []
+    assert world.hits() > steps / 10, "a cache that is never hit proves nothing"
+
+
+@pytest.mark.parametrize("workers", [8])
+def test_threads_of_several_users_get_their_own(rag, workers):
+    world = LangChainWorld(rag)
+    for number in range(30):
+        world.add(f"doc{number}", f"the {WORDS[number % 8]} of number {number}", USERS[number % 3])
+    retriever = world.wrapped["alternatives"]
+    config = {"configurable": {"who": "context"}}
+
+    def ask(job):
+        user, question = job
+        NOW.set(user)
+        return all(d.metadata["user"] == user for d in retriever.invoke(question, config))
+
+    jobs = [(user, question) for _ in range(10) for question in QUESTIONS[:5] for user in USERS]
+    random.Random(0).shuffle(jobs)
+    with ThreadPoolExecutor(workers) as pool:
+        right = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
+    assert all(right)
+    assert retriever._retrieval.stats().hits > len(jobs) / 2
