@@ -146,7 +146,7 @@ class Stock:
         """Make texts known as chunks; how many of them prompts can be searched for."""
         texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
-        result = self.prompts.registry.add(space, texts)
+        result = self.prompts.register(texts, space)
         return result.added + result.known
 
     def prefetch(
@@ -154,7 +154,7 @@ class Stock:
     ) -> None:
         """Begin to load chunks (texts or ids) for a prompt that will come."""
         chunks = strings(chunks, "chunks")
-        self.prompts.retrieved.saw(space, (chunk for chunk in chunks if not is_chunk_id(chunk)))
+        self.prompts.note_retrieved([chunk for chunk in chunks if not is_chunk_id(chunk)], space)
         if policy.reads_cache:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
@@ -170,7 +170,7 @@ class Stock:
         texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
         missing = self.prompts.missing(texts, space, self._policy, system)
-        self.prompts.registry.add(space, texts)
+        self.prompts.register(texts, space)
         todo = self.warmer.complete(item for item in missing if item.key not in self.store)
         if isinstance(self.store, NullStore):
             self._warn(
@@ -190,11 +190,10 @@ class Stock:
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
         if ids is None and texts is None:
-            self.prompts.registry.clear(space)
             self.prompts.forget(space)
             return self._forget(space)
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
-        self.prompts.registry.discard(space, texts)
+        self.prompts.forget(space, texts)
         # As they are stored, and whole, as an older version kept those with blanks at their end.
         every = [form for text in texts for form in forms(text)]
         tokens = [self.prompts.chunk_ids(form) for form in every]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import groupby
 
 from ragcachekit.types import Chunk, Prompt
 
@@ -53,7 +54,8 @@ class Retrieved:
             begin -= {_beginning(s.text or "") for s in prompt.segments if isinstance(s, Chunk)}
         if not begin:
             return ()
-        texts = (s.text or "" for s in prompt.segments if not isinstance(s, Chunk))
+        runs = groupby(prompt.segments, lambda s: isinstance(s, Chunk))
+        texts = ("".join(s.text or "" for s in run) for is_chunk, run in runs if not is_chunk)
         fixed = "\n".join(_plain(text[:MOST_SEARCHED]) for text in texts)
         count = sum(beginning in fixed for beginning in begin)
         if not count:

@@ -137,7 +137,7 @@ class ChunkRegistry:
             return len(space.lru) if space else 0
 
     def find(self, namespace: str, text: str) -> Matches:
-        """Every occurrence of the namespace's chunks; those found count as used just now."""
+        """The leftmost, longest occurrences of the namespace's chunks; these count as used just now."""
         with self._lock:
             space = self._namespaces.get(namespace)
             if space is None:
@@ -146,8 +146,9 @@ class ChunkRegistry:
         matches = snapshot.find(text)  # outside the lock: prompts of several threads search at once
         with self._lock:
             for start, end in matches.found:
-                if (chunk := text[start:end]) in space.lru:
-                    space.lru.move_to_end(chunk)
+                for form in reversed(forms(text[start:end])):
+                    if form in space.lru:
+                        space.lru.move_to_end(form)
         return matches
 
     def _put(self, space: _Namespace, text: str) -> bool:
