@@ -176,9 +176,17 @@ class Preparer:
                 segments, policy, encodings, fetch, self._fingerprint, space, variants, self._tree
             )
             if policy.reads_cache:
-                notes += self.retrieved.altered(space, segmentation.prompt)
+                notes += self._not_found(prompt, segmentation.prompt, space)
         said = (*segmentation.prompt.notes, *notes)
         return plan.reported(lambda report: replace(report, notes=(*report.notes, *said)))
+
+    def _not_found(self, given: PromptLike, prompt: Prompt, space: str) -> tuple[str, ...]:
+        """Which retrieved chunks were not found, or why the prompt has none at all."""
+        altered = self.retrieved.altered(space, prompt)
+        has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
+        if altered or has_chunks or isinstance(given, Prompt):
+            return altered
+        return (self.registry.nothing_found(space),)
 
     def upcoming(
         self, chunks: Sequence[str], space: str, policy: SelectionPolicy, system: str | None

@@ -147,6 +147,7 @@ class Stock:
         texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
         result = self.prompts.register(texts, space)
+        self.prompts.note_retrieved(texts, space)
         return result.added + result.known
 
     def prefetch(

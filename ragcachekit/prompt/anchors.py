@@ -81,10 +81,10 @@ class _Search:
         return Matches(tuple(self._found), tuple(self._overlapped), None, self._steps)
 
     def _is_worth_comparing(self, start: int) -> bool:
-        if self._found and start < self._found[-1].end:
-            # No chunk can begin here any more. Half of the budget stays for places where one can.
-            if len(self._overlapped) >= MOST_OVERLAPPED or 2 * self._steps > self._budget:
-                return False
+        # No chunk can begin inside of another. Half of the budget stays for places where one can.
+        inside = bool(self._found) and start < self._found[-1].end
+        if inside and (len(self._overlapped) >= MOST_OVERLAPPED or 2 * self._steps > self._budget):
+            return False
         return not word_runs_across(self._text, start)
 
     def _matches(self, place: _Place) -> Iterator[Match]:

@@ -34,7 +34,7 @@ class NestedTexts:
         """Lengths of all that ``text[start:]`` begins with, longest first, and the steps of comparing."""
         window = text[start : start + self._longest]
         number = bisect_right(self._texts, window) - 1
-        common = _common(self._texts[number], window)
+        common = common_length(self._texts[number], window)
         steps = (len(self._texts).bit_length() + 2) * (1 + (len(window) >> 6))
         while len(self._texts[number]) > common:
             jump = self._jump[number]
@@ -48,7 +48,7 @@ class NestedTexts:
             number = self._parent[number]
 
 
-def _common(one: str, other: str) -> int:
+def common_length(one: str, other: str) -> int:
     """Length of the common beginning: halving, as comparing slices takes no loop over characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:

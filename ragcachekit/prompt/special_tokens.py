@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import NamedTuple
 
+from ragcachekit.prompt.nested import common_length
 from ragcachekit.types import Chunk, Segment, Text
 
 MOST_TEXTS = 1024
@@ -232,7 +232,7 @@ def _is_fixed(segment: Segment) -> bool:
 
 def _agree(left: str, right: str, text_left: str, text_right: str) -> bool:
     """Whether enough of what the text has around its own occurrence is here as well, of little half."""
-    same = len(commonprefix([left[::-1], text_left[::-1]])) + len(commonprefix([right, text_right]))
+    same = common_length(left[::-1], text_left[::-1]) + common_length(right, text_right)
     return same >= ENOUGH or 2 * same >= len(text_left) + len(text_right)
 
 

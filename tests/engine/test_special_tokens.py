@@ -1,4 +1,4 @@
-"""Text of special tokens in documents: plain text in every prompt, while the template's own stay control tokens."""
+"""Text of special tokens in documents is plain text; the template's own stay control tokens."""
 
 from __future__ import annotations
 
