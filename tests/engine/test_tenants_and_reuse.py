@@ -32,9 +32,7 @@ class TestNamespaces:
         assert theirs.report.link.namespace == "b"
         assert theirs.report.link.reused_tokens == 0
         assert theirs.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
-        assert not {c.chunk_id for c in mine.report.link.uses} & {
-            c.chunk_id for c in theirs.report.link.uses
-        }
+        assert not {c.chunk_id for c in mine.report.link.uses} & {c.chunk_id for c in theirs.report.link.uses}
 
     def test_texts_registered_by_one_are_not_looked_for_in_anothers_prompts(self, reader):
         reader.encode([ONE], namespace="a")
