@@ -67,8 +67,8 @@ class Retrieved:
             return ()
         chunks = f"{count} retrieved chunk{'s stand' if count > 1 else ' stands'}"
         return (
-            f"{chunks} in the prompt, but altered (whitespace, case, length, a word that runs on, ...), and only verbatim chunks "
-            "are reused: let the chain put in their text as it is",
+            f"{chunks} in the prompt, but altered (whitespace, case, length, a word that runs on, ...), and "
+            "only verbatim chunks are reused: let the chain put in their text as it is",
         )
 
 

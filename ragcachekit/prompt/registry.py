@@ -146,8 +146,8 @@ class ChunkRegistry:
             registered, refused = namespace in self._namespaces, namespace in self._refused
         if registered and self.size(namespace):
             why = (
-                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in another "
-                "case, re-wrapped, or with a word that runs on, a chunk is not recognised"
+                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
+                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised"
             )
         else:
             why = (
