@@ -24,8 +24,9 @@ from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.prompt.altered import Retrieved
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.messages import segment_messages
-from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.registry import ChunkRegistry, Registered
 from ragcachekit.prompt.segment import blanks_outside, body, segment_text
+from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import Chunk, KVKey, Prompt, Segment, Text
 
@@ -38,6 +39,8 @@ MODEL_CHANGED = (
     "the model changed since this RagCache was made (weights, adapter, dtype or attention "
     "implementation); make a new RagCache around it"
 )
+
+_CERTAIN = "chat messages tell them from the template's own for certain"
 
 
 class Preparer:
@@ -77,6 +80,7 @@ class Preparer:
         self.retrieved = Retrieved()
         self.context = rope.context
         self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
+        self.special_tokens = SpecialTokenTexts(self._tokens.special_tokens if self._tokens else ())
         self._rope = rope
         self._fetch = fetch or (lambda: Fetch(store))
         self._tree = tree
@@ -124,6 +128,16 @@ class Preparer:
             )
         return encodings
 
+    def register(self, texts: Sequence[str], space: str) -> Registered:
+        """Search the namespace's prompts for these texts."""
+        self.special_tokens.add(space, texts)
+        return self.registry.add(space, texts)
+
+    def note_retrieved(self, texts: Sequence[str], space: str) -> None:
+        """These texts were retrieved for a prompt that will come."""
+        self.special_tokens.add(space, texts)
+        self.retrieved.saw(space, texts)
+
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
         """An entry is in the store now."""
         if key.encoding.partition("@")[0] == IN_PROMPT:
@@ -162,9 +176,17 @@ class Preparer:
                 segments, policy, encodings, fetch, self._fingerprint, space, variants, self._tree
             )
             if policy.reads_cache:
-                notes += self.retrieved.altered(space, segmentation.prompt)
+                notes += self._not_found(prompt, segmentation.prompt, space)
         said = (*segmentation.prompt.notes, *notes)
         return plan.reported(lambda report: replace(report, notes=(*report.notes, *said)))
+
+    def _not_found(self, given: PromptLike, prompt: Prompt, space: str) -> tuple[str, ...]:
+        """Which retrieved chunks were not found, or why the prompt has none at all."""
+        altered = self.retrieved.altered(space, prompt)
+        has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
+        if altered or has_chunks or isinstance(given, Prompt):
+            return altered
+        return (self.registry.nothing_found(space),)
 
     def upcoming(
         self, chunks: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
@@ -185,8 +207,14 @@ class Preparer:
         encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
         return upcoming_keys(items, encodings, before, self._fingerprint, space, self.variants)
 
-    def forget(self, space: str) -> None:
-        """Forget what was seen of a namespace's prompts."""
+    def forget(self, space: str, texts: Sequence[str] | None = None) -> None:
+        """Forget these texts; without them, all texts of the namespace and what its prompts were."""
+        if texts is not None:
+            self.registry.discard(space, texts)
+            self.special_tokens.discard(space, texts)
+            return
+        self.registry.clear(space)
+        self.special_tokens.clear(space)
         self._upcoming.forget(space)
 
     def missing(
@@ -248,13 +276,14 @@ class Preparer:
             return ()
 
     def _segment(self, prompt: PromptLike, space: str) -> Segmentation:
+        special = self.special_tokens
         if isinstance(prompt, Prompt):
-            return Segmentation(prompt)
+            return _split(Segmentation(prompt), special, space)
         if isinstance(prompt, str):
-            return segment_text(prompt, self.registry, space)
+            return _split(segment_text(prompt, self.registry, space), special, space)
         if isinstance(prompt, Sequence):
             messages = cast(Sequence[Mapping[str, Any]], prompt)
-            return segment_messages(messages, self.tokens.render, self.registry, space)
+            return segment_messages(messages, self.tokens.render, self.registry, space, special)
         raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
 
     def _tokenise(
@@ -288,8 +317,21 @@ class Preparer:
         if segment.token_ids is not None:
             return segment.token_ids
         text = segment.text or ""
-        return self.chunk_ids(text) if isinstance(segment, Chunk) else self.tokens.text(text, first=first)
+        if isinstance(segment, Chunk):
+            return self.chunk_ids(text)
+        if isinstance(segment, Text) and segment.split_special_tokens:
+            return self.tokens.chunk(text)
+        return self.tokens.text(text, first=first)
 
     def chunk_ids(self, text: str) -> Ids:
         """A chunk's ids without the blanks at its end, which chains strip or keep: one entry serves both."""
         return self.tokens.chunk(body(text))
+
+
+def _split(segmentation: Segmentation, special: SpecialTokenTexts, space: str) -> Segmentation:
+    """The segmentation with what may come from retrieved texts read as plain text, and a note of it."""
+    prompt = segmentation.prompt
+    segments = special.split(space, prompt.segments)
+    count = plain_count(segments) - plain_count(prompt.segments)
+    notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
+    return replace(segmentation, prompt=Prompt(segments, (*prompt.notes, *notes)))

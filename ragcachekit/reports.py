@@ -31,6 +31,10 @@ def _of_tree(tokens: int) -> str:
     return f", {tokens} of them from the knowledge tree" if tokens else ""
 
 
+def _came_from(source: str) -> str:
+    return source if source == "computed" else f"from {source}"
+
+
 def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -41,7 +45,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class ChunkUse(_Report):
-    """How one cacheable segment of a prompt was served.
+    """How one cacheable segment of a prompt, a chunk or the text before the first, was served.
 
     Attributes
     ----------
@@ -86,6 +90,10 @@ class LinkReport(_Report):
         Rows with nothing cached: the question, fixed text, missing chunks.
     recompute_ratio : float
         Recomputed / cached rows over all layers; 0 when nothing was cached.
+    chunks : tuple of ChunkUse
+        How each chunk was served, in order.
+    prefix : ChunkUse or None
+        How the text before the first chunk was served; None where there is none.
     link_ms : float
         Milliseconds to assemble the linked cache, whatever it waited for included.
     load_ms, wait_ms : float
@@ -126,11 +134,17 @@ class LinkReport(_Report):
     notes: tuple[str, ...] = ()
     forward: str = ""
     kernels: str = ""
+    prefix: ChunkUse | None = None
 
     @property
     def reused_tokens(self) -> int:
         """Rows whose KV was really reused (what LangChain calls ``cache_read``)."""
         return self.exact_tokens + self.approximate_tokens
+
+    @property
+    def uses(self) -> tuple[ChunkUse, ...]:
+        """All that can be cached: the prefix, where there is one, then the chunks."""
+        return (*([self.prefix] if self.prefix is not None else []), *self.chunks)
 
     @property
     def overlap(self) -> float | None:
@@ -153,6 +167,8 @@ class LinkReport(_Report):
                 f", {self.loaded_bytes / 1e6:.1f} MB loaded in {self.load_ms:.1f} ms "
                 f"({self.overlap:.0%} of it hidden)"
             )
+        if self.prefix is not None:
+            text += f", {self.prefix.tokens} tokens before the first chunk {_came_from(self.prefix.source)}"
         if self.forward:
             text += f", forward {self.forward}, kernels {self.kernels}"
         fallback = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []

@@ -160,7 +160,8 @@ class Stock:
         """Make texts known as chunks; how many of them prompts can be searched for."""
         texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
-        result = self.prompts.registry.add(space, texts)
+        result = self.prompts.register(texts, space)
+        self.prompts.note_retrieved(texts, space)
         return result.added + result.known
 
     def prefetch(
@@ -168,7 +169,7 @@ class Stock:
     ) -> None:
         """Begin to load chunks (texts or ids) for a prompt that will come."""
         chunks = strings(chunks, "chunks")
-        self.prompts.retrieved.saw(space, (chunk for chunk in chunks if not is_chunk_id(chunk)))
+        self.prompts.note_retrieved([chunk for chunk in chunks if not is_chunk_id(chunk)], space)
         if policy.reads_cache:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
@@ -184,7 +185,7 @@ class Stock:
         texts = strings(texts, "texts")
         self.prompts.neighbours.welcome(space, texts)
         missing = self.prompts.missing(texts, space, self._policy, system)
-        self.prompts.registry.add(space, texts)
+        self.prompts.register(texts, space)
         todo = self.warmer.complete(item for item in missing if item.key not in self.store)
         if isinstance(self.store, NullStore):
             self._warn(
@@ -205,13 +206,12 @@ class Stock:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
         if ids is None and texts is None:
             self._forget_results(space, None)
-            self.prompts.registry.clear(space)
             self.prompts.forget(space)
             return self._forget(space)
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
         self._forget_results(space, lambda text: text.strip() in bare or self._is_one_of(text, named, space))
-        self.prompts.registry.discard(space, texts)
+        self.prompts.forget(space, texts)
         # As they are stored, and whole, as an older version kept those with blanks at their end.
         every = [form for text in texts for form in forms(text)]
         tokens = [self.prompts.chunk_ids(form) for form in every]

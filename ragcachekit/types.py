@@ -43,7 +43,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Text(Segment):
-    """Fixed text or the question: always computed, except an exact prefix at the prompt's start."""
+    """Fixed text or the question: always computed, except an exact prefix at the prompt's start.
+
+    ``split_special_tokens=True`` reads special-token strings in ``text`` as plain text, as in chunks.
+    """
+
+    split_special_tokens: bool = False
 
 
 @dataclass(frozen=True)

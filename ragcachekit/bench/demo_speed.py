@@ -194,7 +194,7 @@ def _ask(rag: RagCache, prompt: str, timings: Timings) -> None:
     info = llm.generate([prompt]).generations[0][0].generation_info or {}
     report = info["ragcachekit"]
     link = report["link"]
-    sources = {use["source"] for use in link["chunks"]}
+    sources = {use["source"] for use in (*([link["prefix"]] if link["prefix"] else []), *link["chunks"])}
     cold = {"computed"} if timings.policy != "full" else set()
     expected = cold if timings.tier == NO_TIER else {timings.tier}
     if sources != expected:

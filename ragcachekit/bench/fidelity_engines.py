@@ -184,8 +184,8 @@ class Engines:
 
 
 def _served(report: LinkReport) -> bool:
-    """Whether every chunk came from the store (``full`` asks for none)."""
-    return all(use.source != "computed" for use in report.chunks)
+    """Whether every chunk, and the prefix, came from the store (``full`` asks for none)."""
+    return all(use.source != "computed" for use in report.uses)
 
 
 def quantisation(encoder: str) -> str:

@@ -164,7 +164,7 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
     """
     report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
     link = report.link
-    sources = {use.source for use in link.chunks}
+    sources = {use.source for use in link.uses}
     served = sources == {tier.removesuffix("-cold")}
     if tier == NO_TIER:
         served = not link.reused_tokens + link.recomputed_tokens

@@ -168,7 +168,8 @@ def _typed() -> Iterator[str]:
 def _about(asked: Asked, refused: Sequence[str]) -> Table:
     link = asked.report["link"]
     reused = link["exact_tokens"] + link["approximate_tokens"]
-    tiers = {c["source"] for c in link["chunks"] if c["source"] != "computed"}
+    uses = [*([link["prefix"]] if link["prefix"] else []), *link["chunks"]]
+    tiers = {use["source"] for use in uses if use["source"] != "computed"}
     retrieval = f"query cache miss, index searched, {asked.retrieval_ms:.0f} ms"
     if asked.hit:
         retrieval = f"query cache hit at distance {asked.distance:.3f}, {asked.retrieval_ms:.0f} ms"

@@ -51,8 +51,10 @@ def decided(
         recomputed_tokens=recomputed,
         computed_tokens=length - total,
         recompute_ratio=spent / total if total else 0.0,
-        chunks=_with_recomputed(plan.report.chunks, placed, picked),
     )
+    uses = _with_recomputed(plan.report.uses, placed, picked)
+    has_prefix = plan.report.prefix is not None
+    report = replace(report, prefix=uses[0] if has_prefix else None, chunks=uses[has_prefix:])
     return replace(plan, rows=tuple(np.flatnonzero(~kept).tolist()), report=report, policy=None)
 
 

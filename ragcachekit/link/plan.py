@@ -174,18 +174,26 @@ def _report(lookup: _Lookup, parts: _Parts, tokens: int, load_ms: float) -> Link
         if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
     }
     known = lookup.beginning
+    prefix = parts.uses[:1] if _begins_with_prefix(lookup.segments, parts.uses) else []
     load_ms += known.ms if known is not None else 0.0
     return LinkReport(
         lookup.policy.name,
         lookup.encoder,
         lookup.namespace,
         prompt_tokens=tokens,
-        chunks=tuple(parts.uses),
+        chunks=tuple(parts.uses[len(prefix) :]),
+        prefix=prefix[0] if prefix else None,
         load_ms=load_ms,
         wait_ms=load_ms if slow else 0.0,
         loaded_bytes=sum(slow.values()),
         tree_tokens=known.match.tokens if known is not None else 0,
     )
+
+
+def _begins_with_prefix(segments: Sequence[TokenSegment], uses: Sequence[ChunkUse]) -> bool:
+    """Whether the first use is the text before the first chunk, and not a chunk or a past turn."""
+    first = next((segment for segment in segments if segment.token_ids), None)
+    return first is not None and not first.is_chunk and bool(uses) and uses[0].source != TURN
 
 
 def _chosen(plan: LinkPlan, policy: SelectionPolicy, segments: Sequence[TokenSegment]) -> LinkPlan:

@@ -30,6 +30,10 @@ class SegmentTokenizer:
         whole, bare = list(self._texts("a").input_ids), list(a)
         at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
         self.leading = tuple(whole[:at])
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_tokens = frozenset(
+            [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
+        )
 
     @property
     def pad(self) -> int:

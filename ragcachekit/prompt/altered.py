@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import groupby
 
 from ragcachekit.types import Chunk, Prompt
 
@@ -23,15 +24,20 @@ class Retrieved:
     """How the chunks begin that were retrieved last in each namespace, whitespace and case aside."""
 
     def __init__(self) -> None:
-        self._begin: OrderedDict[str, deque[str]] = OrderedDict()
+        self._begin: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._lock = threading.Lock()
 
     def saw(self, namespace: str, texts: Iterable[str]) -> None:
         """These were retrieved."""
-        begin = [beginning for text in texts if len(beginning := _beginning(text)) >= SHORTEST]
+        last = list(texts)[-MOST_CHUNKS:]
+        begin = [beginning for text in last if len(beginning := _beginning(text)) >= SHORTEST]
         with self._lock:
-            known = self._begin.setdefault(namespace, deque(maxlen=MOST_CHUNKS))
-            known.extend(begin)
+            known = self._begin.setdefault(namespace, OrderedDict())
+            for beginning in begin:
+                known[beginning] = None
+                known.move_to_end(beginning)
+            while len(known) > MOST_CHUNKS:
+                known.popitem(last=False)
             self._begin.move_to_end(namespace)
             if len(self._begin) > MOST_NAMESPACES:
                 self._begin.popitem(last=False)
@@ -53,15 +59,16 @@ class Retrieved:
             begin -= {_beginning(s.text or "") for s in prompt.segments if isinstance(s, Chunk)}
         if not begin:
             return ()
-        texts = (s.text or "" for s in prompt.segments if not isinstance(s, Chunk))
+        runs = groupby(prompt.segments, lambda s: isinstance(s, Chunk))
+        texts = ("".join(s.text or "" for s in run) for is_chunk, run in runs if not is_chunk)
         fixed = "\n".join(_plain(text[:MOST_SEARCHED]) for text in texts)
         count = sum(beginning in fixed for beginning in begin)
         if not count:
             return ()
         chunks = f"{count} retrieved chunk{'s stand' if count > 1 else ' stands'}"
         return (
-            f"{chunks} in the prompt, but altered (whitespace, case, length, ...), and only verbatim chunks "
-            "are reused: let the chain put in their text as it is",
+            f"{chunks} in the prompt, but altered (whitespace, case, length, a word that runs on, ...), and "
+            "only verbatim chunks are reused: let the chain put in their text as it is",
         )
 
 

@@ -6,17 +6,19 @@ An automaton over whole chunks took 4.3 s and 450 MB for 10,000 chunks of 1,000 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ahocorasick
 
-from ragcachekit.prompt.base import Match, Matches
+from ragcachekit.prompt.base import MOST_OVERLAPPED, Match, Matches, word_runs_across
+from ragcachekit.prompt.nested import NestedTexts
 
 ANCHOR_CHARS = 32
 CROWDED = 4
-"""Texts that may share one anchor before another place in the text is tried."""
+"""Texts that may share one anchor; of more, that begin with it, one search finds the longest."""
 
 GROWTH = 4
 """A level is merged into the one before it unless that one is more than this many times larger."""
@@ -30,28 +32,84 @@ class _Anchored(NamedTuple):
     offset: int
 
 
+class _Place(NamedTuple):
+    """Where a text, or one of several that begin with the same anchor, would have to start."""
+
+    start: int
+    candidate: str | NestedTexts
+
+
 class AnchorSnapshot(NamedTuple):
-    """What a search reads; automata never change and buckets are replaced, never written to."""
+    """What a search reads; automata never change, and what hangs on an anchor is replaced as a whole."""
 
     automata: tuple[Any, ...]
     buckets: Mapping[str, tuple[_Anchored, ...]]
+    nested: Mapping[str, NestedTexts]
 
     def find(self, text: str) -> Matches:
-        """All occurrences of the indexed texts; at most ``8 len(text) + 100,000`` units of comparing."""
-        budget = _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
-        found: list[Match] = []
+        """The leftmost, longest occurrences; at most about ``8 len(text) + 100,000`` steps of comparing."""
+        return _Search(text).over(sorted(self._places(text), key=lambda place: place.start))
+
+    def _places(self, text: str) -> Iterator[_Place]:
         for automaton in self.automata:
             for last, anchor in automaton.iter(text):
                 first = last + 1 - len(anchor)
                 for candidate, offset in self.buckets.get(anchor, ()):
-                    start = first - offset
-                    budget -= 1
-                    if start >= 0 and text.startswith(candidate, start):
-                        found.append(Match(start, start + len(candidate)))
-                        budget -= len(candidate) >> 6  # what the comparison read, in cache lines
-                if budget < 0:
-                    return Matches((), complete=False)
-        return Matches(tuple(found))
+                    if first >= offset:
+                        yield _Place(first - offset, candidate)
+                if nested := self.nested.get(anchor):
+                    yield _Place(first, nested)
+
+
+class _Search:
+    """One pass over the places of one text, from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._budget = _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
+        self._steps = 0
+        self._found: list[Match] = []
+        self._overlapped: list[Match] = []
+
+    def over(self, places: Iterable[_Place]) -> Matches:
+        """What these places hold, which must be in the order of their starts."""
+        for start, here in groupby(places, lambda place: place.start):
+            if self._steps > self._budget:
+                return Matches(tuple(self._found), tuple(self._overlapped), start, self._steps)
+            if self._is_worth_comparing(start):
+                self._take({match for place in here for match in self._matches(place)})
+        return Matches(tuple(self._found), tuple(self._overlapped), None, self._steps)
+
+    def _is_worth_comparing(self, start: int) -> bool:
+        # No chunk can begin inside of another. Half of the budget stays for places where one can.
+        inside = bool(self._found) and start < self._found[-1].end
+        if inside and (len(self._overlapped) >= MOST_OVERLAPPED or 2 * self._steps > self._budget):
+            return False
+        return not word_runs_across(self._text, start)
+
+    def _matches(self, place: _Place) -> Iterator[Match]:
+        text, (start, candidate) = self._text, place
+        if isinstance(candidate, NestedTexts):
+            lengths, steps = candidate.prefixes(text, start)
+            self._steps += steps
+        else:
+            self._steps += 1 + (len(candidate) >> 6)
+            lengths = iter((len(candidate),) if text.startswith(candidate, start) else ())
+        room = MOST_OVERLAPPED
+        for length in lengths:
+            self._steps += 1
+            if not word_runs_across(text, start + length):
+                yield Match(start, start + length)
+                room -= 1
+            if not room:
+                return
+
+    def _take(self, here: set[Match]) -> None:
+        """Of the matches at one start the longest, unless an earlier one runs across that."""
+        matches = sorted(here, reverse=True)
+        if matches and (not self._found or matches[0].start >= self._found[-1].end):
+            self._found.append(matches.pop(0))
+        self._overlapped += matches[: MOST_OVERLAPPED - len(self._overlapped)]
 
 
 class AnchorIndex:
@@ -66,6 +124,9 @@ class AnchorIndex:
 
     def __init__(self) -> None:
         self._buckets: dict[str, tuple[_Anchored, ...]] = {}
+        self._crowds: dict[str, set[str]] = {}
+        self._nested: dict[str, NestedTexts] = {}
+        self._stale: set[str] = set()
         self._levels: list[tuple[frozenset[str], Any]] = []
         self._indexed: set[str] = set()
         self._pending: set[str] = set()
@@ -73,52 +134,68 @@ class AnchorIndex:
     def add(self, text: str) -> None:
         """Index ``text``, which must not be indexed already."""
         offset = self._choose(text)
-        anchor = text[offset : offset + ANCHOR_CHARS]
-        self._buckets[anchor] = (*self._buckets.get(anchor, ()), _Anchored(text, offset))
+        anchor = _anchor(text, offset or 0)
+        if offset is None:
+            self._crowds.setdefault(anchor, set()).add(text)
+            self._stale.add(anchor)
+        else:
+            self._buckets[anchor] = (*self._buckets.get(anchor, ()), _Anchored(text, offset))
         if anchor not in self._indexed:
             self._pending.add(anchor)
 
     def remove(self, text: str) -> None:
         """Drop ``text``, which must be indexed."""
-        for offset in _offsets(text):
-            anchor = text[offset : offset + ANCHOR_CHARS]
+        anchor = _anchor(text, 0)
+        if text in self._crowds.get(anchor, ()):
+            self._crowds[anchor].remove(text)
+            self._stale.add(anchor)
+            if not self._crowds[anchor]:
+                del self._crowds[anchor]
+            self._forget_dead(anchor)
+            return
+        for anchor in (_anchor(text, offset) for offset in _offsets(text)):
             bucket = self._buckets.get(anchor, ())
             rest = tuple(entry for entry in bucket if entry.text != text)
             if len(rest) < len(bucket):
-                self._replace(anchor, rest)
+                self._buckets[anchor] = rest
+                if not rest:
+                    del self._buckets[anchor]
+                self._forget_dead(anchor)
                 return
         raise KeyError("text is not indexed")
 
     def snapshot(self) -> AnchorSnapshot:
         """The index as it is now, brought up to date if texts were added."""
-        if len(self._indexed) > 2 * len(self._buckets) + 64:
-            self._rebuild()
+        if len(self._indexed) > 2 * len(self._alive()) + 64:
+            self._levels.clear()
+            self._indexed.clear()
+            self._pending = set(self._alive())
         if self._pending:
             self._merge_pending()
+        # Replaced only now: a search that is under way goes on with what it has.
+        for anchor in self._stale:
+            if anchor in self._crowds:
+                self._nested[anchor] = NestedTexts(self._crowds[anchor])
+            else:
+                self._nested.pop(anchor, None)
+        self._stale.clear()
         automata = tuple(automaton for _, automaton in self._levels)
-        return AnchorSnapshot(automata, MappingProxyType(self._buckets))
+        return AnchorSnapshot(automata, MappingProxyType(self._buckets), MappingProxyType(self._nested))
 
-    def _choose(self, text: str) -> int:
-        """Start of the anchor: chunks with a common header are told apart by their middle or end."""
-        sizes: list[tuple[int, int]] = []
-        for offset in _offsets(text):
-            size = len(self._buckets.get(text[offset : offset + ANCHOR_CHARS], ()))
-            if size < CROWDED:
-                return offset
-            sizes.append((size, offset))
-        return min(sizes)[1]
+    def _choose(self, text: str) -> int | None:
+        """Start of the anchor: chunks with a common header are told apart by their middle or end.
 
-    def _replace(self, anchor: str, bucket: tuple[_Anchored, ...]) -> None:
-        if bucket:
-            self._buckets[anchor] = bucket
-        else:
-            del self._buckets[anchor]
+        None where all three are crowded.
+        """
+        sizes = ((len(self._buckets.get(_anchor(text, offset), ())), offset) for offset in _offsets(text))
+        return next((offset for size, offset in sizes if size < CROWDED), None)
+
+    def _alive(self) -> set[str]:
+        return self._buckets.keys() | self._crowds.keys()
+
+    def _forget_dead(self, anchor: str) -> None:
+        if anchor not in self._buckets and anchor not in self._crowds:
             self._pending.discard(anchor)
-
-    def _rebuild(self) -> None:
-        self._levels.clear()
-        self._indexed.clear()
-        self._pending = set(self._buckets)
 
     def _merge_pending(self) -> None:
         anchors = self._pending
@@ -126,7 +203,7 @@ class AnchorIndex:
             # Dead anchors leave at the merge; they may come back later as pending ones.
             merged = self._levels.pop()[0]
             self._indexed -= merged
-            anchors = anchors | {anchor for anchor in merged if anchor in self._buckets}
+            anchors = anchors | {a for a in merged if a in self._buckets or a in self._crowds}
         self._levels.append((frozenset(anchors), _automaton(anchors)))
         self._indexed |= anchors
         self._pending = set()
@@ -135,6 +212,10 @@ class AnchorIndex:
 def _offsets(text: str) -> tuple[int, int, int]:
     spare = max(0, len(text) - ANCHOR_CHARS)
     return 0, spare // 2, spare
+
+
+def _anchor(text: str, offset: int) -> str:
+    return text[offset : offset + ANCHOR_CHARS]
 
 
 def _automaton(anchors: Iterable[str]) -> Any:

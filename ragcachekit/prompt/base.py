@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ragcachekit.types import Prompt, Text
+
+MOST_OVERLAPPED = 64
+"""Occurrences looked for where a chunk was found already: they are only counted."""
+
+_JOINER = "\u200d"
 
 
 class Match(NamedTuple):
@@ -22,14 +28,19 @@ class Matches:
     Attributes
     ----------
     found : tuple of Match
-        Every occurrence of every registered chunk, overlapping ones included, in no set order.
-    complete : bool
-        False if the search stopped early because the text matches too much (see
-        :class:`ChunkFinder`); ``found`` is then a part and must not be used.
+        From left to right the leftmost occurrence that no word runs across, and of those the longest.
+    overlapped : tuple of Match
+        Other occurrences that overlap those; no more than ``MOST_OVERLAPPED`` are looked for.
+    searched : int or None
+        Characters searched, where that is not the whole text; ``found`` is complete up to there.
+    steps : int
+        What the search cost: comparisons, each counted once per 64 characters begun.
     """
 
     found: tuple[Match, ...]
-    complete: bool = True
+    overlapped: tuple[Match, ...] = ()
+    searched: int | None = None
+    steps: int = 0
 
 
 @runtime_checkable
@@ -38,12 +49,12 @@ class ChunkFinder(Protocol):
 
     - Only chunks of the ``namespace`` asked for are found, never another tenant's.
     - The time is linear in ``len(text)`` whatever is registered; a search that would take longer
-      stops and says ``complete=False``.
+      ends before the end of the text and says where.
     - ``find`` is thread safe and may run beside registrations.
     """
 
     def find(self, namespace: str, text: str) -> Matches:
-        """All occurrences of the namespace's chunks in ``text``."""
+        """The leftmost, longest occurrences of the namespace's chunks in ``text``."""
         ...
 
 
@@ -68,3 +79,17 @@ class Segmentation:
     def plain(cls, text: str, fallback: str | None = None) -> Segmentation:
         """``text`` as one fixed segment (none if it is empty): an ordinary prefill."""
         return cls(Prompt([Text(text)] if text else []), fallback)
+
+
+def word_runs_across(text: str, edge: int) -> bool:
+    """Whether a word, or a character with its marks, runs across the position ``edge``."""
+    if edge <= 0 or edge >= len(text):
+        return False
+    left, right = text[edge - 1], text[edge]
+    if _JOINER in (left, right) or _is_mark(right):
+        return True
+    return (left.isalnum() or _is_mark(left)) and right.isalnum()
+
+
+def _is_mark(char: str) -> bool:
+    return char > "\u02ff" and unicodedata.category(char)[0] == "M"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ragcachekit.prompt.base import ChunkFinder, Segmentation
 from ragcachekit.prompt.segment import merge_texts, segment_text
+from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 MARK = "chunk"
@@ -27,7 +29,11 @@ def marked(text: str) -> dict[str, Any]:
 
 
 def segment_messages(
-    messages: Sequence[Message], render: Render, registry: ChunkFinder, namespace: str
+    messages: Sequence[Message],
+    render: Render,
+    registry: ChunkFinder,
+    namespace: str,
+    special_tokens: SpecialTokenTexts | None = None,
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
@@ -38,6 +44,9 @@ def segment_messages(
     drops, repeats or reorders contents, or looks into them, or prints the time, thus leads to a plain
     prefill with the reason in ``fallback``.
 
+    Special-token strings in contents become plain text where a retrieved text has them, in chunks also
+    where the template leads to a plain prefill. The template's own stay control tokens.
+
     Parameters
     ----------
     messages : sequence of mapping
@@ -47,6 +56,8 @@ def segment_messages(
         Chat template: messages (with string contents) to the prompt's text, generation prompt included.
     registry, namespace
         Whose chunks to look for.
+    special_tokens : SpecialTokenTexts, optional
+        Knows the retrieved texts that hold special-token strings.
 
     Returns
     -------
@@ -66,17 +77,38 @@ def segment_messages(
         raise TypeError(
             f"render must return the prompt's text, not {type(rendered).__name__}; use tokenize=False"
         )
-    searched, notes, fallback = _search(contents, registry, namespace)
-    if fallback is not None:
-        return Segmentation.plain(rendered, fallback)
-    if not any(isinstance(s, Chunk) for content in searched for s in content):
-        return Segmentation(Prompt(Segmentation.plain(rendered).prompt.segments, notes))
+    special = special_tokens or SpecialTokenTexts()
+    searched, notes = _search(contents, registry, namespace)
     reason = ""
-    for attempt in _attempts(searched):
+    for attempt in _attempts(special.split_contents(namespace, searched)):
         segments, reason = _through_template(messages, attempt, rendered, render)
         if segments:
-            return Segmentation(Prompt(segments, notes))
-    return Segmentation(Prompt([Text(rendered)] if rendered else [], notes), reason)
+            return _noted(segments, notes)
+    segments = _without_chunks(messages, searched, rendered, render, special, namespace)
+    has_chunks = any(isinstance(s, Chunk) for content in searched for s in content)
+    return replace(_noted(segments, notes), fallback=reason if has_chunks else None)
+
+
+def _noted(segments: Sequence[Segment], notes: tuple[str, ...]) -> Segmentation:
+    count = plain_count(segments)
+    return Segmentation(Prompt(segments, (*notes, *([plain_note(count)] if count else []))))
+
+
+def _without_chunks(
+    messages: Sequence[Message],
+    contents: Sequence[Sequence[Segment]],
+    rendered: str,
+    render: Render,
+    special: SpecialTokenTexts,
+    namespace: str,
+) -> list[Segment]:
+    """The prompt without chunks, whose special-token strings are plain text all the same."""
+    chunks = [s.text for content in contents for s in content if isinstance(s, Chunk) and s.text]
+    texts = [merge_texts(Text(s.text or "") for s in content) for content in contents]
+    split = special.split_contents(namespace, texts, chunks)
+    segments, _ = _through_template(messages, split, rendered, render)
+    # Where not even that comes through the template, the characters around an occurrence must decide.
+    return segments or special.split(namespace, [Text(rendered)] if rendered else [], chunks)
 
 
 def _content_segments(message: Message) -> list[Segment]:
@@ -117,8 +149,8 @@ def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any
 
 def _search(
     contents: Sequence[Sequence[Segment]], registry: ChunkFinder, namespace: str
-) -> tuple[list[list[Segment]], tuple[str, ...], str | None]:
-    """The contents with their Texts cut at registered chunks, the notes, and why a search gave up."""
+) -> tuple[list[list[Segment]], tuple[str, ...]]:
+    """The contents with their Texts cut at registered chunks, and the notes."""
     searched: list[list[Segment]] = []
     notes: list[str] = []
     for number, content in enumerate(contents, 1):
@@ -128,12 +160,10 @@ def _search(
                 segments.append(segment)
                 continue
             result = segment_text(segment.text or "", registry, namespace)
-            if result.fallback:
-                return [], (), result.fallback
             segments += result.prompt.segments
             notes += (f"message {number}: {note}" for note in result.prompt.notes)
         searched.append(segments)
-    return searched, tuple(notes), None
+    return searched, tuple(notes)
 
 
 def _attempts(contents: list[list[Segment]]) -> Iterable[list[list[Segment]]]:
@@ -163,8 +193,10 @@ def _through_template(
     messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
 ) -> tuple[list[Segment], str]:
     """The rendered prompt's segments, or none and the reason why they cannot be had."""
+    if not any(_stands_apart(s) for content in contents for s in content):
+        return [Text(rendered)] if rendered else [], ""
     salt = _unused_salt([rendered, *(s.text or "" for content in contents for s in content)])
-    chunks: dict[str, Chunk] = {}
+    chunks: dict[str, Segment] = {}
     stand_ins = [[_stand_in(s, salt, chunks) for s in content] for content in contents]
     try:
         with_sentinels = render([_with_content(m, c) for m, c in zip(messages, stand_ins, strict=True)])
@@ -188,9 +220,14 @@ def _unused_salt(texts: Iterable[str]) -> int:
     return next(salt for salt in range(len(used) + 1) if salt not in used)
 
 
-def _stand_in(segment: Segment, salt: int, chunks: dict[str, Chunk]) -> Segment:
-    if not isinstance(segment, Chunk):
+def _stand_in(segment: Segment, salt: int, chunks: dict[str, Segment]) -> Segment:
+    if not _stands_apart(segment):
         return segment
     sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"
     chunks[sentinel] = segment
     return Text(sentinel)
+
+
+def _stands_apart(segment: Segment) -> bool:
+    """Whether it is no ordinary text: a chunk, or what is tokenised without special tokens."""
+    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)

@@ -96,6 +96,7 @@ class ChunkRegistry:
         self.min_chars = min_chars
         self._lock = threading.Lock()
         self._namespaces: dict[str, _Namespace] = {}
+        self._refused: set[str] = set()
 
     def add(self, namespace: str, texts: Iterable[str]) -> Registered:
         """Register chunk texts; registering a text again keeps it from being evicted.
@@ -108,9 +109,11 @@ class ChunkRegistry:
         wanted = _strings(texts)
         refused = tuple(text for text in wanted if len(text.strip()) < self.min_chars)
         taken = [text for text in wanted if len(text.strip()) >= self.min_chars]
-        if not taken:
-            return Registered(0, 0, refused)
         with self._lock:
+            if refused:
+                self._refused.add(namespace)
+            if not taken:
+                return Registered(0, 0, refused)
             space = self._namespaces.setdefault(namespace, _Namespace())
             added = sum(self._put(space, text) for text in taken)
         return Registered(added, len(taken) - added, refused)
@@ -127,6 +130,7 @@ class ChunkRegistry:
     def clear(self, namespace: str) -> int:
         """Forget the whole namespace; returns how many texts (all forms) it held."""
         with self._lock:
+            self._refused.discard(namespace)
             space = self._namespaces.pop(namespace, None)
             return len(space.lru) if space else 0
 
@@ -136,8 +140,25 @@ class ChunkRegistry:
             space = self._namespaces.get(namespace)
             return len(space.lru) if space else 0
 
+    def nothing_found(self, namespace: str) -> str:
+        """Why a prompt has no chunk of the namespace, and what to do; other namespaces do not count."""
+        with self._lock:
+            registered, refused = namespace in self._namespaces, namespace in self._refused
+        if registered and self.size(namespace):
+            why = (
+                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
+                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised"
+            )
+        else:
+            why = (
+                f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
+                "encode or register, or mark the chunks in the prompt"
+            )
+        short = f"; texts shorter than {self.min_chars} characters were not registered, mark those"
+        return why + (short if refused else "")
+
     def find(self, namespace: str, text: str) -> Matches:
-        """Every occurrence of the namespace's chunks; those found count as used just now."""
+        """The leftmost, longest occurrences of the namespace's chunks; these count as used just now."""
         with self._lock:
             space = self._namespaces.get(namespace)
             if space is None:
@@ -146,8 +167,9 @@ class ChunkRegistry:
         matches = snapshot.find(text)  # outside the lock: prompts of several threads search at once
         with self._lock:
             for start, end in matches.found:
-                if (chunk := text[start:end]) in space.lru:
-                    space.lru.move_to_end(chunk)
+                for form in reversed(forms(text[start:end])):
+                    if form in space.lru:
+                        space.lru.move_to_end(form)
         return matches
 
     def _put(self, space: _Namespace, text: str) -> bool:

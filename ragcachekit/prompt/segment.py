@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ragcachekit.prompt.base import ChunkFinder, Match, Segmentation
+from ragcachekit.prompt.base import MOST_OVERLAPPED, ChunkFinder, Match, Matches, Segmentation
 from ragcachekit.types import Chunk, Prompt, Segment, Text
-
-TOO_MANY = "the prompt matches registered chunks in too many places to be searched in linear time"
-_JOINER = "\u200d"
 
 
 def segment_text(text: str, registry: ChunkFinder, namespace: str) -> Segmentation:
@@ -35,20 +32,20 @@ def segment_text(text: str, registry: ChunkFinder, namespace: str) -> Segmentati
         The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
     matches = registry.find(namespace, text)
-    if not matches.complete:
-        return Segmentation.plain(text, TOO_MANY)
-    whole = [m for m in matches.found if not (_glued(text, m.start) or _glued(text, m.end))]
-    taken, passed_over = _leftmost_longest(whole)
-    rivals = [m for m, winner in passed_over if not _same_chunk(text, m, winner)]
-    return Segmentation(Prompt(_cut(text, taken), _ambiguity(rivals)))
+    rivals = [m for m in matches.overlapped if not _same_chunk(text, m, matches.found)]
+    notes = (*_ambiguity(rivals, len(matches.overlapped) >= MOST_OVERLAPPED), *_partial(matches, len(text)))
+    return Segmentation(Prompt(_cut(text, matches.found), notes))
 
 
 def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
-    """The segments without empty ones, neighbouring Texts joined (all must hold text, not ids)."""
+    """The segments without empty ones, neighbouring Texts joined (all must hold text, not ids).
+
+    Texts with ``split_special_tokens`` stay apart, as chunks do.
+    """
     merged: list[Segment] = []
     run: list[str] = []
     for segment in segments:
-        if isinstance(segment, Chunk) and segment.text:
+        if segment.text and (isinstance(segment, Chunk) or _split_special_tokens(segment)):
             if run:
                 merged.append(Text("".join(run)))
                 run = []
@@ -56,6 +53,10 @@ def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
         elif segment.text:
             run.append(segment.text)
     return [*merged, Text("".join(run))] if run else merged
+
+
+def _split_special_tokens(segment: Segment) -> bool:
+    return isinstance(segment, Text) and segment.split_special_tokens
 
 
 def body(text: str) -> str:
@@ -72,7 +73,8 @@ def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
     """
     blanks = ""
     for segment in segments:
-        if blanks and isinstance(segment, Text) and segment.text is not None:
+        joins = isinstance(segment, Text) and not _split_special_tokens(segment)
+        if blanks and joins and segment.text is not None:
             yield Text(blanks + segment.text)
         else:
             yield from [Text(blanks)] if blanks else []
@@ -81,18 +83,6 @@ def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
         blanks = text[len(body(text)) :] if text else ""
     if blanks:
         yield Text(blanks)
-
-
-def _leftmost_longest(matches: Sequence[Match]) -> tuple[list[Match], list[tuple[Match, Match]]]:
-    """The matches taken, and those passed over, each with the taken one that it overlaps."""
-    taken: list[Match] = []
-    passed_over: list[tuple[Match, Match]] = []
-    for match in sorted(matches, key=lambda m: (m.start, -m.end)):
-        if not taken or match.start >= taken[-1].end:
-            taken.append(match)
-        else:
-            passed_over.append((match, taken[-1]))
-    return taken, passed_over
 
 
 def _cut(text: str, taken: Sequence[Match]) -> list[Segment]:
@@ -104,33 +94,30 @@ def _cut(text: str, taken: Sequence[Match]) -> list[Segment]:
     return [s for s in (*segments, Text(text[done:])) if s.text]
 
 
-def _ambiguity(rivals: Sequence[Match]) -> tuple[str, ...]:
+def _ambiguity(rivals: Sequence[Match], limited: bool) -> tuple[str, ...]:
     if not rivals:
         return ()
-    count = f"{len(rivals)} other registered chunk{'s' * (len(rivals) > 1)}"
+    least = "at least " if limited else ""
+    count = f"{least}{len(rivals)} other registered chunk{'s' * (len(rivals) > 1)}"
     return (
         f"ambiguous: {count} overlapped the ones taken (leftmost, then longest), "
         f"the first at character {min(rivals).start}",
     )
 
 
-def _same_chunk(text: str, match: Match, winner: Match) -> bool:
-    """Whether the match is the winner without outer whitespace: two forms of one chunk."""
+def _partial(matches: Matches, length: int) -> tuple[str, ...]:
+    if matches.searched is None:
+        return ()
+    return (
+        f"chunks were searched for in the first {matches.searched} of {length} characters: registered chunks "
+        "that repeat themselves nearly match in too many places",
+    )
+
+
+def _same_chunk(text: str, match: Match, found: Sequence[Match]) -> bool:
+    """Whether the match is a found one without outer whitespace: two forms of one chunk."""
+    winner = found[bisect_right(found, match.start, key=lambda m: m.start) - 1]
     if match.start < winner.start or match.end > winner.end:
         return False
     # Not strip() of both: the margins alone are short, the chunks may be long.
     return not (text[winner.start : match.start].strip() or text[match.end : winner.end].strip())
-
-
-def _glued(text: str, edge: int) -> bool:
-    """Whether a word, or a character with its marks, runs across the position ``edge``."""
-    if edge <= 0 or edge >= len(text):
-        return False
-    left, right = text[edge - 1], text[edge]
-    if _JOINER in (left, right) or _is_mark(right):
-        return True
-    return (left.isalnum() or _is_mark(left)) and right.isalnum()
-
-
-def _is_mark(char: str) -> bool:
-    return char > "\u02ff" and unicodedata.category(char)[0] == "M"

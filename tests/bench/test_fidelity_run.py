@@ -109,7 +109,7 @@ def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchR
     assert lego["exact_match"] == sum(a.text == q.answer for a, q in zip(found, asked, strict=True)) / len(
         asked
     )
-    ratios = [4 * 8 / sum(use.tokens for use in a.report.link.chunks) for a in found]
+    ratios = [4 * 8 / sum(use.tokens for use in a.report.link.uses) for a in found]
     assert lego["ratio_spent"] == pytest.approx(sum(ratios) / len(ratios))
     assert lego["recomputed_tokens"] == 32.0
     assert lego["answer_tokens"] == sum(len(a.token_ids) for a in found) / len(found)

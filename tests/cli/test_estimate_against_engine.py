@@ -84,7 +84,8 @@ def really(log, corpus, minilm, reader, tmp_path):
             for line in log.read_text().splitlines():
                 report = session.ask(json.loads(line)["query"]).report["link"]
                 rag.flush()
-                tiers.append(tuple(chunk["source"] for chunk in report["chunks"]))
+                uses = [*([report["prefix"]] if report["prefix"] else []), *report["chunks"]]
+                tiers.append(tuple(use["source"] for use in uses))
             return tiers, {record.tier: record for record in rag.stats()}
 
     return ask_all

@@ -137,7 +137,7 @@ class TestPrompts:
         rag = warmed("llama", holes)
         answer = rag.generate(holes, **ASKED)
         assert answer.report.link.prompt_tokens == 42
-        assert len(answer.report.link.chunks) == 2
+        assert len(answer.report.link.uses) == 2
 
     @pytest.mark.parametrize("prompt", [3, None, b"x"])
     def test_of_another_type(self, prompt):

@@ -33,7 +33,7 @@ def test_a_repeated_prompt_is_the_models_own_answer(name, policy):
     assert answer.token_ids == greedy(plain(name), ids(FIRST), 8)
     report = answer.report.link
     assert (report.recompute_ratio, report.approximate_tokens, report.exact_tokens) == (0, 0, 87)
-    assert all(use.exact for use in report.chunks)
+    assert all(use.exact for use in report.uses)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
@@ -52,7 +52,7 @@ def test_every_way_in_gives_the_same_answer(name, policy):
     ratios = [one_pass.report.link, ahead.report.link, linked.report, *(b.report.link for b in batch)]
     assert len({round(r.recompute_ratio, 9) for r in ratios}) == 1
     assert (0 < ratios[0].recompute_ratio < 0.9) == (policy != "set")
-    assert [use.source for use in one_pass.report.link.chunks] == ["host"] * 4
+    assert [use.source for use in one_pass.report.link.uses] == ["host"] * 4
 
 
 def test_a_context_that_costs_too_much_gets_a_variant_of_its_own():
@@ -69,7 +69,7 @@ def test_instructions_that_differ_are_another_context():
     rag = warmed()
     other = Prompt([text(9, 77), *FIRST.segments[1:]])
     report = rag.generate(other, **ASKED).report.link
-    assert not any(use.exact for use in report.chunks[1:])
+    assert not any(use.exact for use in report.uses[1:])
     assert report.recomputed_tokens > 0
 
 
@@ -88,8 +88,8 @@ def test_set_takes_a_permutation_and_recomputes_what_follows():
     assert (three.recomputed_tokens, three.approximate_tokens) == (0, 78)
     new = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(33, 2), SEP, chunk(44, 9), text(6, 8)])
     two = rag.generate(new, policy="set", **ASKED).report.link
-    assert [use.recomputed for use in two.chunks] == [0, 0, 0, 0]
-    assert [use.source for use in two.chunks] == ["host", "host", "host", "computed"]
+    assert [use.recomputed for use in two.uses] == [0, 0, 0, 0]
+    assert [use.source for use in two.uses] == ["host", "host", "host", "computed"]
     none = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(20, 5), text(6, 8)])
     answer = rag.generate(none, policy="set", **ASKED)
     assert answer.report.link.approximate_tokens == 0
@@ -115,7 +115,7 @@ def test_set_against_trying_every_beginning():
     seen = set()
     for order in (order for count in range(1, 5) for order in permutations(range(5), count)):
         match = max(m for m in range(len(order) + 1) for p in past if set(order[:m]) == set(p[:m]))
-        uses = frozen.link(prompt(order)).report.chunks[1:]
+        uses = frozen.link(prompt(order)).report.uses[1:]
         kept = [use.source != "computed" and use.recomputed == 0 for use in uses]
         assert kept == [place < match for place in range(len(order))], order
         lost = [use.source == "computed" or use.recomputed == use.tokens for use in uses]
@@ -140,7 +140,7 @@ class TestForgetting:
         first = chunk_id(FIRST.segments[1].token_ids, "default")
         assert rag.forget([first]) == 3  # itself, and the two that were encoded behind it
         report = rag.generate(SECOND, **ASKED).report.link
-        assert [use.source for use in report.chunks] == ["host", "computed", "computed", "computed"]
+        assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
 
     def test_all_of_it(self):
         rag = warmed()
@@ -150,7 +150,7 @@ class TestForgetting:
     def test_tenants_are_strangers(self):
         rag = warmed()
         report = rag.generate(SECOND, namespace="other", **ASKED).report.link
-        assert {use.source for use in report.chunks} == {"computed"}
+        assert {use.source for use in report.uses} == {"computed"}
 
 
 def test_a_restart_finds_what_stands_in_its_own_context(tmp_path):
@@ -158,19 +158,19 @@ def test_a_restart_finds_what_stands_in_its_own_context(tmp_path):
     with warmed(store=config):
         pass
     with rag_for("llama", encoder="in-prompt", policy="craft:1", store=config, cold="never") as rag:
-        assert {u.source for u in rag.generate(SECOND, **ASKED).report.link.chunks[1:]} == {"computed"}
+        assert {u.source for u in rag.generate(SECOND, **ASKED).report.link.uses[1:]} == {"computed"}
         again = rag.generate(FIRST, **ASKED)
-        assert [use.source for use in again.report.link.chunks] == ["host"] + ["disk"] * 3
+        assert [use.source for use in again.report.link.uses] == ["host"] + ["disk"] * 3
         assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
         second = rag.generate(SECOND, **ASKED).report.link  # now they are known as variants
-        assert {use.source for use in second.chunks} == {"host"}
+        assert {use.source for use in second.uses} == {"host"}
         assert 0 < second.recompute_ratio < 1
 
 
 def test_in_the_background():
     rag = warmed(cold="background")
     assert rag.flush(60)
-    assert all(use.exact for use in rag.link(FIRST).report.chunks)
+    assert all(use.exact for use in rag.link(FIRST).report.uses)
     rag.close()
 
 

@@ -41,7 +41,7 @@ def test_every_way_in_gives_the_same_answer(name, policy):
 def test_a_missing_chunk_is_computed_in_place(policy):
     rag = warmed("llama", PROMPT)
     report = rag.generate(COLD, policy=policy, **ASKED).report.link
-    assert [use.source for use in report.chunks] == ["host", "host", "computed", "host"]
+    assert [use.source for use in report.uses] == ["host", "host", "computed", "host"]
     assert report.computed_tokens == 21 + 6
     assert report.recomputed_tokens + report.exact_tokens + report.approximate_tokens == 9 + 33 + 25
 

@@ -40,7 +40,7 @@ def used(folder: Path, asked: Prompt | None = None, **options: Any) -> tuple[Chu
     changes = {"model": model(), "policy": "reuse", "encoder": "system", **options}
     store = StoreConfig(host_bytes=0, disk_path=folder / "kv", quantise=changes.pop("quantise", {}))
     with RagCache(changes.pop("model"), store=store, cold="now", cache_dir=folder, **changes) as rag:
-        return rag.generate(asked or prompt(), max_new_tokens=1).report.link.chunks
+        return rag.generate(asked or prompt(), max_new_tokens=1).report.link.uses
 
 
 def poked(name: str) -> LlamaForCausalLM:

@@ -75,7 +75,7 @@ def make(tmp_path):
 
 
 def used(answer):
-    return [(c.tokens, c.source, c.exact) for c in answer.report.link.chunks]
+    return [(c.tokens, c.source, c.exact) for c in answer.report.link.uses]
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ class TestEncodeAndAsk:
         assert answer.report.link.encoder == "similar:1"
         assert [source for _, source, _ in used(answer)] == ["host"] * 3
         assert [exact for *_, exact in used(answer)] == [True, False, False]
-        assert [c.chunk_id for c in answer.report.link.chunks[1:]] == [ids[2], ids[1]]
+        assert [c.chunk_id for c in answer.report.link.uses[1:]] == [ids[2], ids[1]]
         assert answer.report.link.computed_tokens < 20
 
     def test_keys_name_the_text_and_the_neighbours(self, make):

@@ -40,7 +40,7 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
     assert rag.flush(WAIT)
     assert sorted(source.tokens for source in store.sources) == [9, 25, 33]
     link = rag.generate(PROMPT, **ASKED).report.link
-    assert {use.source for use in link.chunks} == {"disk"}
+    assert {use.source for use in link.uses} == {"disk"}
     assert len(store.sources) == 3  # nothing was opened again
     assert link.loaded_bytes == sum(source.nbytes for source in store.sources)
     assert link.overlap > 0
@@ -64,7 +64,7 @@ def test_forgetting_reaches_what_was_prefetched():
     rag.prefetch([first, second])
     assert rag.flush(WAIT)
     assert rag.forget([first]) == 1
-    uses = rag.generate(PROMPT, **ASKED).report.link.chunks
+    uses = rag.generate(PROMPT, **ASKED).report.link.uses
     assert [use.source for use in uses] == ["disk", "computed", "disk"]
     rag.close()
 
@@ -80,7 +80,7 @@ def test_what_is_prefetched_while_it_is_forgotten_is_not_handed_out():
 
     store.forget = prefetched_meanwhile
     assert rag.forget() > 0
-    uses = rag.generate(PROMPT, **ASKED).report.link.chunks
+    uses = rag.generate(PROMPT, **ASKED).report.link.uses
     assert {use.source for use in uses} == {"computed"}
     rag.close()
 
@@ -126,7 +126,7 @@ def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
     store.before_read = fail
     link = rag.generate(PROMPT, **ASKED).report.link
     assert failed
-    assert "computed" in {use.source for use in link.chunks}
+    assert "computed" in {use.source for use in link.uses}
     assert rag.stats()[0].entries == 0
     rag.close()
 
@@ -143,10 +143,10 @@ def test_answers_come_where_no_thread_can_be_started(monkeypatch):
         rag.prefetch(ids_of_chunks(PROMPT))
         answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
-    assert {use.source for use in answer.report.link.chunks} == {"computed"}
+    assert {use.source for use in answer.report.link.uses} == {"computed"}
     assert "no thread" in str(answer.report.link.notes)
     assert rag.flush(WAIT)
-    assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.chunks} == {"disk"}
+    assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.uses} == {"disk"}
     rag.close()
 
 
@@ -220,14 +220,14 @@ def slow_profile(seconds_per_token):
 def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
     rag, store = slow(load="auto")
     first = rag.generate(PROMPT, **ASKED)
-    assert {use.source for use in first.report.link.chunks} == {"disk"}  # nothing known: load
+    assert {use.source for use in first.report.link.uses} == {"disk"}  # nothing known: load
     assert rag.flush(WAIT)
     for _ in range(10):
         rag._stock.loads.planner.observe_read("disk", 1000, 0.01)
     rag._stock.loads.planner.profile = slow_profile(per_token)
     del store.log[:], store.sources[:]
     answer = rag.generate(PROMPT, **ASKED)
-    assert {use.source for use in answer.report.link.chunks} == {source}
+    assert {use.source for use in answer.report.link.uses} == {source}
     if source == "computed":
         assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
         assert answer.report.link.loaded_bytes == 0

@@ -71,14 +71,14 @@ def test_what_is_forgotten_while_it_waits_is_not_stored(make, monkeypatch, every
         yield from encode(*arguments)
 
     monkeypatch.setattr(rag._stock.warmer._encoder, "encode", slow)
-    use = rag.generate(COLD, **ASKED).report.link.chunks[-1]
+    use = rag.generate(COLD, **ASKED).report.link.uses[-1]
     assert reached.wait(60)  # the chunk is being encoded
     rag.forget(None if everything else [use.chunk_id])
     go.set()
     assert rag.flush(60)
     rag._stock.warmer.close()  # what was in work is done
     assert rag.stats()[0].entries == (0 if everything else 1)  # the prefix is another entry
-    assert rag.generate(COLD, **ASKED).report.link.chunks[-1].source == "computed"
+    assert rag.generate(COLD, **ASKED).report.link.uses[-1].source == "computed"
 
 
 @pytest.mark.parametrize("begun", [True, False])

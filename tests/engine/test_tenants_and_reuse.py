@@ -32,16 +32,14 @@ class TestNamespaces:
         assert theirs.report.link.namespace == "b"
         assert theirs.report.link.reused_tokens == 0
         assert theirs.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
-        assert not {c.chunk_id for c in mine.report.link.chunks} & {
-            c.chunk_id for c in theirs.report.link.chunks
-        }
+        assert not {c.chunk_id for c in mine.report.link.uses} & {c.chunk_id for c in theirs.report.link.uses}
 
     def test_texts_registered_by_one_are_not_looked_for_in_anothers_prompts(self, reader):
         reader.encode([ONE], namespace="a")
         prompt = f"Answer from:\n{ONE}\nWhere?"
-        assert len(reader.generate(prompt, namespace="a", **ASKED).report.link.chunks) == 2
+        assert len(reader.generate(prompt, namespace="a", **ASKED).report.link.uses) == 2
         other = reader.generate(prompt, namespace="b", **ASKED).report.link
-        assert (other.reused_tokens, other.chunks) == (0, ())
+        assert (other.reused_tokens, other.uses) == (0, ())
 
     def test_forgetting_one_leaves_the_other(self, reader):
         reader.encode([ONE, TWO], namespace="a")
@@ -90,9 +88,9 @@ class TestEncode:
     def test_makes_the_first_prompt_reuse(self, reader):
         reader.encode([ONE, TWO])
         link = reader.generate(f"Context:\n{ONE}\n\n{TWO}\n\nWhere?", **ASKED).report.link
-        assert [use.source for use in link.chunks] == ["computed", "host", "host"]
+        assert [use.source for use in link.uses] == ["computed", "host", "host"]
         assert link.recomputed_tokens == 8
-        assert link.recompute_ratio == pytest.approx(8 / sum(u.tokens for u in link.chunks[1:]))
+        assert link.recompute_ratio == pytest.approx(8 / sum(u.tokens for u in link.uses[1:]))
 
     def test_empty_and_enormous_chunks(self, reader):
         with pytest.raises(ValueError, match="chunk 1 is empty"):
@@ -109,8 +107,8 @@ class TestEncode:
             rag.encode([ONE])
         rag.encode([ONE], system="Answer from:\n")
         answer = rag.generate(f"Answer from:\n{ONE}\nWhere?", **ASKED)
-        assert [use.source for use in answer.report.link.chunks] == ["computed", "host"]
-        assert answer.report.link.chunks[1].exact
+        assert [use.source for use in answer.report.link.uses] == ["computed", "host"]
+        assert answer.report.link.uses[1].exact
         rag.close()
 
     def test_nothing_to_encode(self, reader):
@@ -124,7 +122,7 @@ class TestForget:
         assert reader.forget([one]) == 1
         assert reader.forget([one]) == 0
         link = reader.generate(f"x\n{ONE}\n{TWO}\n?", **ASKED).report.link
-        assert [use.source for use in link.chunks] == ["computed", "computed", "host"]
+        assert [use.source for use in link.uses] == ["computed", "computed", "host"]
 
     def test_follows_the_context_of_contextual_entries(self):
         rag = warmed("llama", PROMPT, encoder="system", policy="reuse")
@@ -136,7 +134,7 @@ class TestForget:
         reader.encode([ONE, TWO])
         assert reader.forget(texts=[ONE]) == 1
         link = reader.generate(f"x\n{ONE}\n{TWO}\n?", **ASKED).report.link
-        assert [use.source for use in link.chunks] == ["computed", "host"], "not looked for any more"
+        assert [use.source for use in link.uses] == ["computed", "host"], "not looked for any more"
 
 
 class TestCold:
@@ -216,7 +214,7 @@ def test_disk_and_host_give_the_same_answer(tmp_path):
     with rag_for("qwen3", store=config, policy="lego:4") as rag:
         rag.generate(PROMPT, **ASKED)
         disk = rag.generate(PROMPT, **ASKED)
-    assert {use.source for use in disk.report.link.chunks} == {"disk"}
+    assert {use.source for use in disk.report.link.uses} == {"disk"}
     host = warmed("qwen3", PROMPT, policy="lego:4").generate(PROMPT, **ASKED)
     assert disk.token_ids == host.token_ids
     assert wrapped("qwen3").training is False
@@ -233,5 +231,5 @@ def test_a_damaged_disk_entry_is_computed_and_the_answer_is_right(tmp_path, how)
             file.write_bytes(raw if how == "flip" else raw[:-50])
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
-        assert {use.source for use in answer.report.link.chunks} == {"computed"}
+        assert {use.source for use in answer.report.link.uses} == {"computed"}
         assert rag.generate(PROMPT, **ASKED).report.link.computed_tokens == 6, "encoded again"

@@ -210,7 +210,7 @@ class TestMessages:
         ]
         rag.generate(messages, max_new_tokens=1)
         link = rag.generate(messages, max_new_tokens=1).report.link
-        assert [use.source for use in link.chunks] == ["host"] * 3
+        assert [use.source for use in link.uses] == ["host"] * 3
         assert link.fallback is None
 
     def test_ids_are_the_templates(self, rag):
@@ -272,7 +272,7 @@ class TestBlanksAtTheEndOfChunks:
         explicit = Prompt([Text("Context:\n"), Chunk(text), Text("\nWhere?")])
         for prompt in (f"Context:\n{text}\nWhere?", explicit):
             linked = ahead.link(prompt)
-            (chunk,) = [c for c in linked.report.chunks if c.tokens == want]
+            (chunk,) = [c for c in linked.report.uses if c.tokens == want]
             assert chunk.source == "host"
             assert linked.report.reused_tokens >= want
             ids = linked.input_ids[0].tolist()

@@ -56,7 +56,7 @@ def test_a_cold_batch_encodes_what_it_missed_once():
     entries = rag.stats()[0].entries
     again = rag.generate_batch(PROMPTS, max_new_tokens=3, do_sample=False)
     assert rag.stats()[0].entries == entries
-    assert all(answer.report.link.computed_tokens < 14 for answer in again if answer.report.link.chunks)
+    assert all(answer.report.link.computed_tokens < 14 for answer in again if answer.report.link.uses)
 
 
 def test_max_length_counts_from_the_longest_prompt():

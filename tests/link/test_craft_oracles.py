@@ -176,7 +176,7 @@ def test_the_tokens_that_are_picked(name, alpha):
     cached = {p for c in plan.placed for p in range(c.start, c.stop)}
     assert sorted(cached & set(plan.rows)) == want
     assert 0 < len(want) < len(A) + len(C)
-    assert [use.source for use in plan.report.chunks] == ["host", "host", "computed", "host"]
+    assert [use.source for use in plan.report.uses] == ["host", "host", "computed", "host"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -62,7 +62,7 @@ def test_answers_over_a_loading_store_are_those_over_memory(name, policy):
         output = rag.model.generate(**linked.inputs, **ASKED, pad_token_id=0)
     link = answer.report.link
     assert answer.token_ids == expected.token_ids
-    assert {use.source for use in link.chunks} == {"disk"}
+    assert {use.source for use in link.uses} == {"disk"}
     assert link.recomputed_tokens == expected.report.link.recomputed_tokens
     assert link.loaded_bytes == sum(source.nbytes for source in store.sources[:3]) > 0
     assert 0 < link.wait_ms <= link.load_ms
@@ -188,7 +188,7 @@ def test_an_entry_that_fails_in_the_middle_is_computed(policy, layer, error):
     answer, expected = rag.generate(PROMPT, **ASKED), alone.generate(PROMPT, **ASKED)
     assert len(spoil.spoiled) == 1
     assert answer.token_ids == expected.token_ids
-    assert [use.source for use in answer.report.link.chunks] == ["disk", "computed", "disk"]
+    assert [use.source for use in answer.report.link.uses] == ["disk", "computed", "disk"]
     (note,) = answer.report.link.notes
     assert str(error) in note
     assert "computed" in note
@@ -274,7 +274,7 @@ def test_two_failures_one_after_the_other():
     store.before_read = read
     answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6)
-    assert [use.source for use in answer.report.link.chunks] == ["disk", "computed", "computed"]
+    assert [use.source for use in answer.report.link.uses] == ["disk", "computed", "computed"]
     rag.close()
 
 
@@ -289,7 +289,7 @@ def test_all_that_is_late_is_given_up_at_once():
     )
     answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6)
-    assert {use.source for use in answer.report.link.chunks} == {"computed"}
+    assert {use.source for use in answer.report.link.uses} == {"computed"}
     (note,) = answer.report.link.notes  # one second attempt, not one per entry
     assert note.startswith("3 of its entries")
     gate.open()
@@ -320,13 +320,13 @@ def test_a_file_damaged_between_opening_and_reading(tmp_path, layer, cold):
     rag = rag_for(name, policy="lego:1000", store=disk, cold=cold, load="always")
     answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == greedy(plain(name), ids(PROMPT), 6)
-    assert [use.source for use in answer.report.link.chunks] == ["disk", "computed", "disk"]
+    assert [use.source for use in answer.report.link.uses] == ["disk", "computed", "disk"]
     assert disk.stats()[0].damaged == 1
     assert disk.stats()[0].entries == (3 if cold == "now" else 2)  # encoded again, or gone
     disk.open = real
     again = rag.generate(PROMPT, **ASKED)
     assert again.token_ids == answer.token_ids
-    assert [use.source == "disk" for use in again.report.link.chunks] == [True, cold == "now", True]
+    assert [use.source == "disk" for use in again.report.link.uses] == [True, cold == "now", True]
     rag.close()
     disk.close()
 
@@ -337,5 +337,5 @@ def test_every_family_over_files(name, tmp_path):
     with rag_for(name, policy="lego:1000", store=disk, load="always") as rag:
         answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == greedy(plain(name), ids(PROMPT), 6)
-    assert {use.source for use in answer.report.link.chunks} == {"disk"}
+    assert {use.source for use in answer.report.link.uses} == {"disk"}
     disk.close()

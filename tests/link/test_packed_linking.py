@@ -215,8 +215,8 @@ def test_answers_and_reports_are_those_of_unpacking_first(kind, tier, tmp_path, 
         answer = rag.generate(PROMPT, **ASKED)
     assert answer.token_ids == expected.token_ids
     ours, theirs = answer.report.link, expected.report.link
-    assert ours.chunks == theirs.chunks
-    assert {use.source for use in ours.chunks} == {tier}
+    assert ours.uses == theirs.uses
+    assert {use.source for use in ours.uses} == {tier}
     assert (ours.recomputed_tokens, ours.notes) == (theirs.recomputed_tokens, theirs.notes)
     assert 0 < sum(device.copied for device in devices) < 0.5 * _nbytes(rag, answer)
 
@@ -225,4 +225,4 @@ def _nbytes(rag, answer):
     """Full-width KV of the chunks of an answer."""
     config = wrapped("llama").config
     per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return per_token * sum(use.tokens for use in answer.report.link.chunks)
+    return per_token * sum(use.tokens for use in answer.report.link.uses)

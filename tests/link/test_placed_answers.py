@@ -99,7 +99,7 @@ def test_a_layer_that_does_not_come_is_computed(policy, layer, by_kernel):
     with rag_for("llama", policy=policy, store=store, load="always", cold="never") as rag:
         answer = rag.generate(PROMPT, **ASKED)
     assert spoil.spoiled
-    assert [use.source for use in answer.report.link.chunks].count("computed") == 1
+    assert [use.source for use in answer.report.link.uses].count("computed") == 1
     (note,) = answer.report.link.notes
     assert "flipped" in note
     if policy == "lego:1000":  # everything is recomputed: exact whatever fails

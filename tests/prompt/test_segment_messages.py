@@ -248,11 +248,12 @@ def test_ambiguity_is_noted_with_the_message_it_is_in() -> None:
     assert note.startswith("message 2: ambiguous: 1 other registered chunk ")
 
 
-def test_too_many_matches_fall_back_to_the_plain_prompt() -> None:
+def test_repetitive_chunks_are_found_in_messages() -> None:
     messages = conversation("a " * 20_000)
     result = segment(messages, chatml, *("a " * n for n in range(16, 400)))
-    assert [s.text for s in result.prompt.segments] == [chatml(messages)]
-    assert result.fallback is not None
+    assert result.fallback is None
+    assert texts(result) == chatml(messages)
+    assert "".join(chunk_texts(result)).strip() == ("a " * 20_000).strip()
 
 
 def test_other_keys_and_missing_contents_reach_the_template() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import TOO_MANY, blanks_outside, body, merge_texts, segment_text
+from ragcachekit.prompt.segment import blanks_outside, body, merge_texts, segment_text
 from ragcachekit.types import Chunk, Text
 
 letters = st.text(alphabet="ab .\n", min_size=1, max_size=40)
@@ -171,12 +171,26 @@ def test_empty_and_unknown_texts() -> None:
     assert parts(segment_text("nothing known", ChunkRegistry(), "acme")) == [("Text", "nothing known")]
 
 
-def test_too_many_matches_end_in_a_plain_prefill() -> None:
+def test_repetitive_chunks_are_cut_out_and_counted() -> None:
     registry = registered(*("a " * n for n in range(16, 400)), min_chars=16)
-    text = "a " * 20_000
+    result = segment_text("a " * 20_000, registry, "acme")
+    assert [kind for kind, _ in parts(result)] == ["Chunk"] * 51
+    assert parts(result)[0][1] == "a " * 399
+    assert parts(result)[-1][1] == "a " * 50
+    assert result.fallback is None
+    (note,) = result.prompt.notes
+    assert note.startswith("ambiguous: at least 63 other registered chunks overlapped")
+
+
+def test_a_search_that_ended_early_is_named() -> None:
+    registry = registered("the first chunk", *("a " * 20_000 + f"{n} X" for n in range(40)))
+    text = "the first chunk " + "a " * 40_000
     result = segment_text(text, registry, "acme")
-    assert parts(result) == [("Text", text)]
-    assert result.fallback == TOO_MANY
+    assert [kind for kind, _ in parts(result)] == ["Chunk", "Text"]
+    assert "".join(part for _, part in parts(result)) == text
+    assert result.fallback is None
+    (note,) = [note for note in result.prompt.notes if "searched" in note]
+    assert note.endswith("repeat themselves nearly match in too many places")
 
 
 def test_merge_texts_joins_neighbours_and_drops_empty_ones() -> None:

@@ -62,8 +62,8 @@ def test_a_second_identical_prompt_computes_only_the_question() -> None:
         second = rag.generate(THREE, max_new_tokens=1).report.link
         assert (second.exact_tokens, second.computed_tokens) == (len(ids(THREE)) - 6, 6)
         assert second.recompute_ratio == 0
-        assert [use.source for use in second.chunks] == ["tree:host"] * 4
-        assert all(use.exact for use in second.chunks)
+        assert [use.source for use in second.uses] == ["tree:host"] * 4
+        assert all(use.exact for use in second.uses)
         assert "from the knowledge tree" in str(second)
         assert second.loaded_bytes == 0
 
@@ -121,7 +121,7 @@ def test_two_of_three_documents_are_reused_and_the_third_takes_the_alternative_p
         rag.generate(THREE, max_new_tokens=1)
         rag.generate(Prompt([SYSTEM, D, QUESTION]), max_new_tokens=1)  # puts D into the chunk store
         report = rag.generate(TWO_OF_THEM, max_new_tokens=1).report.link
-        assert [(u.source, u.exact) for u in report.chunks] == [("tree:host", True)] * 3 + [("host", False)]
+        assert [(u.source, u.exact) for u in report.uses] == [("tree:host", True)] * 3 + [("host", False)]
         assert report.tree_tokens == report.exact_tokens == 9 + 33 + 27
         assert report.approximate_tokens == 21
         assert report.computed_tokens == 2 + 7
@@ -257,10 +257,10 @@ def test_the_disk_keeps_it_for_the_next_process(tmp_path) -> None:
     with rag_for("llama", **options) as rag:
         answer = rag.generate(THREE, max_new_tokens=5, do_sample=False)
         assert answer.report.link.tree_tokens == 88
-        assert {use.source for use in answer.report.link.chunks} == {"tree:disk"}
+        assert {use.source for use in answer.report.link.uses} == {"tree:disk"}
         assert answer.report.link.loaded_bytes > 0
         assert answer.token_ids == greedy("llama", THREE)
-        assert rag.generate(THREE, max_new_tokens=1).report.link.chunks[0].source == "tree:host"
+        assert rag.generate(THREE, max_new_tokens=1).report.link.uses[0].source == "tree:host"
     assert DiskStore(tmp_path / "tree", 1 << 28).stats()[0].entries == 4
 
 

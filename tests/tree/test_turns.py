@@ -49,7 +49,7 @@ def test_an_exact_turn_is_gone_on_from_exactly(name: str) -> None:
         report = answer.report.link
         assert report.exact_tokens == len(ids(FIRST)) + ANSWER - 1, "the last token was never run"
         assert (report.tree_tokens, report.approximate_tokens) == (9 + 33 + 25, 0)
-        assert (report.chunks[-1].source, report.chunks[-1].exact) == ("turn", True)
+        assert (report.uses[-1].source, report.uses[-1].exact) == ("turn", True)
         assert report.computed_tokens == 8 + 1
         assert answer.token_ids == greedy(name, second)
         third = next_turn((*first.token_ids, *tokens(8, 77), *answer.token_ids), chunk(20, 30), QUESTION)
@@ -68,7 +68,7 @@ def test_an_approximate_turn_stays_approximate_and_out_of_the_tree() -> None:
             report = rag.generate(prompt, max_new_tokens=ANSWER).report.link
             assert report.exact_tokens == 9, "the system text"
             assert report.approximate_tokens >= len(ids(FIRST)) - 9 + ANSWER - 1
-            assert [(use.source, use.exact) for use in report.chunks][-1] == ("turn", False)
+            assert [(use.source, use.exact) for use in report.uses][-1] == ("turn", False)
         assert not any(A.token_ids and chunk_id(A.token_ids, "default") in n.step.ids and n.start == 9
                        for n in tree._levels)  # fmt: skip
         # Who asks for exactness gets it: approximate rows of a turn are computed again.
@@ -96,7 +96,7 @@ def test_forgetting_reaches_turns_and_tenants_share_none() -> None:
         rag.forget([chunk_id(B.token_ids or (), "default")])
         report = rag.generate(second, max_new_tokens=1).report.link
         assert report.exact_tokens == 9 + 33
-        assert "turn" not in {use.source for use in report.chunks}
+        assert "turn" not in {use.source for use in report.uses}
 
 
 GUIDED = ("query", "deep", "lego:1+query", "heavy", "cacheblend", "cacheblend-gradual")
@@ -113,7 +113,7 @@ def test_a_policy_that_watches_the_question_watches_what_the_turn_does_not_hold(
         held = len(ids(FIRST)) + ANSWER - 1
         for prompt, known in ((second, held), (FIRST, len(ids(FIRST)) - 1)):
             report = rag.generate(prompt, max_new_tokens=1, policy=f"{kind}:0.3").report.link
-            assert report.chunks[-1].source == "turn"
+            assert report.uses[-1].source == "turn"
             assert report.computed_tokens == len(ids(prompt)) - known
             assert report.recomputed_tokens > 0
             tree.turns.clear()
@@ -164,7 +164,7 @@ def test_a_turn_inherits_what_its_past_was_made_of() -> None:
         first = rag.generate(FIRST, max_new_tokens=ANSWER, do_sample=False)
         whole = Text(token_ids=(*ids(FIRST), *first.token_ids, *tokens(8, 77)))
         second = rag.generate(Prompt([whole]), max_new_tokens=ANSWER, do_sample=False)
-        assert [use.source for use in second.report.link.chunks] == ["turn"]
+        assert [use.source for use in second.report.link.uses] == ["turn"]
         rag.forget([a])
         assert turns_in(tree) == 0
 
