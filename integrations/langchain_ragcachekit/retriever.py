@@ -204,11 +204,12 @@ class RagCacheRetriever(BaseRetriever):
         def find(ask: Callable[[Callbacks], list[Document]]) -> Callable[[], Numbered]:
             return lambda: self._keep(ask(run_manager.get_child))
 
-        result = self._retrieval.get(search.vector, place, find(search.run), find(search.by_text))
+        result = self._retrieval.get(
+            search.vector, place, find(search.run), find(search.by_text), lambda: call.is_in(place)
+        )
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             dispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        call.check(place, result)
         return self._register(_copies(result.documents), call)
 
     async def _aget_relevant_documents(
@@ -226,11 +227,12 @@ class RagCacheRetriever(BaseRetriever):
 
             return found
 
-        result = await self._retrieval.aget(search.vector, place, find(search.arun), find(search.aby_text))
+        result = await self._retrieval.aget(
+            search.vector, place, find(search.arun), find(search.aby_text), lambda: call.is_in(place)
+        )
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             await adispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        call.check(place, result)
         return self._register(_copies(result.documents), call)
 
     def _call(self, query: str, kwargs: dict[str, Any], run_manager: Any) -> _Call:
@@ -293,10 +295,9 @@ class _Call:
             context=(config.get("metadata"), config.get("tags"), *run),
         )
 
-    def check(self, place: Partition, result: Retrieved[Document]) -> None:
-        """Say once if the search alone made its own result unfindable."""
-        if not result.hit:
-            self.wrapper._partitioner.warn_if_changed(place, self.partition())
+    def is_in(self, place: Partition) -> bool:
+        """Whether the partition is the same after the search."""
+        return self.wrapper._partitioner.is_unchanged(place, self.partition())
 
 
 def _text(document: Document) -> str:

@@ -159,8 +159,10 @@ class RagCacheRetriever(BaseRetriever):
             return ask
 
         inner = search(self._inner_bundle(query_bundle, embedding))
-        result = self._retrieval.get(vector, place, inner, search(replace(query_bundle)))
-        return self._finish(result, found, query_bundle, place, vector, epoch)
+        result = self._retrieval.get(
+            vector, place, inner, search(replace(query_bundle)), lambda: self._is_in(place, query_bundle)
+        )
+        return self._finish(result, found, vector, epoch)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         epoch, place, vector = self._retrieval.epoch, self._partition(query_bundle), None
@@ -184,8 +186,10 @@ class RagCacheRetriever(BaseRetriever):
             return ask
 
         inner = search(self._inner_bundle(query_bundle, embedding))
-        result = await self._retrieval.aget(vector, place, inner, search(replace(query_bundle)))
-        return self._finish(result, found, query_bundle, place, vector, epoch)
+        result = await self._retrieval.aget(
+            vector, place, inner, search(replace(query_bundle)), lambda: self._is_in(place, query_bundle)
+        )
+        return self._finish(result, found, vector, epoch)
 
     def _inner_bundle(self, bundle: QueryBundle, embedding: list[float] | None) -> QueryBundle:
         # A copy: VectorIndexRetriever writes into the bundle. The embedding goes along only where the
@@ -201,6 +205,10 @@ class RagCacheRetriever(BaseRetriever):
         k = getattr(self._retriever, "similarity_top_k", 1)
         arguments = (bundle.image_path, self._embed_model, asked)
         return self._partitioner.partition(self._space(), k, self._retriever, arguments, question=(bundle,))
+
+    def _is_in(self, place: Partition, bundle: QueryBundle) -> bool:
+        """Whether the partition is the same after the search."""
+        return self._partitioner.is_unchanged(place, self._partition(bundle))
 
     def _space(self) -> str:
         return self._namespace or getattr(self._cache, "namespace", None) or "default"
@@ -224,8 +232,6 @@ class RagCacheRetriever(BaseRetriever):
         self,
         result: Retrieved[ScoredNode],
         found: list[NodeWithScore],
-        bundle: QueryBundle,
-        place: Partition,
         vector: Any,
         epoch: int,
     ) -> list[NodeWithScore]:
@@ -235,7 +241,6 @@ class RagCacheRetriever(BaseRetriever):
             )
         )
         if not result.hit:
-            self._partitioner.warn_if_changed(place, self._partition(bundle))
             return self._register(found, epoch)
         exact = result.distance == 0
         kept = [item.exact() if exact else item.near(vector) for item in result.documents]

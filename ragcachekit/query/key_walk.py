@@ -76,17 +76,16 @@ def object_key(value: object, rules: KeyRules | None = None) -> ObjectKey:
 
 def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int], ...]:
     """The versions of the indexes that ``value`` refers to, as far as they can be found."""
-    walk = _Walk(rules)
-    with suppress(NotKeyable):
-        walk.key(value)
+    walk = _Walk(rules, tolerant=True)
+    walk.key(value)
     return tuple(walk.versions)
 
 
 class _Walk:
-    """One walk over an object graph."""
+    """One walk over an object graph; a tolerant one passes over what cannot be keyed."""
 
-    def __init__(self, rules: KeyRules) -> None:
-        self._rules = rules
+    def __init__(self, rules: KeyRules, tolerant: bool = False) -> None:
+        self._rules, self._tolerant = rules, tolerant
         self.own_code = False
         self.versions: list[tuple[Identity, int]] = []
         self._ancestors: list[int] = []
@@ -96,6 +95,14 @@ class _Walk:
 
     def key(self, value: object) -> Hashable:
         """The key of one value."""
+        try:
+            return self._key(value)
+        except NotKeyable:
+            if not self._tolerant:
+                raise
+            return None
+
+    def _key(self, value: object) -> Hashable:
         kind = type(value)
         if kind in _SCALARS:
             self._nodes += 1 / SCALARS_PER_NODE

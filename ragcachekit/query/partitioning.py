@@ -88,16 +88,26 @@ class Partitioner:
         except NotKeyable as error:
             self._refused(f"{type(retriever).__name__}: {error}")
             return None
+        except Exception as error:  # attributes are the user's code too, and other threads may change them
+            self._refused(f"{type(retriever).__name__}: {error!r}")
+            return None
         return plain._replace(filters=called, search_kwargs=found.key, index_id=around)
 
-    def warn_if_changed(self, before: Partition, after: Partition | None) -> None:
-        """Log once that a search alone changed its partition, so that nothing is ever found in it again."""
-        if after is not None and after != before and "changed" not in self._said:
+    def is_unchanged(self, before: Partition, after: Partition | None) -> bool:
+        """Whether what a search found belongs to the partition that was read before it.
+
+        It does not if somebody changed the retriever meanwhile, or if the search itself does at every
+        question; then nothing is ever kept, and the log says so once.
+        """
+        if after == before:
+            return True
+        if after is not None and after.search_kwargs != before.search_kwargs and "changed" not in self._said:
             self._said.add("changed")
             log.warning(
-                "a search changes attributes of the retriever itself (a counter, a list), so its cached "
-                "results are not found again; pass partition= to name what counts"
+                "the retriever's attributes changed during a search, so its result is not cached; if the "
+                "search itself changes them (a counter, a list), pass partition= to name what counts"
             )
+        return False
 
     def _custom_partition(
         self, plain: Partition, retriever: object, called: Hashable, question: tuple[object, ...]

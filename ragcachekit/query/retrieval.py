@@ -102,6 +102,7 @@ class CachedRetrieval(Generic[Document]):
         partition: Hashable,
         search: Callable[[], Found[Document]],
         otherwise: Callable[[], Found[Document]] | None = None,
+        keep_if: Callable[[], bool] = lambda: True,
     ) -> Retrieved[Document]:
         """The documents of a near enough earlier query, else those of ``search()``.
 
@@ -113,12 +114,14 @@ class CachedRetrieval(Generic[Document]):
             What is asked on a miss; it may use the embedding. What it raises is passed on.
         otherwise : callable, optional
             What is asked if the cache cannot use the embedding; by default ``search``.
+        keep_if : callable
+            Asked after a search: whether its result still belongs to the partition.
         """
         cached, epoch = self._lookup(embedding, partition)
         if cached.hit:
             return cached
         found = (otherwise or search)() if cached.note else search()
-        return self._keep(embedding, partition, found, epoch, cached)
+        return self._keep(embedding, partition, found, epoch if keep_if() else _NEVER, cached)
 
     async def aget(
         self,
@@ -126,13 +129,14 @@ class CachedRetrieval(Generic[Document]):
         partition: Hashable,
         search: Callable[[], Awaitable[Found[Document]]],
         otherwise: Callable[[], Awaitable[Found[Document]]] | None = None,
+        keep_if: Callable[[], bool] = lambda: True,
     ) -> Retrieved[Document]:
         """:meth:`get` with searches that are awaited."""
         cached, epoch = self._lookup(embedding, partition)
         if cached.hit:
             return cached
         found = await ((otherwise or search)() if cached.note else search())
-        return self._keep(embedding, partition, found, epoch, cached)
+        return self._keep(embedding, partition, found, epoch if keep_if() else _NEVER, cached)
 
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None

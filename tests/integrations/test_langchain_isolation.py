@@ -334,7 +334,23 @@ def test_a_search_that_changes_its_own_state_is_said_once(documents, caplog):
     for _ in range(3):
         assert len(retriever.invoke(QUESTION)) == 1
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "a search changes attributes of the retriever itself" in record.getMessage()
+    assert "the retriever's attributes changed during a search" in record.getMessage()
+    assert retriever._retrieval.stats().entries == 0
+
+
+def test_a_result_found_after_a_switch_is_not_kept_for_the_user_before(documents):
+    class Switched(ByField):
+        def _get_relevant_documents(self, query, *, run_manager):
+            if switch:
+                self.filter = {"user": switch.pop()}  # another thread serves its user just now
+            return super()._get_relevant_documents(query, run_manager=run_manager)
+
+    switch = Calls("b")
+    inner = Switched(documents=documents)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
+    assert users(retriever.invoke(QUESTION)) == {"b"}  # as of the bare retriever
+    inner.filter = {"user": "a"}
+    assert users(retriever.invoke(QUESTION)) == {"a"}
 
 
 def test_contexts_that_cannot_be_read_are_not_cached(documents):
