@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import re
@@ -127,6 +128,8 @@ def _reduced_as(kind: type) -> Callable[[Any, Any], Any]:
             return reduced
         maker, arguments, *rest = reduced
         plain = tuple(kind if one is type(self) else one for one in arguments)
+        if maker is copyreg.__newobj__:  # type: ignore[attr-defined]
+            maker = kind.__new__  # pickle would compare the class with that of the object
         return (kind if maker is type(self) else maker, plain, *rest)
 
     return __reduce_ex__

@@ -116,7 +116,7 @@ class _Walk:
             return value if self._rules.is_library(value.__module__) else (value, *self._shared_data(value))
         if callable(parts := getattr(kind, "cache_key_parts", None)):
             return kind, self.key(parts(value))
-        if isinstance(value, (*_NAMED, *self._rules.opaque)):
+        if kind is object or isinstance(value, (*_NAMED, *self._rules.opaque)):
             return Identity(value)
         if self._rules.is_ignored(value):
             return None

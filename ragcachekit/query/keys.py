@@ -55,13 +55,14 @@ class KeyRules:
     def is_library(self, module: str | None) -> bool:
         """Whether the module belongs to a known library or to Python's own."""
         top = (module or "").partition(".")[0]
-        return top in self.libraries or top in sys.stdlib_module_names
+        return top in self.libraries or top in _LIBRARIES or top in sys.stdlib_module_names
 
     def is_ignored(self, value: object) -> bool:
         """Whether the object changes no result."""
         return isinstance(value, self.ignored + _IGNORED)
 
 
+_LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
 _IGNORED = (logging.Logger, logging.Handler, type(threading.Lock()), type(threading.RLock()))
 
 
