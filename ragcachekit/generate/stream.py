@@ -5,20 +5,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from ragcachekit.generate.background import ended
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
 from ragcachekit.reports import Answer
+
+_T = TypeVar("_T")
 
 
 class AnswerStream:
     """Iterates over pieces of text; generation runs in a thread of its own.
 
     Closing it early (``close``, leaving a ``with`` block, or dropping the iterator) cancels
-    generation after the token in work.
+    generation before the next layer of the prefill, or after the token in work. So does what interrupts
+    the wait for a piece or for the answer, such as ``KeyboardInterrupt``.
 
     Parameters
     ----------
@@ -36,8 +40,8 @@ class AnswerStream:
         # Neither the thread nor the generator may hold this object: dropping it is how many end a stream.
         self._pieces = _pieces(tokens, detokenizer, self._outcome)
         self._thread = threading.Thread(
-            target=_run,
-            args=(produce, tokens, self._cancel, self._outcome),
+            target=copy_context().run,
+            args=(_run, produce, tokens, self._cancel, self._outcome),
             name="ragcachekit-stream",
             daemon=True,
         )
@@ -50,7 +54,7 @@ class AnswerStream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        return self._wait_for(lambda: next(self._pieces))
 
     def __enter__(self) -> Self:
         return self
@@ -63,20 +67,30 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
-        self._thread.join()
+        self._wait_for(self._thread.join)
         if self._outcome.error is not None:
             raise self._outcome.error
         assert self._outcome.answer is not None
         return self._outcome.answer
 
     def cancel(self) -> None:
-        """Stop after the token in work; what was generated stays."""
+        """Stop before the next layer of the prefill, or after the token in work; what was generated stays."""
         self._cancel.set()
 
     def close(self) -> None:
         """Cancel and wait."""
         self.cancel()
         self._thread.join()
+
+    def _wait_for(self, wait: Callable[[], _T]) -> _T:
+        """Who is interrupted here does not want the rest, and a traceback may keep the stream alive."""
+        try:
+            return wait()
+        except Exception:
+            raise
+        except BaseException:
+            self.cancel()
+            raise
 
 
 @dataclass
