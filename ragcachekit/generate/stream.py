@@ -6,12 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
 from ragcachekit.generate.background import ended
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
+from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.reports import Answer
 
 _T = TypeVar("_T")
@@ -45,7 +46,7 @@ class AnswerStream:
             name="ragcachekit-stream",
             daemon=True,
         )
-        self._thread.start()
+        self._wait_for(self._thread.start)
         weakref.finalize(self, self._cancel.set)
         # The thread's, not this object's: it may be in the model although the stream was dropped.
         weakref.finalize(self._thread, _leave, self._cancel, weakref.ref(self._thread))
@@ -67,7 +68,7 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
-        self._wait_for(self._thread.join)
+        self._wait_for(self._outcome.complete.wait)  # not join: an interrupted one may forget its thread
         if self._outcome.error is not None:
             raise self._outcome.error
         assert self._outcome.answer is not None
@@ -95,10 +96,11 @@ class AnswerStream:
 
 @dataclass
 class _Outcome:
-    """What became of the generation; complete once its thread has ended."""
+    """What became of the generation, once it is complete."""
 
     answer: Answer | None = None
     error: BaseException | None = None
+    complete: threading.Event = field(default_factory=threading.Event)
 
 
 def _run(
@@ -112,6 +114,7 @@ def _run(
     except BaseException as error:
         outcome.error = error
     finally:
+        outcome.complete.set()
         tokens.end()
 
 
@@ -128,5 +131,6 @@ def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> 
             yield piece
     if outcome.error is not None:
         raise outcome.error
+    raise_if_cancelled()  # the tokens ended before the thread did: its error may still be to come
     if piece := detokenizer.finish():
         yield piece

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextvars import ContextVar, Token, copy_context
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -88,12 +89,21 @@ class CancelScope:
         What interrupts the wait (``KeyboardInterrupt`` in the main thread) first cancels the scope. Work
         that joins threads of its own, as an executor does, would otherwise have to be waited for.
         """
-        with ThreadPoolExecutor(1, "ragcachekit-scope") as pool:
-            try:
-                return pool.submit(copy_context().run, self._inside, work, *args, **kwargs).result()  # type: ignore[arg-type]
-            except BaseException:
-                self.cancel()  # before the pool waits for its thread
-                raise
+        future = Future[_T]()
+        # Not an executor: one whose submit is interrupted may not wait for the thread it has just started.
+        arguments = self._resolve, future, partial(work, *args, **kwargs)
+        thread = threading.Thread(target=copy_context().run, args=arguments, name="ragcachekit-scope")
+        try:
+            thread.start()
+            return future.result()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            if thread.ident is not None:
+                wait([future])
+                thread.join()
+            del future  # an exception's traceback holds this frame
 
     def iterate(self, items: Iterator[_T]) -> Iterator[_T]:
         """The ``items`` of a generator, each made as in :meth:`run`; ending early cancels the scope."""
@@ -111,9 +121,14 @@ class CancelScope:
         if callable(self._handler):
             self._handler(number, frame)
 
-    def _inside(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self:
-            return work(*args, **kwargs)
+    def _resolve(self, future: Future[_T], work: Callable[[], _T]) -> None:
+        try:
+            with self:
+                result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def raise_if_cancelled() -> None:
