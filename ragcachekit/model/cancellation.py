@@ -80,7 +80,7 @@ class CancelScope:
     ) -> None:
         assert self._token is not None
         _SCOPE.reset(self._token)
-        if self._on_interrupt:
+        if self._handler is not None:  # None: one that was not installed from Python
             signal.signal(signal.SIGINT, self._handler)
 
     def run(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
