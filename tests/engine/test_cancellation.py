@@ -11,7 +11,16 @@ from contextvars import copy_context
 
 import pytest
 from engine_kit import PROMPT, chunk, text
-from layer_kit import LONG, WAITED, cancellations, hooks_of, interrupted_reader, interrupts, watched
+from layer_kit import (
+    LONG,
+    WAITED,
+    cancellations,
+    hooks_of,
+    interrupted_reader,
+    interrupts,
+    streams_ended,
+    watched,
+)
 from speaking import byte_level, speaker
 
 from ragcachekit import (
@@ -340,10 +349,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await loop.shutdown_default_executor()
-        for thread in threading.enumerate():
-            if thread.name == "ragcachekit-stream":
-                thread.join(LONG)
+        await streams_ended()
     assert layers.most_after <= 1
     assert rag.stats()[0].entries == 0
     assert rag.generate(QUESTION, **ASKED).text

@@ -16,7 +16,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, watched
+from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
@@ -198,10 +198,7 @@ async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, cal
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await loop.shutdown_default_executor()
-        for thread in threading.enumerate():
-            if thread.name == "ragcachekit-stream":
-                thread.join(LONG)
+        await streams_ended()
     finally:
         for hook in hooks:
             hook.remove()

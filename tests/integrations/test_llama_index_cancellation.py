@@ -7,7 +7,7 @@ import contextlib
 import threading
 
 import pytest
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, watched
+from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from llama_index.core.base.llms.types import ChatMessage
 from speaking import byte_level, speaker
 
@@ -87,9 +87,6 @@ async def test_cancelling_a_task_ends_its_forward(llm, model, monkeypatch, call)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await loop.shutdown_default_executor()
-        for thread in threading.enumerate():
-            if thread.name == "ragcachekit-stream":
-                thread.join(LONG)
+        await streams_ended()
     assert layers.most_after <= 1
     assert str(llm.complete(QUESTION))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections import Counter
@@ -71,6 +72,14 @@ def watched(model: Any, at: int, act: Callable[[], object]) -> Iterator[Layers]:
 def hooks_of(model: Any) -> int:
     """Forward hooks on the model and all it consists of."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+async def streams_ended() -> None:
+    """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it to end."""
+    for thread in threading.enumerate():
+        if thread.name == "ragcachekit-stream":
+            await asyncio.to_thread(thread.join, LONG)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def cancellations(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> threading.Event:
