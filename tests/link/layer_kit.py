@@ -75,7 +75,7 @@ def hooks_of(model: Any) -> int:
 
 
 async def streams_ended() -> None:
-    """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it to end."""
+    """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it."""
     for thread in threading.enumerate():
         if thread.name == "ragcachekit-stream":
             await asyncio.to_thread(thread.join, LONG)
