@@ -6,14 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
-from ragcachekit.errors import ModelNotSupported, RagCacheError
+from ragcachekit.errors import Cancelled, ModelNotSupported, RagCacheError
 from ragcachekit.reports import Answer, GenerateReport, LinkReport, ShadowReport
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
-    from ragcachekit.aio import agenerate, astream
+    from ragcachekit.aio import agenerate, astream, to_thread
     from ragcachekit.engine import RagCache
     from ragcachekit.link.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.model.cancellation import CancelScope
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
     from ragcachekit.query.keys import KeyRules
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "CachedRetrieval",
+    "CancelScope",
+    "Cancelled",
     "Chunk",
     "CoRetrieved",
     "GenerateReport",
@@ -51,11 +54,13 @@ __all__ = [
     "agenerate",
     "astream",
     "calibrate",
+    "to_thread",
 ]
 
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "CachedRetrieval": "ragcachekit.query.retrieval",
+    "CancelScope": "ragcachekit.model.cancellation",
     "CoRetrieved": "ragcachekit.link.neighbours",
     "KeyRules": "ragcachekit.query.keys",
     "Neighbours": "ragcachekit.link.neighbours",
@@ -69,6 +74,7 @@ _LAZY = {
     "agenerate": "ragcachekit.aio",
     "astream": "ragcachekit.aio",
     "calibrate": "ragcachekit.query.calibrate",
+    "to_thread": "ragcachekit.aio",
 }
 
 

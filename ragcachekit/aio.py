@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.reports import Answer
 
 if TYPE_CHECKING:
     from ragcachekit.engine import RagCache
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _DONE = object()
 
 
@@ -18,7 +21,7 @@ class AsyncAnswerStream:
     """An answer as it is generated: an async context manager and an async iterator of text pieces.
 
     Leaving the context early, by ``break``, an error or the task's cancellation, cancels the
-    generation; the model stops at its next token.
+    generation; the model stops before its next layer or after its token.
 
     Parameters
     ----------
@@ -83,3 +86,21 @@ async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
         async for _ in stream:
             pass
         return stream.answer
+
+
+async def to_thread(work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """:func:`asyncio.to_thread` whose model work ends when the task is cancelled.
+
+    >>> ids = await to_thread(rag.encode, texts)  # doctest: +SKIP
+    """
+    scope = CancelScope()
+
+    def inside() -> _T:
+        with scope:
+            return work(*args, **kwargs)
+
+    try:
+        return await asyncio.to_thread(inside)
+    except asyncio.CancelledError:
+        scope.cancel()
+        raise

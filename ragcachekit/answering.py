@@ -18,6 +18,7 @@ from ragcachekit.link.budgets import Budgets, Chosen
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.policies import open_policy
+from ragcachekit.model.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import PromptLike
 from ragcachekit.reports import Answer
@@ -116,7 +117,10 @@ class Answerer:
         Raises
         ------
         PromptTooLong, GenerationNotSupported
+        Cancelled
+            If a scope around the call was cancelled. With ``cancel`` alone, what there is comes back.
         """
+        raise_if_cancelled()
         begun = time.perf_counter()
         plans = [self.plan(prompt, space, policy) for prompt in prompts]
         if stop:
@@ -129,8 +133,11 @@ class Answerer:
             *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, first=first
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
-        self.shadow.follow(plans, answers, first, options, stop)
-        self._stock.after(generated)
+        if generated.prefilled:
+            with CancelScope(cancel):
+                self.shadow.follow(plans, answers, first, options, stop)
+                self._stock.after(generated)
+        raise_if_cancelled()
         return answers
 
     def share_a_forward(

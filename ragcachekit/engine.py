@@ -267,6 +267,8 @@ class RagCache:
 
         Raises
         ------
+        Cancelled
+            If a :class:`ragcachekit.CancelScope` around it was; what was encoded before is kept.
         ValueError
             For an empty chunk, one longer than the model's context, or a missing ``system``.
         ModelChanged
@@ -345,7 +347,8 @@ class RagCache:
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
-            When set, generation stops after the token in work.
+            When set, the prefill stops before its next layer, and generation after the token in work; the
+            answer has the tokens up to then. See also :class:`ragcachekit.CancelScope`.
         **options
             For ``model.generate``: ``max_new_tokens`` (default 256), ``do_sample``, ``streamer``, ...
 
@@ -363,15 +366,20 @@ class RagCache:
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
         stop: str | Sequence[str] | None = None,
+        cancel: threading.Event | None = None,
         **options: Any,
     ) -> list[Answer]:
-        """Answer several prompts in one left-padded batch, one link each."""
+        """Answer several prompts in one left-padded batch, one link each.
+
+        ``stop``, ``cancel`` and ``options`` are those of :meth:`generate`.
+        """
         prompts, stop, space = several(prompts, "prompts"), stop_strings(stop), self._space(namespace)
         if not prompts:
             return []
         if self._answerer.share_a_forward(space, policy, options):
-            return self._answerer.answer(prompts, space, policy, options, stop)
-        return [self.generate(p, namespace=space, policy=policy, stop=stop, **options) for p in prompts]
+            return self._answerer.answer(prompts, space, policy, options, stop, cancel)
+        each = {"namespace": space, "policy": policy, "stop": stop, "cancel": cancel, **options}
+        return [self.generate(prompt, **each) for prompt in prompts]
 
     def stream(
         self,

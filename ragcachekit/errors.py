@@ -2,6 +2,7 @@
 
 Bad arguments raise :class:`ValueError` or :class:`TypeError` as everywhere in Python; what depends on
 state (a model, a folder, a prompt already used) raises a subclass of :class:`RagCacheError`.
+:class:`Cancelled` stands apart, as it is no error.
 """
 
 from __future__ import annotations
@@ -45,3 +46,11 @@ class CorpusError(RagCacheError):
 
 class RetrievalError(RagCacheError):
     """A query embedding or a vector index cannot be used (NaN, wrong width, empty index)."""
+
+
+class Cancelled(BaseException):
+    """The model work of a :class:`~ragcachekit.CancelScope` was cancelled.
+
+    Not an :class:`Exception`, as :class:`asyncio.CancelledError` is not: retries, fallbacks and whatever
+    handles a failing cache would go on with the request.
+    """

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from ragcachekit.config import ShadowConfig
+from ragcachekit.errors import Cancelled
 from ragcachekit.generate.answer import answer_of
 from ragcachekit.generate.background import Background
 from ragcachekit.generate.compare import Comparison, Tally, divergence, token_f1
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.run import run_generate
 from ragcachekit.link.planned import LinkPlan, TokenSegment, plain_plan
+from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import Answer, ShadowReport
 
@@ -177,7 +179,7 @@ class Shadow:
         return self._background.flush(timeout)
 
     def close(self) -> None:
-        """Finish the one in work, drop those that wait."""
+        """End the one in work before its next layer, drop those that wait."""
         self._background.close()
 
     # -- steps -------------------------------------------------------------------------------------
@@ -209,6 +211,10 @@ class Shadow:
         try:
             with self._working:  # one at a time, also after answers in several threads
                 found = self._compare(job)
+        except Cancelled:
+            with self._lock:
+                job.tally.counts["dropped"] += 1
+            return
         except Exception:
             log.warning("a shadow prefill failed", exc_info=True)
             with self._lock:
@@ -229,6 +235,7 @@ class Shadow:
             decode=self._decode,
             first=first,
         )
+        raise_if_cancelled()
         kl = divergence(first.log_probs[0], job.log_probs)
         if job.answer is None:
             return Comparison(kl)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import RunnableConfig
 
 from langchain_ragcachekit.messages import to_dicts
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import agenerate, astream
+from ragcachekit import CancelScope, agenerate, astream
 
 if TYPE_CHECKING:
     from ragcachekit import Answer
@@ -34,6 +35,30 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     >>> llm.invoke("Where does Ada live?").usage_metadata["input_token_details"]  # doctest: +SKIP
     {'cache_read': 412}
     """
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answer several prompts, each in a thread; Ctrl-C ends those that run and those that wait."""
+        options = {"return_exceptions": return_exceptions, **kwargs}
+        return CancelScope().run(super().batch, inputs, config, **options)
+
+    def batch_as_completed(  # type: ignore[override]
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, AIMessage | Exception]]:
+        """As :meth:`batch`, each answer when it is there; ending early ends the others too."""
+        options = {"return_exceptions": return_exceptions, **kwargs}
+        return CancelScope().iterate(super().batch_as_completed(inputs, config, **options))
 
     def _generate(
         self,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import RunnableConfig
 
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import agenerate, astream
+from ragcachekit import CancelScope, agenerate, astream, to_thread
 
 if TYPE_CHECKING:
     from ragcachekit import Answer
@@ -29,6 +29,18 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
+
+    def batch_as_completed(  # type: ignore[override]
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, str | Exception]]:
+        """Answer several prompts, each in a thread; Ctrl-C, or ending early, ends those that run or wait."""
+        options = {"return_exceptions": return_exceptions, **kwargs}
+        return CancelScope().iterate(super().batch_as_completed(inputs, config, **options))
 
     def _generate(
         self,
@@ -51,7 +63,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)
         if len(prompts) > 1:  # one batch cannot be cancelled for one of its prompts only
-            return self._result(await asyncio.to_thread(self.rag.generate_batch, prompts, **options))
+            return self._result(await to_thread(self.rag.generate_batch, prompts, **options))
         return self._result([await agenerate(self.rag, prompts[0], **options)])
 
     def _stream(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ragcachekit.errors import Cancelled
+from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.store.process import PerProcess
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class _State(Generic[Job]):
     condition: threading.Condition = field(default_factory=threading.Condition)
     jobs: deque[Job] = field(default_factory=deque)
     busy: bool = False
-    closed: bool = False
+    closed: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
 
@@ -65,7 +67,7 @@ class Background(Generic[Job]):
         """Queue a job; False if there is no room or no thread for it, or after :meth:`close`."""
         state = self._states.get()
         with state.condition:
-            if state.closed or len(state.jobs) >= self._most:
+            if state.closed.is_set() or len(state.jobs) >= self._most:
                 return False
             if state.thread is None or not state.thread.is_alive():  # a job may have ended it
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -86,9 +88,10 @@ class Background(Generic[Job]):
             return state.condition.wait_for(lambda: not state.jobs and not state.busy, timeout)
 
     def close(self) -> None:
-        """Finish the job in work, drop the rest, end the thread.
+        """End the job in work, drop the rest, end the thread.
 
-        A job that takes longer than :data:`END_SECONDS` is left to itself.
+        A forward of the job ends before its next layer; anything else is finished. A job that takes longer
+        than :data:`END_SECONDS` is left to itself.
         """
         self._end()
 
@@ -96,14 +99,15 @@ class Background(Generic[Job]):
         state = self._states.get()
         while True:
             with state.condition:
-                state.condition.wait_for(lambda: state.jobs or state.closed, IDLE_SECONDS)
+                state.condition.wait_for(lambda: state.jobs or state.closed.is_set(), IDLE_SECONDS)
                 if not state.jobs:
                     # Idle: let go, so that whoever was dropped without close can be freed.
                     state.thread = None
                     return
                 job, state.busy = state.jobs.popleft(), True
             try:
-                attempt(self._work, job)
+                with CancelScope(state.closed):
+                    attempt(self._work, job)
             finally:
                 del job  # a cache, perhaps: not while waiting for more
                 with state.condition:
@@ -112,9 +116,14 @@ class Background(Generic[Job]):
 
 
 def attempt(work: Callable[[Job], object], job: Job) -> None:
-    """Do a job; what it raises is logged. The answer that it comes behind is there already."""
+    """Do a job; what it raises is logged. The answer that it comes behind is there already.
+
+    A job that was cancelled has not failed: what it would have left is computed again when it is needed.
+    """
     try:
         work(job)
+    except Cancelled:
+        pass
     except Exception:
         log.warning("a job behind an answer failed", exc_info=True)
 
@@ -136,7 +145,7 @@ def ended(thread: threading.Thread) -> None:
 def _end(states: PerProcess[_State[Job]]) -> None:
     state = states.get()
     with state.condition:
-        state.closed = True
+        state.closed.set()
         state.jobs.clear()
         state.condition.notify_all()
         thread = state.thread

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcachekit.generate.first import FirstLogits, FirstScores
 from ragcachekit.generate.stopping import Watch
 from ragcachekit.generate.streaming import OrderedPrompt
+from ragcachekit.model.cancellation import CancelScope
 
 
 class Hooks:
@@ -20,7 +20,7 @@ class Hooks:
         Arguments of generate; those with the hooks among them are :attr:`options`.
     prompt : sequence of int
         What the user's streamer is told first.
-    cancel : threading.Event, optional
+    scope : CancelScope
     first : FirstScores, optional
 
     Attributes
@@ -34,10 +34,10 @@ class Hooks:
         self,
         options: Mapping[str, Any],
         prompt: Sequence[int],
-        cancel: threading.Event | None,
+        scope: CancelScope,
         first: FirstScores | None,
     ) -> None:
-        self.watch = Watch(cancel)
+        self.watch = Watch(scope)
         self._logits = FirstLogits()
         given = options.get("streamer")
         self.streamer = OrderedPrompt(given, prompt) if given else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ragcachekit.errors import Cancelled
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.hooks import Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
@@ -22,6 +23,7 @@ from ragcachekit.link.choose import choose
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import LoadFailed
@@ -30,6 +32,8 @@ from ragcachekit.store.loading import LoadFailed
 @dataclass(frozen=True)
 class Generated:
     """New token ids per prompt (padding after the end removed) and whether they end with an end token.
+
+    A request that was ``cancelled`` has those up to then; before its first token, it has none and no cache.
 
     ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the cache
     would have been assembled, had it been before the forward. ``plans`` are those that ran in the end,
@@ -50,6 +54,11 @@ class Generated:
     cache: Any = None
     width: int = 0
 
+    @property
+    def prefilled(self) -> bool:
+        """Whether the request came to its first token; what was cancelled before leaves nothing behind."""
+        return any(self.token_ids)
+
 
 def run_generate(
     model: Any,
@@ -67,7 +76,8 @@ def run_generate(
 
     A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
     generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed. ``first`` hears the first token's distribution.
+    needed. ``first`` hears the first token's distribution. ``cancel``, or a scope around the call, ends
+    the prefill between two layers and the answer between two tokens.
     """
     way = way_in(options, model.generation_config)
     if rope.depends_on_length:
@@ -76,17 +86,29 @@ def run_generate(
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
-    hooks = Hooks(options, plans[0].token_ids, cancel, first)
     beams = _effective(model, options, "num_beams") or 1
-    while True:
-        try:
-            linked = _linked(model, rope, plans, way, beams, pad)
-            return _generated(model, linked, hooks, stop, decode, beams)
-        except LoadFailed as failed:
-            # Before the first token: nothing but the streamer has seen anything of this attempt.
-            plans = replanned(plans, failed)
-            if hooks.streamer is not None:
-                hooks.streamer.restart()
+    with CancelScope(cancel) as scope:
+        hooks = Hooks(options, plans[0].token_ids, scope, first)
+        while True:
+            try:
+                linked = _linked(model, rope, plans, way, beams, pad)
+                return _generated(model, linked, hooks, stop, decode, beams)
+            except Cancelled:
+                return _cancelled(plans, hooks)
+            except LoadFailed as failed:
+                # Before the first token: nothing but the streamer has seen anything of this attempt.
+                plans = replanned(plans, failed)
+                if hooks.streamer is not None:
+                    hooks.streamer.restart()
+
+
+def _cancelled(plans: Sequence[LinkPlan], hooks: Hooks) -> Generated:
+    """What comes of a request that was cancelled before its first token."""
+    if hooks.streamer is not None:
+        hooks.streamer.end()
+    now, count = time.perf_counter(), len(plans)
+    reports = tuple(plan.report for plan in plans)
+    return Generated(((),) * count, (False,) * count, now, now, True, tuple(plans), reports)
 
 
 def _generated(

@@ -1,8 +1,7 @@
-"""Hooks into the generate loop: cancellation, stop strings, and when the first token came."""
+"""Hooks into the generate loop: cancellation between tokens, stop strings, and when the first token came."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,24 +9,29 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
+from ragcachekit.model.cancellation import CancelScope
+
 
 class Watch(StoppingCriteria):  # type: ignore[misc]
-    """Called after each token: notes the time of the first, stops when ``cancel`` is set.
+    """Called after each token: notes the time of the first, stops when the request's scope is cancelled.
+
+    From the first token on it takes this over from the layers, so that no token is lost.
 
     It makes nothing of the ids, so it may run on a permuted prompt.
     """
 
-    def __init__(self, cancel: threading.Event | None = None) -> None:
+    def __init__(self, scope: CancelScope) -> None:
         self.first: float | None = None
         self.cancelled = False
-        self._cancel = cancel
+        self._scope = scope
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``[batch]`` booleans: whether each sequence is done."""
         if self.first is None:
             input_ids[:, -1].tolist()  # waits for the device: the token is not there before that
             self.first = time.perf_counter()
-        self.cancelled = self._cancel is not None and self._cancel.is_set()
+            self._scope.between_layers = False
+        self.cancelled = self._scope.requested
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextvars import copy_context
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from ragcachekit.generate.background import ended
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
+from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.reports import Answer
+
+_T = TypeVar("_T")
 
 
 class AnswerStream:
     """Iterates over pieces of text; generation runs in a thread of its own.
 
     Closing it early (``close``, leaving a ``with`` block, or dropping the iterator) cancels
-    generation after the token in work.
+    generation before the next layer of the prefill, or after the token in work. So does what interrupts
+    the wait for a piece or for the answer, such as ``KeyboardInterrupt``.
 
     Parameters
     ----------
@@ -36,12 +41,12 @@ class AnswerStream:
         # Neither the thread nor the generator may hold this object: dropping it is how many end a stream.
         self._pieces = _pieces(tokens, detokenizer, self._outcome)
         self._thread = threading.Thread(
-            target=_run,
-            args=(produce, tokens, self._cancel, self._outcome),
+            target=copy_context().run,
+            args=(_run, produce, tokens, self._cancel, self._outcome),
             name="ragcachekit-stream",
             daemon=True,
         )
-        self._thread.start()
+        self._wait_for(self._thread.start)
         weakref.finalize(self, self._cancel.set)
         # The thread's, not this object's: it may be in the model although the stream was dropped.
         weakref.finalize(self._thread, _leave, self._cancel, weakref.ref(self._thread))
@@ -50,7 +55,7 @@ class AnswerStream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        return self._wait_for(lambda: next(self._pieces))
 
     def __enter__(self) -> Self:
         return self
@@ -63,14 +68,14 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
-        self._thread.join()
+        self._wait_for(self._outcome.complete.wait)  # not join: an interrupted one may forget its thread
         if self._outcome.error is not None:
             raise self._outcome.error
         assert self._outcome.answer is not None
         return self._outcome.answer
 
     def cancel(self) -> None:
-        """Stop after the token in work; what was generated stays."""
+        """Stop before the next layer of the prefill, or after the token in work; what was generated stays."""
         self._cancel.set()
 
     def close(self) -> None:
@@ -78,13 +83,24 @@ class AnswerStream:
         self.cancel()
         self._thread.join()
 
+    def _wait_for(self, wait: Callable[[], _T]) -> _T:
+        """Who is interrupted here does not want the rest, and a traceback may keep the stream alive."""
+        try:
+            return wait()
+        except Exception:
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+
 
 @dataclass
 class _Outcome:
-    """What became of the generation; complete once its thread has ended."""
+    """What became of the generation, once it is complete."""
 
     answer: Answer | None = None
     error: BaseException | None = None
+    complete: threading.Event = field(default_factory=threading.Event)
 
 
 def _run(
@@ -98,6 +114,7 @@ def _run(
     except BaseException as error:
         outcome.error = error
     finally:
+        outcome.complete.set()
         tokens.end()
 
 
@@ -114,5 +131,6 @@ def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> 
             yield piece
     if outcome.error is not None:
         raise outcome.error
+    raise_if_cancelled()  # the tokens ended before the thread did: its error may still be to come
     if piece := detokenizer.finish():
         yield piece

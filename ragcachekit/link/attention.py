@@ -16,6 +16,7 @@ from ragcachekit.link.captured import CapturedRows, captured_rows
 from ragcachekit.link.link_rows import LinkRows, linked_rows
 from ragcachekit.link.marks import unmarked
 from ragcachekit.link.observed import attention_sums
+from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit_kernels import dispatch
 
 PREFIX = "ragcachekit_"
@@ -78,6 +79,9 @@ def _forward_over(before: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
+        if captured is None and not torch.compiler.is_compiling():
+            # Every layer of every forward comes by here. A capture that ended halfway would count as failed.
+            raise_if_cancelled()
         query, key, value = unmarked(query), unmarked(key), unmarked(value)
         if rows is not None:
             return _linked(module, query, key, value, rows, **kwargs), None

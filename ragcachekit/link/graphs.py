@@ -18,6 +18,7 @@ from ragcachekit.link.captured import NotCapturable
 from ragcachekit.link.graph_capture import Capture, capture_for, has_graphs
 from ragcachekit.link.graph_runner import CaptureFailed, GraphRunner
 from ragcachekit.link.graph_state import ModelState
+from ragcachekit.model.cancellation import raise_if_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class GraphedForward:
     def _graphed(self, cache: LinkedCache, kwargs: dict[str, Any]) -> Any:
         runner = self._current()
         cache.settle()  # what does not come is not the model's fault: raises LoadFailed
+        raise_if_cancelled()  # a graph, once begun, runs to its end
         try:
             out = runner.run(cache, kwargs["input_ids"], kwargs["position_ids"])
         except CaptureFailed as error:

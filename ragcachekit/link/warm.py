@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ragcachekit.errors import Cancelled
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.planned import Missing
+from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
@@ -216,14 +218,17 @@ class Warmer:
             return state.condition.wait_for(lambda: not state.waiting, timeout)
 
     def close(self) -> None:
-        """Finish the entries in work, drop the rest, end the thread."""
+        """End the forward in work before its next layer, drop the rest, end the thread."""
         self._end()
 
     def _work(self) -> None:
         while batch := self._next_batch():
             try:
                 todo = [item for item in batch if self._waits(item) and item.key not in self._store]
-                self.now(todo, wanted=self._waits)
+                with CancelScope(self._states.get().closed):
+                    self.now(todo, wanted=self._waits)
+            except Cancelled:
+                pass  # closed: what was not encoded is missed again, and encoded then
             except Exception:
                 # An encode that fails costs later requests their reuse, never this one its answer.
                 log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)

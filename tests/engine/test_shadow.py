@@ -183,11 +183,40 @@ def test_sampling_compares_the_first_token_only_and_draws_no_chance_of_its_own()
     assert (rag.shadow_report().shadowed, rag.shadow_report().failed) == (4, 0)
 
 
+class CancelAtToken(transformers.generation.streamers.BaseStreamer):
+    """Sets an event when the first token comes, after the prompt."""
+
+    def __init__(self, event):
+        self.event, self.calls = event, 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 2:
+            self.event.set()
+
+    def end(self):
+        pass
+
+
 def test_a_cancelled_answer_is_not_compared():
+    with shadowed(config=ShadowConfig(1.0)) as rag:
+        stop = threading.Event()
+        cut = rag.generate(PROMPT, cancel=stop, streamer=CancelAtToken(stop), **ASKED)
+        assert cut.report.finish_reason == "cancelled"
+        assert 0 < len(cut.token_ids) < 8
+        assert rag.flush(60)
+        assert (rag.shadow_report().shadowed, rag.shadow_report().compared) == (1, 0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_a_cancelled_answer_nobody_waits_for_a_shadow_prefill(begun):
     rag, stop = shadowed(), threading.Event()
-    stop.set()
-    assert rag.generate(PROMPT, cancel=stop, **ASKED).report.finish_reason == "cancelled"
-    assert (rag.shadow_report().shadowed, rag.shadow_report().compared) == (1, 0)
+    if not begun:
+        stop.set()
+    cut = rag.generate(PROMPT, cancel=stop, streamer=CancelAtToken(stop), **ASKED)
+    assert cut.report.finish_reason == "cancelled"
+    report = rag.shadow_report()
+    assert (report.shadowed, report.failed, report.dropped) == (0, 0, int(begun))
 
 
 def test_requests_with_code_of_their_own_are_left_alone():
@@ -360,7 +389,7 @@ def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
         assert (rag.shadow_report().shadowed, gate.runs) == (3, 3)
 
 
-def test_close_finishes_the_one_in_work_and_drops_the_rest(monkeypatch):
+def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     gate = Gate(monkeypatch)
     rag = shadowed(config=ShadowConfig(1.0))
     for _ in range(3):
@@ -368,10 +397,12 @@ def test_close_finishes_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert gate.entered.acquire(timeout=60)
     closing = threading.Thread(target=rag.close)
     closing.start()
+    assert rag.shadow._background._states.get().closed.wait(60)
     gate.open.set()
     closing.join(60)
     assert not closing.is_alive()
-    assert rag.shadow_report().shadowed == gate.runs <= 3
+    assert gate.runs == 1
+    assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
     assert not [t for t in threading.enumerate() if t.name == "ragcachekit-shadow"]
     rag.shadow.close()  # twice does no harm
 

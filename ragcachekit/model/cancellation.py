@@ -1,0 +1,141 @@
+"""Cancellation of model work: a scope around a request, which its forwards ask between two layers."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, wait
+from contextvars import ContextVar, Token, copy_context
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from ragcachekit.errors import Cancelled
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Per thread and task: a request's scope is never that of another request on the same model.
+_SCOPE: ContextVar[CancelScope | None] = ContextVar("ragcachekit_cancel_scope", default=None)
+
+
+class CancelScope:
+    """A ``with`` block whose model work another thread can end.
+
+    The block includes threads that copy its context: ``asyncio.to_thread``, LangChain's executors, streams
+    that are begun in it. Once the scope is cancelled, a forward that runs there ends before its next layer
+    or after its token, and the call that ran it raises :class:`~ragcachekit.errors.Cancelled`. Nothing of
+    a half-made forward is kept. Scopes nest: an inner one ends with those around it.
+
+    Parameters
+    ----------
+    event : threading.Event, optional
+        Cancels the scope when set, beside :meth:`cancel`.
+    on_interrupt : bool
+        Have Ctrl-C (SIGINT) cancel the scope before ``KeyboardInterrupt`` is raised. For executors that are
+        not ours (LangChain's ``RunnableParallel``): they wait for their threads before they let it out.
+        Only in the main thread.
+
+    Attributes
+    ----------
+    between_layers : bool
+        Whether forwards end between two layers. False where the generate loop ends between two tokens, so
+        that the tokens it has are not lost.
+
+    Examples
+    --------
+    >>> with CancelScope() as scope:  # doctest: +SKIP
+    ...     button.on_click(scope.cancel)
+    ...     rag.encode(texts)
+    """
+
+    def __init__(self, event: threading.Event | None = None, *, on_interrupt: bool = False) -> None:
+        self.between_layers = True
+        self._event, self._on_interrupt = event, on_interrupt
+        self._cancelled = False  # not an event of its own: a signal handler may come while its lock is held
+        self._handler: Any = None
+        self._outer = _SCOPE.get()
+        self._token: Token[CancelScope | None] | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether this scope or one around it is cancelled."""
+        if self._cancelled or (self._event is not None and self._event.is_set()):
+            return True
+        return self._outer is not None and self._outer.requested
+
+    def cancel(self) -> None:
+        """End the model work inside; may be called from any thread, and more than once."""
+        self._cancelled = True
+
+    def __enter__(self) -> Self:
+        if self._on_interrupt:
+            self._handler = signal.signal(signal.SIGINT, self._interrupted)
+        self._token = _SCOPE.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._token is not None
+        _SCOPE.reset(self._token)
+        if self._handler is not None:  # None: one that was not installed from Python
+            signal.signal(signal.SIGINT, self._handler)
+
+    def run(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call ``work`` inside the scope, in a worker thread, and wait for it.
+
+        What interrupts the wait (``KeyboardInterrupt`` in the main thread) first cancels the scope. Work
+        that joins threads of its own, as an executor does, would otherwise have to be waited for.
+        """
+        future = Future[_T]()
+        # Not an executor: one whose submit is interrupted may not wait for the thread it has just started.
+        arguments = self._resolve, future, partial(work, *args, **kwargs)
+        thread = threading.Thread(target=copy_context().run, args=arguments, name="ragcachekit-scope")
+        try:
+            thread.start()
+            return future.result()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            if thread.ident is not None:
+                wait([future])
+                thread.join()
+            del future  # an exception's traceback holds this frame
+
+    def iterate(self, items: Iterator[_T]) -> Iterator[_T]:
+        """The ``items`` of a generator, each made as in :meth:`run`; ending early cancels the scope."""
+        end = object()
+        try:
+            while (item := self.run(next, items, end)) is not end:
+                yield item  # type: ignore[misc]
+        finally:
+            self.cancel()
+            if isinstance(items, Generator):
+                items.close()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self.cancel()
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _resolve(self, future: Future[_T], work: Callable[[], _T]) -> None:
+        try:
+            with self:
+                result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def raise_if_cancelled() -> None:
+    """Raise :class:`~ragcachekit.errors.Cancelled` in a scope that is cancelled.
+
+    Attention calls it in every layer: when nobody cancels, it costs a look-up and a flag.
+    """
+    scope = _SCOPE.get()
+    if scope is not None and scope.between_layers and scope.requested:
+        raise Cancelled("the model work was cancelled; nothing of the forward that ran was kept")

@@ -1,0 +1,429 @@
+"""Cancellation: every forward of a request ends between two layers or tokens, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
+import pytest
+from engine_kit import PROMPT, chunk, text
+from layer_kit import (
+    LONG,
+    WAITED,
+    cancellations,
+    hooks_of,
+    interrupted_reader,
+    interrupts,
+    streams_ended,
+    watched,
+)
+from speaking import byte_level, speaker
+
+from ragcachekit import (
+    Cancelled,
+    CancelScope,
+    Prompt,
+    RagCache,
+    ShadowConfig,
+    SimilarChunks,
+    TreeConfig,
+    agenerate,
+    astream,
+    to_thread,
+)
+from ragcachekit.generate.streaming import TokenQueue
+
+LAYERS = 8
+ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+OTHER = Prompt([text(9, 1), chunk(25, 3), chunk(33, 2), text(6, 5)])
+FACTS = [
+    "Berlin is the capital of Germany. The river Spree flows in Berlin.",
+    "Paris is the capital of France; the river Seine flows in Paris.",
+    "Rome is the capital of Italy, and the river Tiber flows in Rome.",
+]
+QUESTION = "Answer from the context.\n" + "\n\n".join(FACTS) + "\nWhere does the river flow?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return speaker(num_hidden_layers=LAYERS, max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("digests")
+
+
+@pytest.fixture
+def make(model, folder):
+    with contextlib.ExitStack() as opened:
+
+        def new(**options):
+            options = {"cold": "never", "policy": "lego:4", **options}
+            return opened.enter_context(RagCache(model, byte_level(), cache_dir=folder, **options))
+
+        yield new
+    assert not [
+        t.name
+        for t in threading.enumerate()
+        if t.name.startswith(("ragcachekit-stream", "ragcachekit-scope"))
+    ]
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    with interrupts(monkeypatch) as interrupt:
+        yield interrupt
+
+
+def ours(caplog):
+    return [record.message for record in caplog.records if record.name.startswith("ragcachekit")]
+
+
+def set_event():
+    event = threading.Event()
+    return event, event.set
+
+
+# -- the cancel event ----------------------------------------------------------------------------------
+
+WAYS = {
+    "full": ({"policy": "full"}, {}, 3),
+    "cold": ({"policy": "lego:4"}, {}, 3),
+    "linked": ({"policy": "lego:4", "cold": "now"}, {}, 3),
+    "guided, while it looks": ({"policy": "query:0.3", "cold": "now"}, {}, 3),
+    "guided, afterwards": ({"policy": "query:0.3", "cold": "now"}, {}, LAYERS + 3),
+    "layer-wise": ({"policy": "cacheblend:0.3", "cold": "now"}, {}, 3),
+    "ahead": ({"policy": "lego:4", "cold": "now"}, {"no_repeat_ngram_size": 50}, 3),
+    "beams": ({"policy": "lego:4", "cold": "now"}, {"num_beams": 2}, 3),
+    "tree": ({"policy": "lego:4", "cold": "now", "tree": TreeConfig(host_bytes=1 << 24)}, {}, 3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prefill_ends_before_its_next_layer(make, model, way):
+    engine, options, at = WAYS[way]
+    rag = make(**engine)
+    if engine.get("cold"):
+        rag.generate(PROMPT, max_new_tokens=1)
+        rag.generate(PROMPT, max_new_tokens=1)  # a layer-wise policy leaves its hooks at the first linked one
+    hooks, whole = hooks_of(model), rag.generate(PROMPT, **ASKED, **options)
+    entries = [record.entries for record in rag.stats()]
+    event, cancel = set_event()
+    with watched(model, at, cancel) as layers:
+        cut = rag.generate(PROMPT, cancel=event, **ASKED, **options)
+    assert layers.most_after <= 1
+    assert (cut.report.finish_reason, cut.token_ids, cut.text) == ("cancelled", (), "")
+    assert [record.entries for record in rag.stats()] == entries
+    assert hooks_of(model) == hooks
+    assert rag.generate(PROMPT, **ASKED, **options).token_ids == whole.token_ids
+
+
+def test_an_answer_ends_after_its_token_and_keeps_those_before(make, model):
+    rag, (event, cancel) = make(), set_event()
+    whole = rag.generate(PROMPT, **ASKED)
+    with watched(model, 2 * LAYERS + 3, cancel) as layers:  # in the forward of the third token
+        cut = rag.generate(PROMPT, cancel=event, **ASKED)
+    assert layers.most_after <= LAYERS
+    assert cut.report.finish_reason == "cancelled"
+    assert cut.token_ids == whole.token_ids[:3]
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 50}], ids=["one forward", "one by one"])
+def test_a_batch_ends_with_all_its_prompts(make, model, options):
+    rag, (event, cancel) = make(), set_event()
+    whole = rag.generate_batch([PROMPT, OTHER], **ASKED, **options)
+    with watched(model, 3, cancel) as layers:
+        cut = rag.generate_batch([PROMPT, OTHER], cancel=event, **ASKED, **options)
+    assert layers.most_after <= 2, "one per prompt"
+    assert [(a.report.finish_reason, a.token_ids) for a in cut] == [("cancelled", ())] * 2
+    again = rag.generate_batch([PROMPT, OTHER], cancel=threading.Event(), **ASKED, **options)
+    assert [a.token_ids for a in again] == [a.token_ids for a in whole]
+
+
+def test_what_a_cancelled_prompt_missed_is_not_encoded_before_it_returns(make, model):
+    rag, (event, cancel) = make(cold="now"), set_event()
+    with watched(model, LAYERS + 3, cancel) as layers:
+        cut = rag.generate(PROMPT, cancel=event, **ASKED)
+    assert 0 < len(cut.token_ids) <= 2
+    assert layers.most_after <= LAYERS
+    assert rag.stats()[0].entries == 0
+    rag.generate(PROMPT, **ASKED)
+    assert rag.stats()[0].entries == 3
+
+
+def test_encoding_behind_an_answer_ends_too(make, model, caplog):
+    rag, (event, cancel) = make(cold="now"), set_event()
+    answer = LAYERS * ASKED["max_new_tokens"]
+    with watched(model, answer + 3, cancel) as layers:
+        whole = rag.generate(PROMPT, cancel=event, **ASKED)
+    assert layers.most_after <= 2, "one per group of chunks"
+    assert whole.report.finish_reason == "length"
+    assert rag.stats()[0].entries == 0
+    assert not ours(caplog), "a cancelled job has not failed"
+
+
+# -- scopes --------------------------------------------------------------------------------------------
+
+CALLS = {
+    "generate": lambda rag: rag.generate(PROMPT, **ASKED),
+    "generate_batch": lambda rag: rag.generate_batch([PROMPT, OTHER], **ASKED),
+    "stream": lambda rag: list(rag.stream(QUESTION, **ASKED)),
+    "link": lambda rag: rag.link(PROMPT),
+    "encode": lambda rag: rag.encode(FACTS),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_in_a_cancelled_scope_raises(make, model, call):
+    rag = make(cold="now")
+    rag.generate(PROMPT, **ASKED)
+    whole = rag.generate(PROMPT, **ASKED)
+    assert rag.stats()[0].entries == 3
+    with CancelScope() as scope, watched(model, 3, scope.cancel) as layers, pytest.raises(Cancelled):
+        CALLS[call](rag)
+    assert layers.most_after <= 1
+    assert rag.stats()[0].entries == 3
+    with watched(model, 1, lambda: None) as layers, scope, pytest.raises(Cancelled):
+        rag.generate(PROMPT, **ASKED)  # not begun at all
+    assert layers.begun == 0
+    assert rag.generate(PROMPT, **ASKED).token_ids == whole.token_ids
+
+
+ENCODERS = {
+    "standalone": {},
+    "sinks": {"encoder": "sinks:4"},
+    "system": {"encoder": "system"},
+    "similar": {"encoder": "similar:2", "neighbours": SimilarChunks(FACTS, [[1.0], [1.0], [1.0]])},
+}
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("forwards", [0, 2])
+def test_encode_keeps_whole_entries_only(make, model, encoder, forwards, monkeypatch):
+    options = ENCODERS[encoder]
+    system = {} if encoder in ("standalone", "sinks") else {"system": "Answer from the context.\n"}
+    monkeypatch.setattr("ragcachekit.model.encoder.BATCH_TOKENS", 1)  # a forward per chunk
+    whole = make(**options)
+    whole.encode(FACTS, **system)
+    rag = make(**options)
+    with (
+        CancelScope() as scope,
+        watched(model, forwards * LAYERS + 3, scope.cancel) as layers,
+        pytest.raises(Cancelled),
+    ):
+        rag.encode(FACTS, **system)
+    assert layers.most_after <= 1
+    assert rag.stats()[0].entries == forwards
+    assert rag.encode(FACTS, **system) == whole.encode(FACTS, **system)
+    assert rag.stats()[0].entries == whole.stats()[0].entries
+    assert rag.generate(QUESTION, **ASKED).token_ids == whole.generate(QUESTION, **ASKED).token_ids
+
+
+def test_requests_side_by_side_do_not_end_each_other(make, model):
+    rag, event = make(), threading.Event()
+    whole = rag.generate(OTHER, **ASKED)
+    inside, go_on, here = threading.Event(), threading.Event(), threading.get_ident()
+
+    def wait_in_the_other_thread(*_):
+        if threading.get_ident() != here:
+            inside.set()
+            assert go_on.wait(LONG)
+
+    hook = model.model.layers[2].register_forward_pre_hook(wait_in_the_other_thread)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            cut = pool.submit(rag.generate, PROMPT, cancel=event, **ASKED)
+            assert inside.wait(LONG)
+
+            def cancel_the_other():
+                event.set()
+                go_on.set()
+                assert cut.result(LONG).report.finish_reason == "cancelled"
+
+            with watched(model, 4, cancel_the_other):
+                answer = rag.generate(OTHER, **ASKED)
+    finally:
+        hook.remove()
+    assert (answer.token_ids, answer.report.finish_reason) == (whole.token_ids, "length")
+    assert cut.result().token_ids == ()
+
+
+def test_the_models_own_generate_is_not_in_the_scope_of_a_request(make, model):
+    rag, event = make(), threading.Event()
+    event.set()
+    assert rag.generate(PROMPT, cancel=event, **ASKED).report.finish_reason == "cancelled"
+    ids = rag.link(PROMPT).input_ids
+    assert model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape[1] > ids.shape[1]
+
+
+# -- streams -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_for", [next, lambda stream: stream.answer], ids=["piece", "answer"])
+def test_an_interrupt_while_a_stream_is_waited_for_ends_its_prefill(make, model, monkeypatch, wait_for):
+    rag, interrupt = make(), interrupted_reader(monkeypatch)
+    with watched(model, 3, interrupt) as layers:
+        stream = rag.stream(QUESTION, **ASKED)
+        with monkeypatch.context() as patch:
+            patch.setattr(stream._outcome.complete, "wait", lambda: iter(TokenQueue()))
+            with pytest.raises(KeyboardInterrupt):
+                wait_for(stream)  # and nobody closes it: a traceback may hold it
+        stream._thread.join(LONG)
+    assert layers.most_after <= 1
+    assert stream.answer.report.finish_reason == "cancelled"
+    assert rag.generate(QUESTION, **ASKED).text
+
+
+@pytest.mark.parametrize("leave", ["close", "error", "drop"])
+def test_leaving_a_stream_ends_its_prefill(make, model, leave, monkeypatch):
+    rag, inside, left = make(), threading.Event(), []
+    monkeypatch.setattr(rag, "generate", spy(rag.generate, left))
+
+    def wait():
+        inside.set()
+        assert left[0]["cancel"].wait(LONG)
+
+    with watched(model, 3, wait) as layers:
+        stream = rag.stream(QUESTION, **ASKED)
+        thread = stream._thread
+        assert inside.wait(LONG)
+        if leave == "close":
+            stream.close()
+            assert stream.answer.report.finish_reason == "cancelled"
+        elif leave == "error":
+            with pytest.raises(LookupError), stream:
+                raise LookupError
+        else:
+            del stream
+            gc.collect()
+        thread.join(LONG)
+    assert not thread.is_alive()
+    assert layers.most_after <= 1
+
+
+def spy(call, seen):
+    def noted(*arguments, **options):
+        seen.append(options)
+        return call(*arguments, **options)
+
+    return noted
+
+
+# -- asyncio -------------------------------------------------------------------------------------------
+
+
+async def first_piece(rag):
+    async with astream(rag, QUESTION, **ASKED) as stream:
+        await anext(stream)
+
+
+TASKS = {
+    "agenerate": lambda rag: agenerate(rag, QUESTION, **ASKED),
+    "astream": first_piece,
+    "encode": lambda rag: to_thread(rag.encode, FACTS),
+    "generate_batch": lambda rag: to_thread(rag.generate_batch, [QUESTION, FACTS[0]], **ASKED),
+}
+
+
+@pytest.mark.parametrize("call", TASKS)
+async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call):
+    rag, inside, cancelled, loop = (
+        make(),
+        asyncio.Event(),
+        cancellations(monkeypatch),
+        asyncio.get_running_loop(),
+    )
+
+    def compute():
+        loop.call_soon_threadsafe(inside.set)
+        cancelled.wait(WAITED)
+
+    with watched(model, 3, compute) as layers:
+        task = asyncio.ensure_future(TASKS[call](rag))
+        await asyncio.wait_for(inside.wait(), LONG)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await streams_ended()
+    assert layers.most_after <= 1
+    assert rag.stats()[0].entries == 0
+    assert rag.generate(QUESTION, **ASKED).text
+
+
+# -- threads behind answers ------------------------------------------------------------------------------
+
+
+def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
+    rag, encoding = make(cold="background"), threading.Event()
+    closed = rag._stock.warmer._states.get().closed
+
+    def wait():
+        encoding.set()
+        assert closed.wait(LONG)
+
+    with watched(model, 6 * LAYERS + 3, wait) as layers:
+        rag.generate(PROMPT, **ASKED)
+        assert encoding.wait(LONG)
+        rag.close()
+    assert layers.most_after <= 1
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-warm"]
+    assert not ours(caplog)
+
+
+def test_close_ends_a_shadow_prefill_before_its_next_layer(make, model, caplog):
+    rag = make(cold="now", policy="reuse", shadow=ShadowConfig(1.0))
+    rag.generate(PROMPT, max_new_tokens=1)
+    closed, shadowing = rag.shadow._background._states.get().closed, threading.Event()
+
+    def wait():
+        shadowing.set()
+        assert closed.wait(LONG)
+
+    with watched(model, 6 * LAYERS + 3, wait) as layers:
+        rag.generate(PROMPT, **ASKED)
+        assert shadowing.wait(LONG)
+        rag.close()
+    assert layers.most_after <= 1
+    report = rag.shadow_report()
+    assert (report.shadowed, report.failed, report.dropped) == (0, 0, 1)
+    assert not ours(caplog)
+
+
+# -- worker threads ------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_ends_what_runs_in_a_worker_thread(make, model, interrupt):
+    rag = make()
+    with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
+        CancelScope().run(rag.generate, PROMPT, **ASKED)
+    assert layers.most_after <= 1
+    assert rag.generate(PROMPT, **ASKED).token_ids
+
+
+def test_an_executor_that_joins_its_threads_is_reached_through_the_signal(make, model, interrupt):
+    rag, begun = make(), threading.Event()
+
+    def generate():
+        assert begun.wait(LONG)  # an interrupted submit does not wait for its thread
+        rag.generate(PROMPT, **{**ASKED, "max_new_tokens": 1})
+
+    def joined():
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(context.run, generate) for context in (copy_context(), copy_context())]
+            begun.set()
+            for future in futures:
+                future.result()
+
+    with (
+        watched(model, 3, interrupt) as layers,
+        pytest.raises(KeyboardInterrupt),
+        CancelScope(on_interrupt=True),
+    ):
+        joined()
+    assert layers.most_after <= 1
+    assert rag.generate(PROMPT, **ASKED).token_ids
