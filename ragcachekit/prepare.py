@@ -190,9 +190,9 @@ class Preparer:
         self._upcoming.forget(space)
 
     def missing(
-        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None, epoch: int = 0
     ) -> list[Missing]:
-        """What to encode for each text, stored already or not.
+        """What to encode for each text, stored already or not; the work on it began at ``epoch``.
 
         Raises
         ------
@@ -218,7 +218,7 @@ class Preparer:
                     "cut it into smaller ones"
                 )
             key = encodings.key(ids, encoding, context, self._fingerprint, space, width)
-            out.append(Missing(key, ids, encoding))
+            out.append(Missing(key, ids, encoding, epoch))
         return out
 
     def _behind(self, encodings: Encodings, system: str | None) -> Ids:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, TypeVar
 
 from tqdm.auto import tqdm
@@ -34,7 +35,9 @@ from ragcachekit.prepare import MODEL_CHANGED, Preparer
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.null import NullStore
+from ragcachekit.store.process import PerProcess
 from ragcachekit.tree.factory import open_tree
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
@@ -67,6 +70,8 @@ class Stock:
     cold : {"background", "now", "never"}
     store : KVStore
     tree : KnowledgeTree or None
+    forgets : ForgetEpochs
+        Says whether a chunk, or its text, was forgotten since a moment.
     loads : LoadPath
         Brings entries from slow tiers.
     prompts : Preparer
@@ -100,6 +105,8 @@ class Stock:
     ) -> None:
         self._policy = policy
         self._warned = False
+        self.forgets = ForgetEpochs()
+        self._registering = PerProcess(Lock)
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
@@ -136,7 +143,7 @@ class Stock:
                 opened.callback(self.keeper.close)
             if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-            self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+            self.warmer = _new_warmer(model, rope, self.store, self.prompts, self.forgets)
             opened.callback(self.warmer.close)
             self._opened = opened.pop_all()
 
@@ -144,33 +151,35 @@ class Stock:
 
     def register(self, texts: Iterable[str], space: str) -> int:
         """Make texts known as chunks; how many of them prompts can be searched for."""
-        texts = strings(texts, "texts")
-        self.prompts.neighbours.welcome(space, texts)
-        result = self.prompts.registry.add(space, texts)
+        since, texts = self.forgets.now(), strings(texts, "texts")
+        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
+        result = self._unless_forgotten(self.prompts.registry.add, texts, space, since)
         return result.added + result.known
 
     def prefetch(
         self, chunks: Iterable[str], space: str, policy: SelectionPolicy, system: str | None
     ) -> None:
         """Begin to load chunks (texts or ids) for a prompt that will come."""
-        chunks = strings(chunks, "chunks")
-        self.prompts.retrieved.saw(space, (chunk for chunk in chunks if not is_chunk_id(chunk)))
+        since, chunks = self.forgets.now(), strings(chunks, "chunks")
+        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        self._unless_forgotten(self.prompts.retrieved.saw, texts, space, since)
         if policy.reads_cache:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
     def encode(self, texts: Iterable[str], space: str, system: str | None, progress: bool) -> list[str]:
-        """Register chunks and encode those that are not stored; ids in order.
+        """Register chunks and encode those that are not stored; ids in order, also of those forgotten meanwhile.
 
         Raises
         ------
         ValueError, ModelChanged
         """
+        since = self.forgets.now()
         if not self.prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
-        self.prompts.neighbours.welcome(space, texts)
-        missing = self.prompts.missing(texts, space, self._policy, system)
-        self.prompts.registry.add(space, texts)
+        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
+        missing = self.prompts.missing(texts, space, self._policy, system, since)
+        self._unless_forgotten(self.prompts.registry.add, texts, space, since)
         todo = self.warmer.complete(item for item in missing if item.key not in self.store)
         if isinstance(self.store, NullStore):
             self._warn(
@@ -187,36 +196,57 @@ class Stock:
             self._warned = True
             log.warning("%s", message)
 
+    def _unless_forgotten(
+        self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], space: str, since: int
+    ) -> _Item:
+        """``use`` of those texts that were not forgotten since; no forget ends meanwhile."""
+        with self._registering.get():
+            return use(space, [t for t in texts if not self.forgets.forgot_text(space, t, since)])
+
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
         if ids is None and texts is None:
-            self.prompts.registry.clear(space)
-            self.prompts.forget(space)
-            return self._forget(space)
+            return self._forget(space, None, ())
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
-        self.prompts.registry.discard(space, texts)
         # As they are stored, and whole, as an older version kept those with blanks at their end.
         every = [form for text in texts for form in forms(text)]
         tokens = [self.prompts.chunk_ids(form) for form in every]
         tokens += [self.prompts.tokens.chunk(form) for form in every]
-        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
+        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]), texts)
 
-    def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
-        """The entries, while nobody stores any; then whatever was begun before and would bring them back."""
+    def _forget(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> int:
+        """The entries, while nobody stores any; then what was begun before counts as out of date."""
+        with self.warmer.forgetting(space, gone):
+            try:
+                return self._drop(space, gone)
+            finally:  # also where a tier raised
+                with self._registering.get():
+                    self.forgets.add(space, gone, texts)
+                    self._unregister(space, gone, texts)
+
+    def _drop(self, space: str, gone: frozenset[str] | None) -> int:
+        """From every tier. The tree last: it takes nothing in from requests that came before.
+
+        Where one raises, the others have dropped theirs.
+        """
+        from_tree = 0
+        self.prompts.variants.forget(space, gone)
+        try:
+            from_store = self.store.forget(space, gone)
+        finally:
+            self.loads.forget(space, gone)  # after the store: what is opened in between goes too
+            if self.tree is not None:
+                from_tree = self.tree.forget(space, gone)
+        return from_tree + from_store
+
+    def _unregister(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> None:
         self.prompts.neighbours.forget(space, gone)
         self.prompts.retrieved.forget(space)
-        with self.warmer.forgetting(space, gone):
-            self.prompts.variants.forget(space, gone)
-            # After the store, also where it raises: requests that still found something there began before.
-            from_tree = 0
-            try:
-                from_store = self.store.forget(space, gone)
-            finally:
-                try:
-                    from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
-                finally:
-                    self.loads.forget(space, gone)
-        return from_tree + from_store
+        if gone is None:
+            self.prompts.registry.clear(space)
+            self.prompts.forget(space)
+        else:
+            self.prompts.registry.discard(space, texts)
 
     def noted(self, plan: LinkPlan) -> LinkPlan:
         """The plan; its report names what is missing because the store could not keep it before."""
@@ -274,11 +304,13 @@ def _new_tree(
     )
 
 
-def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer) -> Warmer:
+def _new_warmer(
+    model: Any, rope: Rope, store: KVStore, prompts: Preparer, forgets: ForgetEpochs
+) -> Warmer:
     chunks = ChunkEncoder(model, rope, ObservedCache)
     behind = NeighbourEncoder(model, rope, chunks, store)
     in_prompts = InPromptEncoder(model, rope)
-    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored)
+    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored, forgets)
 
 
 def checked_namespace(namespace: str) -> str:

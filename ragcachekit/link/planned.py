@@ -31,14 +31,14 @@ class TokenSegment:
 class Missing:
     """An entry that this prompt would have used: what to encode, and under which key to keep it.
 
-    ``epoch`` is how often the namespace had forgotten something when the prompt came: a later forgetting
-    is about this entry too. None for what is to be kept whatever was forgotten.
+    ``epoch`` is the number of forgets when the work on it began (:class:`ForgetEpochs`): a later one that
+    concerns its key keeps it from being stored. 0 is before all of them.
     """
 
     key: KVKey
     token_ids: tuple[int, ...]
     encoding: Encoding
-    epoch: int | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class LinkPlan:
         )
 
     def since(self, epoch: int) -> LinkPlan:
-        """The plan of a prompt that came in this epoch of its namespace, also where it is made again."""
+        """The plan of a prompt that came at this epoch, also where it is made again."""
         again = self.again
         return replace(
             self,
