@@ -87,7 +87,7 @@ class Answerer:
         ValueError, TypeError, PromptTooLong
             As :meth:`ragcachekit.prepare.Preparer.plan`.
         """
-        chosen, epoch = self.chosen(policy, space), self._stock.forgets.now()
+        epoch, chosen = self._stock.forgets.now(), self.chosen(policy, space)
         plan = self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
         return self._stock.noted(plan)
 

@@ -139,7 +139,7 @@ class Stock:
             self.keeper: TreeKeeper | None = None
             if tree is not None:
                 when: Literal["now", "background"] = "now" if cold == "now" else "background"
-                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, when)
+                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, self.forgets, when)
                 opened.callback(self.keeper.close)
             if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
@@ -225,10 +225,7 @@ class Stock:
                     self._unregister(space, gone, texts)
 
     def _drop(self, space: str, gone: frozenset[str] | None) -> int:
-        """From every tier. The tree last: it takes nothing in from requests that came before.
-
-        Where one raises, the others have dropped theirs.
-        """
+        """From every tier; where one raises, the others have dropped theirs."""
         from_tree = 0
         self.prompts.variants.forget(space, gone)
         try:

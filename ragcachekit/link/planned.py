@@ -90,6 +90,8 @@ class LinkPlan:
         Layers that should be there before a forward on an accelerator begins.
     beginning : Beginning or None
         What the knowledge tree knew of the prompt; None without a tree.
+    epoch : int
+        The number of forgets when the prompt came; 0 is before all of them.
     """
 
     token_ids: tuple[int, ...]
@@ -104,6 +106,7 @@ class LinkPlan:
     skipped: tuple[KVKey, ...] = ()
     resident: int = 0
     beginning: Beginning | None = None
+    epoch: int = 0
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:
@@ -124,6 +127,7 @@ class LinkPlan:
         again = self.again
         return replace(
             self,
+            epoch=epoch,
             missing=tuple(replace(item, epoch=epoch) for item in self.missing),
             again=None if again is None else lambda lost: again(lost).since(epoch),
         )

@@ -38,14 +38,12 @@ IDLE_SECONDS = 0.5
 class _State:
     """What the thread and its users share.
 
-    ``keeping`` is held while an entry is stored, and while things are forgotten; ``condition`` guards
-    ``waiting`` and ``threads``.
+    ``condition`` guards ``waiting`` and ``threads``.
     """
 
     queue: queue.SimpleQueue[Missing | None] = field(default_factory=queue.SimpleQueue)
     waiting: dict[KVKey, Missing] = field(default_factory=dict)
     condition: threading.Condition = field(default_factory=threading.Condition)
-    keeping: threading.Lock = field(default_factory=threading.Lock)
     threads: list[threading.Thread] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -86,7 +84,7 @@ class Warmer:
         self._stored = stored
         self._store = store
         self._still_valid = still_valid
-        self._refused: dict[KVKey, None] = {}  # written while ``keeping`` is held
+        self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
         self._states = PerProcess(_State)
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
         self._end = weakref.finalize(self, _end, self._states)
@@ -101,11 +99,11 @@ class Warmer:
         What an entry is encoded behind comes first, where the store does not hold it (:meth:`complete`).
         What was forgotten since an entry's epoch is not stored. Returns how many were kept.
         """
-        kept, state = 0, self._states.get()
+        kept = 0
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
                 return kept
-            with state.keeping:
+            with self.forgets.storing():
                 if self._current(item):
                     kept += self._keep(item.key, kv)
             done(kv.tokens)
@@ -196,7 +194,7 @@ class Warmer:
         where the store raised: so nothing comes back of what is being encoded just now.
         """
         state = self._states.get()
-        with state.keeping:
+        with self.forgets.storing():
             try:
                 yield
             finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
@@ -37,8 +38,9 @@ class _Namespace:
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
 
-    Work takes :meth:`now` before it looks anything up, and asks with that number before it keeps what
-    came of it. A forget is added when it has reached every tier: work begun while it ran is older than it.
+    Work takes :meth:`now` before it looks anything up. Before it stores what came of it, it asks with that
+    number, in one :meth:`storing`. A forget is added when it has reached every tier, in the same
+    :meth:`storing`: so work begun before it returned either is dropped from the tiers or never stored.
 
     Parameters
     ----------
@@ -52,6 +54,13 @@ class ForgetEpochs:
         self._epoch = 0
         self._namespaces: dict[str, _Namespace] = {}
         self._locks = PerProcess(Lock)
+        self._storing = PerProcess(Lock)
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """One at a time: an entry is asked about and stored, or some are forgotten in every tier."""
+        with self._storing.get():
+            yield
 
     def now(self) -> int:
         """The number of forgets so far."""
@@ -69,15 +78,14 @@ class ForgetEpochs:
 
     def forgot(self, key: KVKey, since: int) -> bool:
         """Whether the chunk, or one that it was encoded behind, was forgotten after :meth:`now` was ``since``."""
-        return self._forgot(key.namespace, (key.chunk_id, *key.context), since)
+        return self.forgot_any(key.namespace, (key.chunk_id, *key.context), since)
 
     def forgot_text(self, namespace: str, text: str, since: int) -> bool:
         """As :meth:`forgot`, for a chunk's text; outer whitespace does not count."""
-        if self._epoch == since:
-            return False
-        return self._forgot(namespace, (_name(text),), since)
+        return self._epoch != since and self.forgot_any(namespace, (_name(text),), since)
 
-    def _forgot(self, namespace: str, names: Iterable[str], since: int) -> bool:
+    def forgot_any(self, namespace: str, names: Iterable[str], since: int) -> bool:
+        """As :meth:`forgot`, for any of several chunk ids."""
         if self._epoch == since:
             return False
         with self._locks.get():

@@ -185,11 +185,26 @@ def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encode
     assert engine.left(gone) == []
 
 
+@pytest.mark.parametrize("what", ["texts", "ids"])
+@pytest.mark.parametrize("step", ["match", "begun"])
+def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step, what):
+    """The request has found its chunks, and the tree hears of it after the forget."""
+    engine = make(cold="background", policy="prefix")
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget)
+    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "plan")}[step]
+    around(monkeypatch, owner, name, meanwhile, after=False)
+    generated(engine)
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+
+
 @pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
 def test_forget_while_the_tree_takes_a_request_in(make, monkeypatch, what):
     engine = make(cold="background", policy="prefix")
     gone, forget = forget_of(engine, what)
-    meanwhile = Meanwhile(forget)
+    meanwhile = Meanwhile(forget, wait=False)  # it waits for the tree
     around(monkeypatch, engine.tree, "insert", meanwhile, after=False)
     generated(engine)
     assert engine.rag.flush(WAIT)
@@ -244,3 +259,129 @@ def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
     assert meanwhile.finish()
     assert engine.left(gone) == []
     assert engine.reused(GONE) == 0
+
+
+# -- at random -------------------------------------------------------------------------------------
+
+TRIALS = 120
+"""In `make test`; all of the 1,000 are in the soak."""
+
+
+class Race:
+    """One kind of work and a forget, which the work's ``at``-th step releases."""
+
+    def __init__(self, engine, seed):
+        self.random = random.Random(seed)
+        self.engine, self.space = engine, f"tenant-{seed}"
+        self.texts = self.random.sample(TEXTS, 3)
+        self.gone = self.random.sample(TEXTS, self.random.choice((1, 1, 2)))
+        self.what = self.random.choice(("texts", "texts", "ids", "namespace"))
+        self.kind = self.random.choice(("encode", "encode", "generate", "stream", "prefetch", "link"))
+        self.meanwhile = Meanwhile(self.forget, self.random.randint(1, 12), self.random.random() < 0.5)
+
+    def __str__(self):
+        return f"{self.space}: {self.kind}, forget by {self.what} at step {self.meanwhile._at}"
+
+    @property
+    def ids(self):
+        return None if self.what == "namespace" else self.engine.chunk_ids(self.gone, self.space)
+
+    def forget(self):
+        calls = {"texts": {"texts": self.gone}, "ids": {"ids": self.ids}, "namespace": {}}
+        self.engine.rag.forget(**calls[self.what], namespace=self.space)
+
+    def prepare(self):
+        """Have some of it in the tiers before."""
+        if self.kind == "prefetch" or self.random.random() < 0.3:
+            self.engine.rag.encode(self.texts, namespace=self.space, system=BEFORE)
+            self.engine.host.forget(self.space)
+        else:
+            self.engine.rag.register(self.texts, namespace=self.space)
+
+    def work(self):
+        rag, prompt = self.engine.rag, prompt_of(*self.texts)
+        if self.kind == "encode":
+            rag.encode(self.texts, namespace=self.space, system=BEFORE)
+        elif self.kind == "prefetch":
+            rag.prefetch(self.texts, namespace=self.space)
+            assert rag.flush(WAIT)
+        elif self.kind == "link":
+            rag.link(prompt, namespace=self.space)
+        elif self.kind == "stream":
+            list(rag.stream(prompt, namespace=self.space, **ASKED))
+        else:
+            rag.generate(prompt, namespace=self.space, **ASKED)
+
+    def check(self):
+        """Nothing of it is left, and nothing is reused."""
+        assert self.engine.rag.flush(WAIT)
+        if not self.meanwhile.finish():
+            self.forget()  # the work had fewer steps: what was begun before is still under way, perhaps
+            assert self.engine.rag.flush(WAIT)
+        assert self.engine.left(self.ids, self.space) == [], str(self)
+        for text in self.gone:
+            if self.what != "ids":
+                assert not self.engine.recognised(text, self.space), str(self)
+            assert self.engine.reused(text, self.space) == 0, str(self)
+        assert self.engine.rag.flush(WAIT)
+        self.engine.rag.forget(namespace=self.space)
+
+
+def race(make, monkeypatch, seeds, **options):
+    """Count how many forgets came in the middle of the work."""
+    engine = make(**options)
+    now: list[Race] = []
+
+    def step():
+        if now:
+            now[0].meanwhile()
+
+    stock = engine.rag._stock
+    for owner, name in (
+        (engine.rag._prompts, "missing"),
+        (engine.rag._prompts, "plan"),
+        (engine.rag.model.base_model, "forward"),
+        (engine.host, "get"),
+        (engine.disk, "open"),
+        (engine.tree, "match"),
+        (stock.keeper, "_unchanged"),
+        (stock.warmer, "_still_valid"),
+    ):
+        around(monkeypatch, owner, name, step, after=False)
+        around(monkeypatch, owner, name, step, after=True)
+    raced = 0
+    for seed in seeds:
+        trial = Race(engine, seed)
+        trial.prepare()
+        now.append(trial)
+        trial.work()
+        now.clear()
+        raced += trial.meanwhile._calls >= trial.meanwhile._at
+        trial.check()
+    return raced
+
+
+def engines(make, monkeypatch, trials):
+    quarter = trials // 4
+    raced = 0
+    for number, options in enumerate(
+        (
+            {"cold": "now"},
+            {"cold": "background", "policy": "prefix", "tree_bytes": 20_000},
+            {"cold": "background", "encoder": "system", "policy": "lego:4"},
+            {"cold": "now", "encoder": "in-prompt", "policy": "reuse"},
+        )
+    ):
+        with monkeypatch.context() as patch:
+            raced += race(make, patch, range(number * quarter, (number + 1) * quarter), **options)
+    return raced
+
+
+def test_forgets_at_random(make, monkeypatch):
+    assert engines(make, monkeypatch, TRIALS) > TRIALS / 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_thousand_forgets_at_random(make, monkeypatch):
+    assert engines(make, monkeypatch, 1000) > 500
