@@ -243,6 +243,9 @@ class RagCache:
     ) -> list[str]:
         """Register chunks and compute their KV now; what is stored already is skipped.
 
+        What :meth:`forget` drops while this runs is neither stored nor registered by it, and neither is
+        what would be encoded behind that.
+
         Parameters
         ----------
         texts : iterable of str
@@ -255,7 +258,7 @@ class RagCache:
         Returns
         -------
         list of str
-            Chunk ids, in order.
+            Chunk ids, in order; of all texts, also those forgotten meanwhile.
 
         Raises
         ------
@@ -275,7 +278,8 @@ class RagCache:
     ) -> int:
         """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
 
-        Until it is registered or encoded again, a forgotten chunk is nobody's neighbour either.
+        Forgetting wins over all work begun before this returns, in any thread: nothing of it brings a
+        forgotten chunk back. Until it is registered or encoded again, it is nobody's neighbour either.
         Another process that runs on the same disk folder keeps what its own host memory holds; its
         knowledge tree there, if it has one with a disk, follows at its next request in the namespace.
 

@@ -167,7 +167,7 @@ class Stock:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
     def encode(self, texts: Iterable[str], space: str, system: str | None, progress: bool) -> list[str]:
-        """Register chunks and encode those that are not stored; ids in order, also of those forgotten meanwhile.
+        """Register chunks and encode those that are not stored; ids of all of them, in order.
 
         Raises
         ------
@@ -301,9 +301,7 @@ def _new_tree(
     )
 
 
-def _new_warmer(
-    model: Any, rope: Rope, store: KVStore, prompts: Preparer, forgets: ForgetEpochs
-) -> Warmer:
+def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer, forgets: ForgetEpochs) -> Warmer:
     chunks = ChunkEncoder(model, rope, ObservedCache)
     behind = NeighbourEncoder(model, rope, chunks, store)
     in_prompts = InPromptEncoder(model, rope)

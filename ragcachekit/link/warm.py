@@ -188,7 +188,7 @@ class Warmer:
 
     @contextmanager
     def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
-        """While inside, nothing is stored; at the end, what waits to be encoded under these chunks is dropped.
+        """While inside, nothing is stored; at the end, what waits and is about these chunks is dropped.
 
         Inside, call ``store.forget`` with the same arguments, and then add them to :attr:`forgets`, also
         where the store raised: so nothing comes back of what is being encoded just now.

@@ -66,9 +66,7 @@ class ForgetEpochs:
         """The number of forgets so far."""
         return self._epoch
 
-    def add(
-        self, namespace: str, chunk_ids: Iterable[str] | None = None, texts: Iterable[str] = ()
-    ) -> None:
+    def add(self, namespace: str, chunk_ids: Iterable[str] | None = None, texts: Iterable[str] = ()) -> None:
         """These were forgotten; without ids, the whole namespace."""
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
         with self._locks.get():
@@ -77,7 +75,7 @@ class ForgetEpochs:
             self._epoch = epoch
 
     def forgot(self, key: KVKey, since: int) -> bool:
-        """Whether the chunk, or one that it was encoded behind, was forgotten after :meth:`now` was ``since``."""
+        """Whether the chunk, or one it was encoded behind, was forgotten after ``since``."""
         return self.forgot_any(key.namespace, (key.chunk_id, *key.context), since)
 
     def forgot_text(self, namespace: str, text: str, since: int) -> bool:

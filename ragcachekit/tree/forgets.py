@@ -101,7 +101,7 @@ class ForgetLog:
 
     @contextmanager
     def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Nobody writes meanwhile, and all hear of it at the end. A failing medium is logged, and stops nobody.
+        """Nobody writes meanwhile, and all hear of it at the end. A failing medium is logged, no more.
 
         At the end, as what others still find while it is being deleted has to go as well.
 

@@ -163,5 +163,3 @@ def around(monkeypatch: Any, owner: Any, name: str, call: Callable[[], object], 
         return result
 
     monkeypatch.setattr(owner, name, replaced)
-
-

@@ -7,10 +7,8 @@ import random
 import pytest
 from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around, prompt_of
 from loading_kit import WAIT
-from speaking import byte_level, speaker
 
-from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, Text
-from ragcachekit.store.host import HostStore
+from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
 
 GONE, KEPT, THIRD, FOURTH = TEXTS
 ASKED = {"max_new_tokens": 2, "do_sample": False}
@@ -86,7 +84,9 @@ def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
 def test_a_process_that_comes_later_does_not_find_it(make, monkeypatch):
     engine = make()
     gone, forget = forget_of(engine, "texts")
-    keys = [item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._stock._policy, None)]
+    keys = [
+        item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._stock._policy, None)
+    ]
     around(monkeypatch, *STEPS["forward"](engine), Meanwhile(forget), after=True)
     engine.rag.encode([GONE, KEPT])
     assert [key.chunk_id in gone for key in engine.found_by_others(keys)] == [False]
