@@ -263,7 +263,7 @@ def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
 
 # -- at random -------------------------------------------------------------------------------------
 
-TRIALS = 60
+TRIALS = 160
 """In `make test`; all of the 1,000 are in the soak."""
 
 
