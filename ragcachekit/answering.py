@@ -88,7 +88,7 @@ class Answerer:
         ValueError, TypeError, PromptTooLong
             As :meth:`ragcachekit.prepare.Preparer.plan`.
         """
-        chosen, epoch = self.chosen(policy, space), self._stock.warmer.epoch(space)
+        epoch, chosen = self._stock.forgets.now(), self.chosen(policy, space)
         plan = self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
         return self._stock.noted(plan)
 

@@ -251,6 +251,9 @@ class RagCache:
     ) -> list[str]:
         """Register chunks and compute their KV now; what is stored already is skipped.
 
+        What :meth:`forget` drops while this runs is neither stored nor registered by it, and neither is
+        what would be encoded behind that.
+
         Parameters
         ----------
         texts : iterable of str
@@ -263,7 +266,7 @@ class RagCache:
         Returns
         -------
         list of str
-            Chunk ids, in order.
+            Chunk ids, in order; of all texts, also those forgotten meanwhile.
 
         Raises
         ------
@@ -287,7 +290,8 @@ class RagCache:
 
         Cached search results that name such a chunk go too, in every retriever that was given this engine.
         Delete the document from its index first: what a search finds is registered again.
-        Until it is registered or encoded again, a forgotten chunk is nobody's neighbour either.
+        Forgetting wins over all work begun before this returns, in any thread: nothing of it brings a
+        forgotten chunk back. Until it is registered or encoded again, it is nobody's neighbour either.
         Another process that runs on the same disk folder keeps what its own host memory holds; its
         knowledge tree there, if it has one with a disk, follows at its next request in the namespace.
 

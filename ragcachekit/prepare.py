@@ -128,12 +128,12 @@ class Preparer:
             )
         return encodings
 
-    def register(self, texts: Sequence[str], space: str) -> Registered:
+    def register(self, space: str, texts: Sequence[str]) -> Registered:
         """Search the namespace's prompts for these texts."""
         self.special_tokens.add(space, texts)
         return self.registry.add(space, texts)
 
-    def note_retrieved(self, texts: Sequence[str], space: str) -> None:
+    def note_retrieved(self, space: str, texts: Sequence[str]) -> None:
         """These texts were retrieved for a prompt that will come."""
         self.special_tokens.add(space, texts)
         self.retrieved.saw(space, texts)
@@ -218,9 +218,9 @@ class Preparer:
         self._upcoming.forget(space)
 
     def missing(
-        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None, epoch: int = 0
     ) -> list[Missing]:
-        """What to encode for each text, stored already or not.
+        """What to encode for each text, stored already or not; the work on it began at ``epoch``.
 
         Raises
         ------
@@ -246,7 +246,7 @@ class Preparer:
                     "cut it into smaller ones"
                 )
             key = encodings.key(ids, encoding, context, self._fingerprint, space, width)
-            out.append(Missing(key, ids, encoding))
+            out.append(Missing(key, ids, encoding, epoch))
         return out
 
     def _behind(self, encodings: Encodings, system: str | None) -> Ids:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -35,7 +36,9 @@ from ragcachekit.prepare import MODEL_CHANGED, Preparer
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.null import NullStore
+from ragcachekit.store.process import PerProcess
 from ragcachekit.tree.factory import open_tree
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
@@ -76,6 +79,8 @@ class Stock:
     cold : {"background", "now", "never"}
     store : KVStore
     tree : KnowledgeTree or None
+    forgets : ForgetEpochs
+        Says whether a chunk, or its text, was forgotten since a moment.
     loads : LoadPath
         Brings entries from slow tiers.
     prompts : Preparer
@@ -110,6 +115,8 @@ class Stock:
         self._policy = policy
         self._warned = False
         self._query_caches: WeakSet[QueryResults] = WeakSet()
+        self.forgets = ForgetEpochs()
+        self._registering = PerProcess(Lock)
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
@@ -142,11 +149,11 @@ class Stock:
             self.keeper: TreeKeeper | None = None
             if tree is not None:
                 when: Literal["now", "background"] = "now" if cold == "now" else "background"
-                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, when)
+                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, self.forgets, when)
                 opened.callback(self.keeper.close)
             if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-            self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+            self.warmer = _new_warmer(model, rope, self.store, self.prompts, self.forgets)
             opened.callback(self.warmer.close)
             self._opened = opened.pop_all()
 
@@ -158,34 +165,36 @@ class Stock:
 
     def register(self, texts: Iterable[str], space: str) -> int:
         """Make texts known as chunks; how many of them prompts can be searched for."""
-        texts = strings(texts, "texts")
-        self.prompts.neighbours.welcome(space, texts)
-        result = self.prompts.register(texts, space)
-        self.prompts.note_retrieved(texts, space)
+        since, texts = self.forgets.now(), strings(texts, "texts")
+        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
+        result = self._unless_forgotten(self.prompts.register, texts, space, since)
+        self._unless_forgotten(self.prompts.note_retrieved, texts, space, since)
         return result.added + result.known
 
     def prefetch(
         self, chunks: Iterable[str], space: str, policy: SelectionPolicy, system: str | None
     ) -> None:
         """Begin to load chunks (texts or ids) for a prompt that will come."""
-        chunks = strings(chunks, "chunks")
-        self.prompts.note_retrieved([chunk for chunk in chunks if not is_chunk_id(chunk)], space)
+        since, chunks = self.forgets.now(), strings(chunks, "chunks")
+        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        self._unless_forgotten(self.prompts.note_retrieved, texts, space, since)
         if policy.reads_cache:
             self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
 
     def encode(self, texts: Iterable[str], space: str, system: str | None, progress: bool) -> list[str]:
-        """Register chunks and encode those that are not stored; ids in order.
+        """Register chunks and encode those that are not stored; ids of all of them, in order.
 
         Raises
         ------
         ValueError, ModelChanged
         """
+        since = self.forgets.now()
         if not self.prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
-        self.prompts.neighbours.welcome(space, texts)
-        missing = self.prompts.missing(texts, space, self._policy, system)
-        self.prompts.register(texts, space)
+        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
+        missing = self.prompts.missing(texts, space, self._policy, system, since)
+        self._unless_forgotten(self.prompts.register, texts, space, since)
         todo = self.warmer.complete(item for item in missing if item.key not in self.store)
         if isinstance(self.store, NullStore):
             self._warn(
@@ -202,21 +211,26 @@ class Stock:
             self._warned = True
             log.warning("%s", message)
 
+    def _unless_forgotten(
+        self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], space: str, since: int
+    ) -> _Item:
+        """``use`` of those texts that were not forgotten since; no forget ends meanwhile."""
+        with self._registering.get():
+            return use(space, [t for t in texts if not self.forgets.forgot_text(space, t, since)])
+
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
         """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
         if ids is None and texts is None:
             self._forget_results(space, None)
-            self.prompts.forget(space)
-            return self._forget(space)
+            return self._forget(space, None, ())
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
         self._forget_results(space, lambda text: text.strip() in bare or self._is_one_of(text, named, space))
-        self.prompts.forget(space, texts)
         # As they are stored, and whole, as an older version kept those with blanks at their end.
         every = [form for text in texts for form in forms(text)]
         tokens = [self.prompts.chunk_ids(form) for form in every]
         tokens += [self.prompts.tokens.chunk(form) for form in every]
-        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]))
+        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]), texts)
 
     def _forget_results(self, space: str, forgotten: Callable[[str], bool] | None) -> None:
         # Before the registry: a retriever registers what it found only while nothing was forgotten since.
@@ -226,22 +240,32 @@ class Stock:
     def _is_one_of(self, text: str, ids: frozenset[str], space: str) -> bool:
         return bool(ids) and any(chunk_id(self.prompts.chunk_ids(f), space) in ids for f in forms(text))
 
-    def _forget(self, space: str, gone: frozenset[str] | None = None) -> int:
-        """The entries, while nobody stores any; then whatever was begun before and would bring them back."""
+    def _forget(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> int:
+        """The entries, while nobody stores any; then what was begun before counts as out of date."""
+        with self.warmer.forgetting(space, gone):
+            try:
+                return self._drop(space, gone)
+            finally:  # also where a tier raised
+                with self._registering.get():
+                    self.forgets.add(space, gone, texts)
+                    self._unregister(space, gone, texts)
+
+    def _drop(self, space: str, gone: frozenset[str] | None) -> int:
+        """From every tier; where one raises, the others have dropped theirs."""
+        from_tree = 0
+        self.prompts.variants.forget(space, gone)
+        try:
+            from_store = self.store.forget(space, gone)
+        finally:
+            self.loads.forget(space, gone)  # after the store: what is opened in between goes too
+            if self.tree is not None:
+                from_tree = self.tree.forget(space, gone)
+        return from_tree + from_store
+
+    def _unregister(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> None:
         self.prompts.neighbours.forget(space, gone)
         self.prompts.retrieved.forget(space)
-        with self.warmer.forgetting(space, gone):
-            self.prompts.variants.forget(space, gone)
-            # After the store, also where it raises: requests that still found something there began before.
-            from_tree = 0
-            try:
-                from_store = self.store.forget(space, gone)
-            finally:
-                try:
-                    from_tree = self.tree.forget(space, gone) if self.tree is not None else 0
-                finally:
-                    self.loads.forget(space, gone)
-        return from_tree + from_store
+        self.prompts.forget(space, None if gone is None else texts)
 
     def noted(self, plan: LinkPlan) -> LinkPlan:
         """The plan; its report names what is missing because the store could not keep it before."""
@@ -299,11 +323,11 @@ def _new_tree(
     )
 
 
-def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer) -> Warmer:
+def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer, forgets: ForgetEpochs) -> Warmer:
     chunks = ChunkEncoder(model, rope, ObservedCache)
     behind = NeighbourEncoder(model, rope, chunks, store)
     in_prompts = InPromptEncoder(model, rope)
-    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored)
+    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored, forgets)
 
 
 def checked_namespace(namespace: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from ragcachekit.generate.background import Background, attempt
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.capture import captured, turn_of
+from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.tree.knowledge import KnowledgeTree
 
 MOST_WAITING = 8
@@ -24,6 +26,8 @@ class TreeKeeper:
     rope : Rope
     unchanged : callable
         False once the model is not the one that the tree's KV is of: then nothing is kept.
+    forgets : ForgetEpochs
+        Says what was forgotten since a request came: nothing with that in it is kept.
     when : {"background", "now"}
         In a thread, or before the answer is returned.
     """
@@ -33,11 +37,13 @@ class TreeKeeper:
         tree: KnowledgeTree,
         rope: Rope,
         unchanged: Callable[[], bool],
+        forgets: ForgetEpochs,
         when: Literal["background", "now"] = "background",
     ) -> None:
         self.tree = tree
         self._rope = rope
         self._unchanged = unchanged
+        self._forgets = forgets
         self._when = when
         self._background = Background[Generated](self._keep, MOST_WAITING, "ragcachekit-tree")
 
@@ -65,7 +71,9 @@ class TreeKeeper:
             offset = generated.width - len(plan.token_ids)
             kvs = captured(plan, generated.cache, item, offset, self._rope)
             new = len(plan.token_ids) - plan.beginning.tokens
-            self.tree.insert(plan.beginning.match, kvs, new=new)
+            with self._forgets.storing():
+                if not self._forgot(plan, plan.beginning.members):
+                    self.tree.insert(plan.beginning.match, kvs, new=new)
             self._keep_turn(generated, item, offset)
 
     def _keep_turn(self, generated: Generated, item: int, offset: int) -> None:
@@ -74,5 +82,11 @@ class TreeKeeper:
             return
         answer = generated.token_ids[item]
         turn = turn_of(plan, answer, generated.cache, item, offset, self._rope, turns.budget)
-        if turn is not None:
-            turns.keep(turn, plan.beginning.epoch)
+        if turn is None:
+            return
+        with self._forgets.storing():
+            if not self._forgot(plan, turn.members):
+                turns.keep(turn, plan.beginning.epoch)
+
+    def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
+        return self._forgets.forgot_any(plan.report.namespace, chunk_ids, plan.epoch)

@@ -47,7 +47,9 @@ class InPromptEncoder:
     def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host."""
         for run in runs(items):
-            yield from zip(run, self._forward(run), strict=True)
+            kvs = self._forward(run)[::-1]
+            for item in run:
+                yield item, kvs.pop()  # what was stored is not held any longer
 
     @torch.no_grad()
     def _forward(self, run: Sequence[Missing]) -> list[ChunkKV]:

@@ -31,14 +31,14 @@ class TokenSegment:
 class Missing:
     """An entry that this prompt would have used: what to encode, and under which key to keep it.
 
-    ``epoch`` is how often the namespace had forgotten something when the prompt came: a later forgetting
-    is about this entry too. None for what is to be kept whatever was forgotten.
+    ``epoch`` is the number of forgets when the work on it began (:class:`ForgetEpochs`): a later one that
+    concerns its key keeps it from being stored. 0 is before all of them.
     """
 
     key: KVKey
     token_ids: tuple[int, ...]
     encoding: Encoding
-    epoch: int | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,8 @@ class LinkPlan:
         Layers that should be there before a forward on an accelerator begins.
     beginning : Beginning or None
         What the knowledge tree knew of the prompt; None without a tree.
+    epoch : int
+        The number of forgets when the prompt came; 0 is before all of them.
     """
 
     token_ids: tuple[int, ...]
@@ -104,6 +106,7 @@ class LinkPlan:
     skipped: tuple[KVKey, ...] = ()
     resident: int = 0
     beginning: Beginning | None = None
+    epoch: int = 0
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:
@@ -120,10 +123,11 @@ class LinkPlan:
         )
 
     def since(self, epoch: int) -> LinkPlan:
-        """The plan of a prompt that came in this epoch of its namespace, also where it is made again."""
+        """The plan of a prompt that came at this epoch, also where it is made again."""
         again = self.again
         return replace(
             self,
+            epoch=epoch,
             missing=tuple(replace(item, epoch=epoch) for item in self.missing),
             again=None if again is None else lambda lost: again(lost).since(epoch),
         )

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.process import PerProcess
 from ragcachekit.types import KVKey
 
@@ -39,21 +40,14 @@ IDLE_SECONDS = 0.5
 class _State:
     """What the thread and its users share.
 
-    ``keeping`` is held while an entry is stored, and while things are forgotten; ``condition`` guards
-    ``waiting``, ``threads`` and ``epochs`` (how often each namespace has forgotten something).
+    ``condition`` guards ``waiting`` and ``threads``.
     """
 
     queue: queue.SimpleQueue[Missing | None] = field(default_factory=queue.SimpleQueue)
     waiting: dict[KVKey, Missing] = field(default_factory=dict)
     condition: threading.Condition = field(default_factory=threading.Condition)
-    keeping: threading.Lock = field(default_factory=threading.Lock)
     threads: list[threading.Thread] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
-    epochs: Counter[str] = field(default_factory=Counter)
-
-    def current(self, item: Missing) -> bool:
-        """Whether nothing was forgotten since the prompt came that missed it."""
-        return item.epoch in (None, self.epochs[item.key.namespace])
 
 
 class Warmer:
@@ -71,6 +65,8 @@ class Warmer:
         For chunks under ``in-prompt``.
     stored : callable
         Hears of every entry that was stored, before anybody can forget it.
+    forgets : ForgetEpochs, optional
+        Says what was forgotten since the work on an entry began: that is not stored.
     """
 
     def __init__(
@@ -81,14 +77,16 @@ class Warmer:
         behind_chunks: NeighbourEncoder | None = None,
         in_prompts: InPromptEncoder | None = None,
         stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
+        forgets: ForgetEpochs | None = None,
     ) -> None:
+        self.forgets = forgets or ForgetEpochs()
         self._encoder = encoder
         self._behind_chunks = behind_chunks
         self._in_prompts = in_prompts
         self._stored = stored
         self._store = store
         self._still_valid = still_valid
-        self._refused: dict[KVKey, None] = {}  # written while ``keeping`` is held
+        self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
         self._states = PerProcess(_State)
         # At exit too: an interpreter that goes while a thread is inside the model may crash.
         self._end = weakref.finalize(self, _end, self._states)
@@ -97,24 +95,25 @@ class Warmer:
         self,
         missing: Iterable[Missing],
         done: Callable[[int], object] = lambda _: None,
-        wanted: Callable[[Missing], bool] | None = None,
     ) -> int:
         """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
 
         What an entry is encoded behind comes first, where the store does not hold it (:meth:`complete`).
-        ``wanted`` is asked about each entry when it is about to be stored; by default, whether its
-        namespace has forgotten nothing since the entry's epoch. Returns how many were kept.
+        What was forgotten since an entry's epoch is not stored. Returns how many were kept.
         """
-        kept, state = 0, self._states.get()
-        wanted = wanted or state.current
+        kept = 0
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
                 return kept
-            with state.keeping:
-                if wanted(item):
+            with self.forgets.storing():
+                if self._current(item):
                     kept += self._keep(item.key, kv)
             done(kv.tokens)
         return kept
+
+    def _current(self, item: Missing) -> bool:
+        """Whether neither it nor what it is encoded behind was forgotten since the work on it began."""
+        return not self.forgets.forgot(item.key, item.epoch)
 
     def _keep(self, key: KVKey, kv: ChunkKV) -> bool:
         self._refused.pop(key, None)
@@ -171,7 +170,7 @@ class Warmer:
         with state.condition:
             if state.closed.is_set():
                 return
-            new = {i.key: i for i in todo if i.key not in state.waiting and state.current(i)}
+            new = {i.key: i for i in todo if i.key not in state.waiting and self._current(i)}
             if new and not state.threads and not self._started(state):
                 return
             state.waiting.update(new)
@@ -189,24 +188,19 @@ class Warmer:
         state.threads.append(thread)
         return True
 
-    def epoch(self, namespace: str) -> int:
-        """How often the namespace has forgotten something; ask before a prompt is looked up."""
-        return self._states.get().epochs[namespace]
-
     @contextmanager
     def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
-        """While inside, nothing is stored; at the end, whatever would bring entries back is given up.
+        """While inside, nothing is stored; at the end, what waits and is about these chunks is dropped.
 
-        That is what waits or is being encoded under these chunks, and what prompts that came before this
-        moment missed in the namespace. Leave it when ``store.forget`` with the same arguments is done.
+        Inside, call ``store.forget`` with the same arguments, and then add them to :attr:`forgets`, also
+        where the store raised: so nothing comes back of what is being encoded just now.
         """
         state = self._states.get()
-        with state.keeping:
+        with self.forgets.storing():
             try:
                 yield
             finally:
                 with state.condition:
-                    state.epochs[namespace] += 1
                     for key in [k for k in state.waiting if concerns(k, namespace, chunk_ids)]:
                         del state.waiting[key]
                     state.condition.notify_all()
@@ -224,9 +218,8 @@ class Warmer:
     def _work(self) -> None:
         while batch := self._next_batch():
             try:
-                todo = [item for item in batch if self._waits(item) and item.key not in self._store]
                 with CancelScope(self._states.get().closed):
-                    self.now(todo, wanted=self._waits)
+                    self.now(item for item in batch if self._waits(item) and item.key not in self._store)
             except Cancelled:
                 pass  # closed: what was not encoded is missed again, and encoded then
             except Exception:
@@ -258,13 +251,14 @@ class Warmer:
         return batch
 
     def _waits(self, item: Missing) -> bool:
-        return item.key in self._states.get().waiting
+        return self._states.get().waiting.get(item.key) is item
 
     def _done(self, batch: Iterable[Missing]) -> None:
         state = self._states.get()
         with state.condition:
             for item in batch:
-                state.waiting.pop(item.key, None)
+                if self._waits(item):  # else it was forgotten, and perhaps missed again since
+                    del state.waiting[item.key]
             state.condition.notify_all()
 
 

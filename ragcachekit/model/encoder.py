@@ -15,7 +15,10 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX
 
 BATCH_TOKENS = 2048
-"""Padded tokens of one batch: enough to fill a matmul, small enough for memory."""
+"""Padded tokens of one batch at most: enough to fill a matmul."""
+
+BATCH_BYTES = 64 << 20
+"""KV of one batch at most, unless one chunk has more: so much is held between computing and storing."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +63,30 @@ class ChunkEncoder:
         self._model = model
         self._rope = rope
         self._new_cache = new_cache
+        self._token_bytes = 0  # KV of one token, known after the first batch
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
         """Yield ``(index, ChunkKV)`` for every chunk, in order of length.
 
-        Chunks are right-padded into batches of at most :data:`BATCH_TOKENS` tokens: under causal
-        attention what follows a token cannot change it, so padding needs no mask.
+        Chunks are right-padded into batches of at most :data:`BATCH_TOKENS` tokens and
+        :data:`BATCH_BYTES`: under causal attention what follows a token cannot change it, so padding
+        needs no mask. Nothing is held of a chunk once the next one is asked for.
         """
         if any(len(chunk) == 0 for chunk in chunks):
             raise ValueError("an empty chunk has no KV; drop it before encoding")
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i]))
         while order:
             batch = self._take(order, chunks, len(encoding.behind))
-            yield from zip(batch, self._forward([chunks[i] for i in batch], encoding), strict=True)
+            kvs = self._forward([chunks[i] for i in batch], encoding)[::-1]
+            self._token_bytes = -(-kvs[-1].nbytes // kvs[-1].tokens)
+            for index in batch:
+                yield index, kvs.pop()
 
-    @staticmethod
-    def _take(order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
-        """Move the longest chunks that fit into one batch out of ``order``."""
+    def _take(self, order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
+        """Move the longest chunks that fit into one batch out of ``order``; one alone to begin with."""
         width = before + len(chunks[order[-1]])
-        count = max(1, min(len(order), BATCH_TOKENS // width))
+        most = min(BATCH_TOKENS, BATCH_BYTES // self._token_bytes) if self._token_bytes else 0
+        count = max(1, min(len(order), most // width))
         batch = order[-count:]
         del order[-count:]
         return batch[::-1]

@@ -108,7 +108,10 @@ class TreeDisk:
             if self.store is None:
                 return others + len(keys)
             only_in_memory = sum(key not in self.store for key in keys)
-            return others + only_in_memory + self.store.forget(namespace, chunk_ids)
+            try:
+                return others + only_in_memory + self.store.forget(namespace, chunk_ids)
+            finally:
+                self._drop(namespace, chunk_ids)  # what requests have found on the disk in between
 
     def stats(self) -> list[StoreStats]:
         """The store's records, under the tree's names."""

@@ -43,7 +43,7 @@ class _Place:
 class ForgetLog:
     """One file per namespace: a name of its own, then a line per ``forget``.
 
-    A forgetter holds the folder's lock while it writes its line and deletes, a writer while it looks for
+    A forgetter holds the folder's lock while it deletes and writes its line, a writer while it looks for
     news and writes: whichever comes first, what was forgotten is not there afterwards. The kernel frees
     the lock of a process that dies. Not thread safe; looking for news costs one ``stat``.
 
@@ -101,7 +101,9 @@ class ForgetLog:
 
     @contextmanager
     def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Nobody writes meanwhile, and all will hear of it. A failing medium is logged, and stops nobody.
+        """Nobody writes meanwhile, and all hear of it at the end. A failing medium is logged, no more.
+
+        At the end, as what others still find while it is being deleted has to go as well.
 
         Raises
         ------
@@ -111,14 +113,15 @@ class ForgetLog:
         late: BlockingIOError | None = None
         with ExitStack() as held:
             try:
-                try:
-                    held.enter_context(self._locked(fcntl.LOCK_EX, _SECONDS_TO_FORGET))
-                except BlockingIOError as error:
-                    late = error
-                self._note(namespace, ids)
+                held.enter_context(self._locked(fcntl.LOCK_EX, _SECONDS_TO_FORGET))
+            except BlockingIOError as error:
+                late = error
             except OSError as error:
-                _LOG.warning("other processes do not hear what was forgotten: %s", error)
-            yield
+                _LOG.warning("other processes do not wait while something is forgotten: %s", error)
+            try:
+                yield
+            finally:
+                self._note(namespace, ids)
         if late is not None:
             raise StoreError(
                 "another process has been writing to the tree's folder all the time and may write what was "
@@ -130,7 +133,12 @@ class ForgetLog:
         return f"{self._token}-{os.getpid()}"  # a forked child is somebody else
 
     def _note(self, namespace: str, ids: Ids) -> None:
-        line = _line(self._me, ids)
+        try:
+            self._append(namespace, _line(self._me, ids))
+        except OSError as error:
+            _LOG.warning("other processes do not hear what was forgotten: %s", error)
+
+    def _append(self, namespace: str, line: bytes) -> None:
         fd = os.open(self._path(namespace), os.O_RDWR | os.O_APPEND | _SAFE, 0o600)
         try:
             size = os.fstat(fd).st_size

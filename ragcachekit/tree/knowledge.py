@@ -231,8 +231,8 @@ class KnowledgeTree:
 
     def _drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> tuple[list[KVKey], int]:
         """Forget in memory: keys of the nodes that went, and how many turns did."""
-        turns = self.turns.forget(namespace, chunk_ids)
-        with self._lock:
+        with self._lock:  # turns too, or a request could find them gone and the nodes not
+            turns = self.turns.forget(namespace, chunk_ids)
             self._epochs[namespace] += 1
             tops = self._levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]

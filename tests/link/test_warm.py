@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 from loading_kit import WAIT
 from store_kit import key_of, kv_of
@@ -34,7 +35,7 @@ def made():
     return Warmer(encoder, store, lambda: True), store, encoder
 
 
-def missing(number, epoch=None):
+def missing(number, epoch=0):
     return Missing(key_of(number), (number,), Encoding("standalone"), epoch)
 
 
@@ -42,28 +43,47 @@ def stored(store):
     return [number for number in range(4) if key_of(number) in store]
 
 
+@contextmanager
+def forgetting(warmer, store, chunk_ids=None):
+    """As the engine forgets; what is done inside happens in the middle of it."""
+    with warmer.forgetting(SPACE, chunk_ids):
+        store.forget(SPACE, chunk_ids)
+        yield
+        warmer.forgets.add(SPACE, chunk_ids)
+
+
 def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
     warmer, store, _ = made()
-    old = warmer.epoch(SPACE)
-    with warmer.forgetting(SPACE, frozenset(["chunk-3"])):
-        store.forget(SPACE)
-        during = warmer.epoch(SPACE)
-    new = warmer.epoch(SPACE)
+    old = warmer.forgets.now()
+    with forgetting(warmer, store):
+        during = warmer.forgets.now()
+    new = warmer.forgets.now()
     items = [missing(0, old), missing(1, during), missing(2, new)]
     assert warmer.now(items) == 1
     assert stored(store) == [2]
     warmer.later(items[:2])
     assert warmer.flush(WAIT)
     assert stored(store) == [2]
-    assert warmer.now([missing(3)]) == 1  # asked for by the user, whenever that was
     warmer.close()
 
 
-def test_other_namespaces_are_not_concerned():
+def test_what_names_no_epoch_is_from_before_every_forgetting():
     warmer, store, _ = made()
-    item = missing(0, warmer.epoch(SPACE))
-    with warmer.forgetting("another"):
+    assert warmer.now([missing(0)]) == 1
+    with forgetting(warmer, store):
         pass
+    assert warmer.now([missing(0)]) == 0
+    assert stored(store) == []
+    warmer.close()
+
+
+def test_other_chunks_and_namespaces_are_not_concerned():
+    warmer, store, _ = made()
+    item = missing(0, warmer.forgets.now())
+    with forgetting(warmer, store, frozenset(["chunk-1"])):
+        pass
+    with warmer.forgetting("another"):
+        warmer.forgets.add("another")
     warmer.now([item])
     assert stored(store) == [0]
     warmer.close()
@@ -73,28 +93,43 @@ def test_what_waits_and_was_not_forgotten_is_stored():
     warmer, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    epoch = warmer.epoch(SPACE)
+    epoch = warmer.forgets.now()
     warmer.later([missing(0, epoch), missing(1, epoch)])
     assert reached.wait(WAIT)
-    with warmer.forgetting(SPACE, frozenset(["chunk-0"])):
-        store.forget(SPACE, frozenset(["chunk-0"]))
+    with forgetting(warmer, store, frozenset(["chunk-0"])):
+        pass
     gate.set()
     assert warmer.flush(WAIT)
     warmer.close()
     assert stored(store) == [1]
 
 
+def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored():
+    warmer, store, encoder = made()
+    reached, gate = threading.Event(), threading.Event()
+    encoder.before = lambda: (reached.set(), gate.wait(WAIT))
+    warmer.later([missing(0)])
+    assert reached.wait(WAIT)
+    with forgetting(warmer, store):
+        pass
+    warmer.later([missing(0, warmer.forgets.now())])
+    gate.set()
+    assert warmer.flush(WAIT)
+    warmer.close()
+    assert stored(store) == [0]
+
+
 def test_nothing_is_stored_while_something_is_forgotten():
     warmer, store, encoder = made()
     encoded = threading.Event()
     encoder.before = encoded.set
-    thread = threading.Thread(target=warmer.now, args=([missing(0)],))
-    with warmer.forgetting(SPACE):
+    thread = threading.Thread(target=warmer.now, args=([missing(0), missing(1)],))
+    with forgetting(warmer, store, frozenset(["chunk-0"])):
         thread.start()
         assert encoded.wait(WAIT)
         assert stored(store) == []
     thread.join(WAIT)
-    assert stored(store) == [0]
+    assert stored(store) == [1]
     warmer.close()
 
 

@@ -223,3 +223,28 @@ def test_a_failing_medium_stops_no_forget_and_writes_nothing(tmp_path: Path, cap
     assert {"nothing of the tree is", "other processes do not"} == {
         r.getMessage()[:22] for r in caplog.records
     }
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["another process", "this process"])
+def test_what_is_found_while_it_is_being_deleted_is_not_kept(tmp_path: Path, monkeypatch, theirs) -> None:
+    one = tree_on(tmp_path)
+    request(one, PATH)
+    one.close()
+    one = tree_on(tmp_path)
+    reader = tree_on(tmp_path) if theirs else one
+    assert one._disk.store is not None
+    forget, matches = one._disk.store.forget, []
+
+    def slow(*what):  # type: ignore[no-untyped-def]
+        matches.append(reader.match(ROOT, PATH))
+        return forget(*what)
+
+    monkeypatch.setattr(one._disk.store, "forget", slow)
+    one.forget("acme", frozenset({"a3"}))
+    (match,) = matches
+    assert len(match) == 3
+    reader.insert(match, new=10)
+    assert len(reader.match(ROOT, PATH)) == 1
+    reader.close()
+    one.close()
+    assert on_disk(tmp_path, "s2", "a3", "b4") == 1

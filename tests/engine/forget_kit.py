@@ -1,0 +1,165 @@
+"""An engine with every tier, a look into each of them, and a forget that another thread runs meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from engine_kit import FOLDER
+from loading_kit import WAIT
+from speaking import byte_level, speaker
+
+from ragcachekit import RagCache
+from ragcachekit.store.base import concerns
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_shelf import entry_files
+from ragcachekit.store.entry_file import entry_name, read_key
+from ragcachekit.store.gpu import GpuStore
+from ragcachekit.store.host import HostStore
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.tree.base import key_of
+from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.types import KVKey, chunk_id
+
+ROOM = 1 << 26
+SPACE = "acme"
+BEFORE = "Answer from the context.\n\nContext:\n"
+QUESTION = "\nWhere does the river flow?"
+TEXTS = [
+    "Berlin is the capital of Germany. The river Spree flows in Berlin.",
+    "Paris is the capital of France; the river Seine flows in Paris.",
+    "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide.",
+    "Where does the river Tiber flow? The answer is in Rome, the town of Rome.",
+]
+
+
+def prompt_of(*texts: str) -> str:
+    return BEFORE + "\n".join(texts) + QUESTION
+
+
+class Engine:
+    """A RagCache over a GPU tier (on the CPU), host, disk, and a tree with host, disk and turns."""
+
+    def __init__(self, folder: Path, *, tree_bytes: int = ROOM, **options: Any) -> None:
+        self.folder = folder
+        self.gpu, self.host = GpuStore(ROOM, "cpu"), HostStore(ROOM)
+        self.disk = DiskStore(folder / "kv", ROOM)
+        self.store = TieredStore([self.gpu, self.host, self.disk], hot=1)
+        self.tree = KnowledgeTree(
+            host_bytes=tree_bytes, disk=DiskStore(folder / "tree", ROOM), turns_bytes=ROOM
+        )
+        self.rag = RagCache(
+            speaker(),
+            byte_level(),
+            cache_dir=FOLDER.name,
+            namespace=SPACE,
+            **{"store": self.store, "tree": self.tree, "policy": "reuse", "load": "always", **options},
+        )
+
+    def chunk_ids(self, texts: Iterable[str], space: str = SPACE) -> frozenset[str]:
+        return frozenset(chunk_id(self.rag._prompts.chunk_ids(text), space) for text in texts)
+
+    def left(self, gone: frozenset[str] | None, space: str = SPACE) -> list[str]:
+        """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
+        memory = {"gpu": self.gpu._entries, "host": self.host._entries}
+        at = {name: list(entries) for name, entries in memory.items()}
+        at["disk"] = _keys_in(self.folder / "kv")
+        at["tree:host"] = [key_of(node.root, node.path()) for node in self.tree._levels]
+        at["tree:disk"] = _keys_in(self.folder / "tree")
+        at["prefetched"] = list(self.rag._stock.loads._loader._desk.findable)
+        out = [name for name, keys in at.items() if any(concerns(key, space, gone) for key in keys)]
+        turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == space]
+        if any(gone is None or gone & turn.members for turn in turns):
+            out.append("tree:turns")
+        return out
+
+    def found_by_others(self, keys: Iterable[KVKey]) -> list[KVKey]:
+        """Which of these a store finds that is opened on the disk folder now."""
+        with_disk = DiskStore(self.folder / "kv", ROOM)
+        try:
+            return [key for key in keys if key in with_disk or with_disk.get(key) is not None]
+        finally:
+            with_disk.close()
+
+    def reused(self, text: str, space: str = SPACE) -> int:
+        """Tokens of ``text`` that a prompt with it reuses, and does not compute."""
+        report = self.rag.link(prompt_of(text), namespace=space, policy="reuse").report
+        (own,) = self.chunk_ids([text], space)
+        return sum(use.tokens for use in report.chunks if use.chunk_id == own and use.source != "computed")
+
+    def recognised(self, text: str, space: str = SPACE) -> bool:
+        """Whether prompts are searched for it."""
+        return bool(self.rag._prompts.registry.find(space, prompt_of(text)).found)
+
+    def close(self) -> None:
+        self.rag.close()
+        self.tree.close()
+        self.store.close()
+
+
+def _keys_in(folder: Path) -> list[KVKey]:
+    files = [folder / entry_name(digest) for digest in entry_files(folder)]
+    return [read_key(file) for file in files]
+
+
+class Meanwhile:
+    """Has another thread do something when it is called for the ``at``-th time, and waits for that.
+
+    If ``wait`` is False, it only sees to it that the other thread has begun.
+    """
+
+    def __init__(self, work: Callable[[], object], at: int = 1, wait: bool = True) -> None:
+        self._work, self._at, self._wait = work, at, wait
+        self._calls = 0
+        self._lock = threading.Lock()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="forgets")
+        self.errors: list[BaseException] = []
+
+    def _run(self) -> None:
+        self._begun.set()
+        try:
+            self._work()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._calls += 1
+            now = self._calls == self._at
+        if now:
+            self._thread.start()
+            assert self._begun.wait(WAIT)
+            if self._wait:
+                self._joined()
+
+    def finish(self) -> bool:
+        """Whether it has happened; then it has also ended."""
+        with self._lock:
+            began = self._calls >= self._at
+            self._calls = self._at  # too late from now on
+        if began:
+            self._joined()
+        return began
+
+    def _joined(self) -> None:
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+        assert self.errors == []
+
+
+def around(monkeypatch: Any, owner: Any, name: str, call: Callable[[], object], after: bool) -> None:
+    """Have ``call`` happen just before or just after each call of ``owner.name``."""
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            call()
+        result = original(*args, **kwargs)
+        if after:
+            call()
+        return result
+
+    monkeypatch.setattr(owner, name, replaced)

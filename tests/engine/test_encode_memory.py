@@ -1,0 +1,90 @@
+"""How much KV encoding holds between computing and storing, beside the store's budget."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+from engine_kit import FOLDER
+from forget_kit import BEFORE
+from speaking import byte_level, speaker
+
+from ragcachekit import RagCache
+from ragcachekit.model import encoder
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.host import HostStore
+
+TEXTS = [f"Paragraph {number}: " + "the river Spree flows in Berlin. " * 4 for number in range(64)]
+
+
+class Counting(HostStore):
+    """Keeps nothing, and counts at each put how much KV is alive in the process."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(1 << 30)
+        self.alive = weakref.WeakSet()
+        self.most = self.largest = self.puts = 0
+        made = ChunkKV.__post_init__
+
+        def count(kv):
+            made(kv)
+            self.alive.add(kv)
+
+        monkeypatch.setattr(ChunkKV, "__post_init__", count)
+
+    def put(self, key, kv):
+        self.puts += 1
+        self.largest = max(self.largest, kv.nbytes)
+        self.most = max(self.most, sum(one.nbytes for one in list(self.alive)))
+        return True
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    made = []
+
+    def make(**options):
+        store = Counting(monkeypatch)
+        made.append(RagCache(speaker(), byte_level(), cache_dir=FOLDER.name, store=store, **options))
+        return made[-1], store
+
+    yield make
+    for rag in made:
+        rag.close()
+
+
+@pytest.mark.parametrize("bound", [1, 200_000])
+@pytest.mark.parametrize("name", ["standalone", "system"])
+def test_encoding_holds_one_batch_at_most(counted, monkeypatch, bound, name):
+    rag, store = counted(encoder=name)
+    monkeypatch.setattr(encoder, "BATCH_BYTES", bound)
+    rag.encode(TEXTS, system=BEFORE)
+    assert store.puts >= len(TEXTS)
+    assert store.largest < 200_000
+    assert store.most <= max(bound, store.largest)
+
+
+def test_what_is_stored_is_not_held_any_longer(counted, monkeypatch):
+    rag, store = counted()
+    held = []
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda key, kv: held.append(len(store.alive)) or put(key, kv))
+    rag.encode(TEXTS)
+    batches = [i for i in range(1, len(held)) if held[i] > held[i - 1]]
+    ends = [held[i - 1] for i in batches] + held[-1:]
+    assert max(held) > 2, "several chunks are computed at once"
+    assert max(ends) <= 2  # the one that is stored, and the one before that the loop still names
+
+
+def test_batches_are_as_large_as_the_bound_allows(counted, monkeypatch):
+    rag, _ = counted()
+    widths = []
+    forward = rag.model.base_model.forward
+
+    def seen(*args, **kwargs):
+        widths.append(kwargs["input_ids"].numel())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(rag.model.base_model, "forward", seen)
+    rag.encode(TEXTS)
+    assert max(widths) > encoder.BATCH_TOKENS / 2

@@ -1,0 +1,388 @@
+"""What is forgotten while work is under way stays forgotten, in every tier; nothing else is lost by it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around, prompt_of
+from loading_kit import WAIT
+
+from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
+
+GONE, KEPT, THIRD, FOURTH = TEXTS
+ASKED = {"max_new_tokens": 2, "do_sample": False}
+MARKED = Prompt([Text(BEFORE), Chunk(GONE), Text("\n"), Chunk(KEPT), Text("\nWhere?")])
+"""Names its chunks: it does not depend on which texts are registered."""
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Engine(tmp_path / str(len(made)), **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def forget_of(engine, what):
+    """What is forgotten (its ids, None for all), and the call that does it."""
+    ids = engine.chunk_ids([GONE])
+    calls = {
+        "texts": lambda: engine.rag.forget(texts=[GONE]),
+        "ids": lambda: engine.rag.forget(ids),
+        "namespace": lambda: engine.rag.forget(),
+    }
+    return (None if what == "namespace" else ids), calls[what]
+
+
+# What encode calls, in this order.
+STEPS = {
+    "ids": lambda engine: (engine.rag._prompts, "missing"),
+    "registration": lambda engine: (engine.rag._prompts.registry, "add"),
+    "forward": lambda engine: (engine.rag.model.base_model, "forward"),
+    "model check": lambda engine: (engine.rag._stock.warmer, "_still_valid"),
+}
+
+
+@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", list(STEPS))
+def test_forget_while_texts_are_encoded(make, monkeypatch, step, after, what):
+    engine = make()
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget, wait=step != "registration")  # it waits for texts being registered
+    around(monkeypatch, *STEPS[step](engine), meanwhile, after)
+    ids = engine.rag.encode([GONE, KEPT])
+    assert meanwhile.finish()
+    assert ids == [next(iter(engine.chunk_ids([text]))) for text in (GONE, KEPT)]
+    assert engine.rag.flush(WAIT)
+    assert engine.left(gone) == []
+    if what != "ids":
+        assert not engine.recognised(GONE)
+    if what != "namespace":  # nothing else goes with it
+        assert engine.left(engine.chunk_ids([KEPT])) == ["host", "disk"]
+        assert engine.recognised(KEPT)
+    assert engine.reused(GONE) == 0
+
+
+@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
+def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
+    engine = make()
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget, wait=False)  # it waits for the write
+    around(monkeypatch, engine.disk, "admit", meanwhile, after=False)
+    engine.rag.encode([GONE, KEPT])
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+
+
+def test_a_process_that_comes_later_does_not_find_it(make, monkeypatch):
+    engine = make()
+    gone, forget = forget_of(engine, "texts")
+    keys = [
+        item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._stock._policy, None)
+    ]
+    around(monkeypatch, *STEPS["forward"](engine), Meanwhile(forget), after=True)
+    engine.rag.encode([GONE, KEPT])
+    assert [key.chunk_id in gone for key in engine.found_by_others(keys)] == [False]
+
+
+@pytest.mark.parametrize("step", ["ids", "forward", "model check"])
+def test_forget_of_a_chunk_that_others_are_encoded_behind(make, monkeypatch, step):
+    engine = make(encoder="similar:2", neighbours=PrecedingChunks([[GONE, KEPT, THIRD]]))
+    gone, forget = forget_of(engine, "texts")
+    meanwhile = Meanwhile(forget)
+    around(monkeypatch, *STEPS[step](engine), meanwhile, after=True)
+    engine.rag.encode([KEPT, THIRD, FOURTH], system=BEFORE)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+    assert engine.left(engine.chunk_ids([FOURTH])) == ["host", "disk"]
+    # Nor is it a neighbour in what is encoded from now on.
+    engine.rag.encode([KEPT, THIRD], system=BEFORE)
+    assert engine.left(gone) == []
+    assert engine.left(engine.chunk_ids([THIRD])) == ["host", "disk"]
+
+
+@pytest.mark.parametrize("call", ["register", "encode", "prefetch"])
+@pytest.mark.parametrize("what", ["texts", "namespace"])
+def test_forget_while_texts_are_being_given(make, call, what):
+    engine = make()
+    gone, forget = forget_of(engine, what)
+
+    def read():
+        yield GONE
+        forget()
+        yield KEPT
+
+    getattr(engine.rag, call)(read())
+    assert engine.rag.flush(WAIT)
+    assert not engine.recognised(GONE)
+    assert engine.recognised(KEPT) == (call != "prefetch" and what == "texts")
+    assert engine.left(gone) == []
+    notes = engine.rag.link(f"{BEFORE}{GONE.upper()}").report.notes
+    assert not any("retrieved" in note for note in notes)  # nor is it named as retrieved
+
+
+def test_what_is_encoded_again_after_the_forget_is_there(make, monkeypatch):
+    engine = make()
+
+    def forget_and_encode():
+        engine.rag.forget(texts=[GONE])
+        engine.rag.encode([GONE])
+
+    meanwhile = Meanwhile(forget_and_encode)
+    around(monkeypatch, *STEPS["forward"](engine), meanwhile, after=False)
+    engine.rag.encode([GONE, KEPT])
+    assert meanwhile.finish()
+    assert engine.left(engine.chunk_ids([GONE])) == ["host", "disk"]
+    assert engine.recognised(GONE)
+
+
+@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
+def test_other_namespaces_are_encoded_to_their_end(make, monkeypatch, what):
+    engine = make()
+    _, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget)
+    around(monkeypatch, *STEPS["forward"](engine), meanwhile, after=True)
+    engine.rag.encode([GONE, KEPT], namespace="bolt")
+    assert meanwhile.finish()
+    assert engine.left(engine.chunk_ids([GONE], "bolt"), "bolt") == ["host", "disk"]
+    assert engine.recognised(GONE, "bolt")
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def generated(engine, **options):
+    return engine.rag.generate(MARKED, **ASKED, **options)
+
+
+REQUESTS = {
+    "generate": generated,
+    "batch": lambda engine: engine.rag.generate_batch([MARKED, MARKED], **ASKED),
+    "stream": lambda engine: list(engine.rag.stream(MARKED, **ASKED)),
+    "link": lambda engine: engine.rag.link(MARKED),
+}
+
+
+@pytest.mark.parametrize("what", ["texts", "namespace"])
+@pytest.mark.parametrize("cold", ["now", "background"])
+@pytest.mark.parametrize(
+    ("request_", "encoder"), [(name, "standalone") for name in REQUESTS] + [("generate", "in-prompt")]
+)
+def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder):
+    engine = make(cold=cold, encoder=encoder, shadow=1.0)
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget)
+    around(monkeypatch, engine.rag.model.base_model, "forward", meanwhile, after=True)
+    REQUESTS[request_](engine)
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+
+
+@pytest.mark.parametrize("what", ["texts", "ids"])
+@pytest.mark.parametrize("step", ["match", "begun"])
+def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step, what):
+    """The request has found its chunks, and the tree hears of it after the forget."""
+    engine = make(cold="background", policy="prefix")
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget)
+    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "plan")}[step]
+    around(monkeypatch, owner, name, meanwhile, after=False)
+    generated(engine)
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+
+
+@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
+def test_forget_while_the_tree_takes_a_request_in(make, monkeypatch, what):
+    engine = make(cold="background", policy="prefix")
+    gone, forget = forget_of(engine, what)
+    meanwhile = Meanwhile(forget, wait=False)  # it waits for the tree
+    around(monkeypatch, engine.tree, "insert", meanwhile, after=False)
+    generated(engine)
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+
+
+@pytest.mark.parametrize("policy", ["prefix", "reuse"])
+@pytest.mark.parametrize("step", ["store", "tree memory", "tree disk"])
+def test_a_request_that_begins_while_a_forget_is_under_way(make, monkeypatch, step, policy):
+    """It may find what is not gone yet: nothing of that is kept."""
+    engine = make(cold="background", policy=policy, tree_bytes=20_000)
+    for _ in range(2):
+        generated(engine)
+    assert engine.rag.flush(WAIT)
+    gone, forget = forget_of(engine, "texts")
+    assert "tree:disk" in engine.left(gone)
+    owner, name = {
+        "store": (engine.store, "forget"),
+        "tree memory": (engine.tree, "_drop"),
+        "tree disk": (engine.tree._disk.store, "forget"),
+    }[step]
+
+    def ask():
+        generated(engine)
+
+    for after in (False, True):
+        with monkeypatch.context() as patch:
+            meanwhile = Meanwhile(ask)
+            if step == "tree memory":
+                patch.setattr(engine.tree._disk, "_drop", engine.tree._drop)
+                owner, name = engine.tree._disk, "_drop"
+            around(patch, owner, name, meanwhile, after)
+            forget()
+            assert meanwhile.finish()
+        assert engine.rag.flush(WAIT)
+        assert engine.left(gone) == [], after
+        generated(engine)
+        assert engine.rag.flush(WAIT)
+
+
+@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
+def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
+    engine = make(cold="never")
+    gone, forget = forget_of(engine, what)
+    engine.rag.encode([GONE, KEPT])
+    engine.host.forget(SPACE)
+    meanwhile = Meanwhile(forget)
+    around(monkeypatch, engine.disk, "open", meanwhile, after=True)
+    engine.rag.prefetch([GONE, KEPT])
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert engine.left(gone) == []
+    assert engine.reused(GONE) == 0
+
+
+# -- at random -------------------------------------------------------------------------------------
+
+TRIALS = 160
+"""In `make test`; all of the 1,000 are in the soak."""
+
+
+class Race:
+    """One kind of work and a forget, which the work's ``at``-th step releases."""
+
+    def __init__(self, engine, seed):
+        self.random = random.Random(seed)
+        self.engine, self.space = engine, f"tenant-{seed}"
+        self.texts = self.random.sample(TEXTS, 3)
+        self.gone = self.random.sample(TEXTS, self.random.choice((1, 1, 2)))
+        self.what = self.random.choice(("texts", "texts", "ids", "namespace"))
+        self.kind = self.random.choice(("encode", "encode", "generate", "stream", "prefetch", "link"))
+        self.meanwhile = Meanwhile(self.forget, self.random.randint(1, 12), self.random.random() < 0.5)
+
+    def __str__(self):
+        return f"{self.space}: {self.kind}, forget by {self.what} at step {self.meanwhile._at}"
+
+    @property
+    def ids(self):
+        return None if self.what == "namespace" else self.engine.chunk_ids(self.gone, self.space)
+
+    def forget(self):
+        calls = {"texts": {"texts": self.gone}, "ids": {"ids": self.ids}, "namespace": {}}
+        self.engine.rag.forget(**calls[self.what], namespace=self.space)
+
+    def prepare(self):
+        """Have some of it in the tiers before."""
+        if self.kind == "prefetch" or self.random.random() < 0.3:
+            self.engine.rag.encode(self.texts, namespace=self.space, system=BEFORE)
+            self.engine.host.forget(self.space)
+        else:
+            self.engine.rag.register(self.texts, namespace=self.space)
+
+    def work(self):
+        rag, prompt = self.engine.rag, prompt_of(*self.texts)
+        if self.kind == "encode":
+            rag.encode(self.texts, namespace=self.space, system=BEFORE)
+        elif self.kind == "prefetch":
+            rag.prefetch(self.texts, namespace=self.space)
+            assert rag.flush(WAIT)
+        elif self.kind == "link":
+            rag.link(prompt, namespace=self.space)
+        elif self.kind == "stream":
+            list(rag.stream(prompt, namespace=self.space, **ASKED))
+        else:
+            rag.generate(prompt, namespace=self.space, **ASKED)
+
+    def check(self):
+        """Nothing of it is left, and nothing is reused."""
+        assert self.engine.rag.flush(WAIT)
+        if not self.meanwhile.finish():
+            self.forget()  # the work had fewer steps: what was begun before is still under way, perhaps
+            assert self.engine.rag.flush(WAIT)
+        assert self.engine.left(self.ids, self.space) == [], str(self)
+        for text in self.gone:
+            if self.what != "ids":
+                assert not self.engine.recognised(text, self.space), str(self)
+            assert self.engine.reused(text, self.space) == 0, str(self)
+        assert self.engine.rag.flush(WAIT)
+        self.engine.rag.forget(namespace=self.space)
+
+
+def race(make, monkeypatch, seeds, **options):
+    """Count how many forgets came in the middle of the work."""
+    engine = make(**options)
+    now: list[Race] = []
+
+    def step():
+        if now:
+            now[0].meanwhile()
+
+    stock = engine.rag._stock
+    for owner, name in (
+        (engine.rag._prompts, "missing"),
+        (engine.rag._prompts, "plan"),
+        (engine.rag.model.base_model, "forward"),
+        (engine.host, "get"),
+        (engine.disk, "open"),
+        (engine.tree, "match"),
+        (stock.keeper, "_unchanged"),
+        (stock.warmer, "_still_valid"),
+    ):
+        around(monkeypatch, owner, name, step, after=False)
+        around(monkeypatch, owner, name, step, after=True)
+    raced = 0
+    for seed in seeds:
+        trial = Race(engine, seed)
+        trial.prepare()
+        now.append(trial)
+        trial.work()
+        now.clear()
+        raced += trial.meanwhile._calls >= trial.meanwhile._at
+        trial.check()
+    return raced
+
+
+def engines(make, monkeypatch, trials):
+    quarter = trials // 4
+    raced = 0
+    for number, options in enumerate(
+        (
+            {"cold": "now"},
+            {"cold": "background", "policy": "prefix", "tree_bytes": 20_000},
+            {"cold": "background", "encoder": "system", "policy": "lego:4"},
+            {"cold": "now", "encoder": "in-prompt", "policy": "reuse"},
+        )
+    ):
+        with monkeypatch.context() as patch:
+            raced += race(make, patch, range(number * quarter, (number + 1) * quarter), **options)
+    return raced
+
+
+def test_forgets_at_random(make, monkeypatch):
+    assert engines(make, monkeypatch, TRIALS) > TRIALS / 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_thousand_forgets_at_random(make, monkeypatch):
+    assert engines(make, monkeypatch, 1000) > 500

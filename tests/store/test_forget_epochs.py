@@ -1,0 +1,69 @@
+"""What counts as forgotten since a moment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from store_kit import key_of
+
+from ragcachekit.store.forget_epochs import ForgetEpochs
+
+SPACE = key_of(0).namespace
+TEXT = "Berlin is the capital of Germany."
+
+
+def test_a_chunk_and_what_was_encoded_behind_it():
+    forgets = ForgetEpochs()
+    since = forgets.now()
+    forgets.add(SPACE, {"chunk-1"})
+    assert forgets.forgot(key_of(1), since)
+    assert forgets.forgot(key_of(2, context=("chunk-0", "chunk-1")), since)
+    assert not forgets.forgot(key_of(2), since)
+    assert not forgets.forgot(key_of(1, namespace="another"), since)
+    assert not forgets.forgot(key_of(1), forgets.now())
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_the_whole_namespace(most):
+    forgets = ForgetEpochs(most)
+    forgets.add(SPACE, {"chunk-1"})
+    since = forgets.now()
+    forgets.add(SPACE)
+    forgets.add(SPACE, {"chunk-3"})
+    assert forgets.forgot(key_of(2), since)
+    assert forgets.forgot_text(SPACE, TEXT, since)
+    assert not forgets.forgot_text("another", TEXT, since)
+    assert not forgets.forgot(key_of(2), since + 1)
+
+
+@pytest.mark.parametrize("given", [TEXT, f"  {TEXT}\n"])
+def test_texts_whatever_whitespace_stands_around_them(given):
+    forgets = ForgetEpochs()
+    forgets.add(SPACE, {"chunk-1"}, [given])
+    assert forgets.forgot_text(SPACE, TEXT, 0)
+    assert not forgets.forgot_text(SPACE, "Paris", 0)
+    assert not forgets.forgot_text(SPACE, TEXT, forgets.now())
+    forgets.add(SPACE, {"chunk-1"}, ["\ud800"])  # half a character, as broken JSON has it
+    assert forgets.forgot_text(SPACE, "\ud800", 1)
+
+
+def test_beyond_its_bound_more_counts_as_forgotten_and_never_less():
+    forgets = ForgetEpochs(most=3)
+    for number in range(6):
+        forgets.add(SPACE, {f"chunk-{number}"})
+    for number in range(6):
+        assert forgets.forgot(key_of(number), number)  # just before its own forget
+        assert not forgets.forgot(key_of(number), 6)
+    assert forgets.forgot(key_of(9), 2)  # epochs 1 to 3 were given up
+    assert not forgets.forgot(key_of(9), 3)
+
+
+def test_a_forked_child_goes_on_from_the_parents_count():
+    forgets = ForgetEpochs()
+    forgets.add(SPACE, {"chunk-1"})
+    with forgets._locks.get():  # as if another thread were in there
+        child = os.fork()
+        if not child:
+            os._exit(7 if forgets.forgot(key_of(1), 0) and not forgets.forgot(key_of(2), 0) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
