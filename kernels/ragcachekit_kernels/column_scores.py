@@ -122,7 +122,8 @@ def column_scores(
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if lse is not None:
-        return weight_sums(query, key, rows, spans, lse[None] / unit(scale, softcap), **options)
+        sums = lse[None].float() / unit(scale, softcap)
+        return weight_sums(query, key, rows, spans, sums, **options)
     if spans is not None and query.dtype != torch.float32:
         run = _Launch(query, key, rows, spans, **options, fused=True)
         if run.cuts == 1:  # spans enough for a program each
