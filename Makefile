@@ -7,7 +7,7 @@ RESULTS := benchmarks/results
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint bench bench-gpu soak clean
+.PHONY: demo test test-portable lint bench bench-gpu soak clean
 
 demo: $(STAMP)
 	$(BIN)/ragcachekit demo --out demo-out
@@ -15,6 +15,14 @@ demo: $(STAMP)
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# What computes with floats, by the instructions and the orders of summing of other x86 processors.
+COMPUTING := $(addprefix tests/,kernels link model engine generate tree query search)
+test-portable: $(STAMP)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 \
+		OPENBLAS_CORETYPE=Haswell FAISS_OPT_LEVEL=avx2 $(BIN)/python -m pytest -n 2 $(COMPUTING)
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
+		OPENBLAS_CORETYPE=Prescott FAISS_OPT_LEVEL=generic $(BIN)/python -m pytest -n 2 $(COMPUTING)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -62,7 +62,7 @@ def sparse_attention(
         soft-cap or scale is not positive.
     """
     rows = _rows(query, key, positions)
-    options = _options(scale, window, softcap, sinks)
+    options = attention_options(scale, window, softcap, sinks)
     if not rows:
         return query.new_empty(query.shape[0], 0, value.shape[-1])
     in_torch = partial(tiled.sparse_attention, query, key, value, rows.positions, **options)
@@ -90,7 +90,7 @@ def sparse_attention_lse(
     They are natural logarithms with the sinks included, float32 or wider.
     """
     rows = _rows(query, key, positions)
-    options = _options(scale, window, softcap, sinks)
+    options = attention_options(scale, window, softcap, sinks)
     if not rows:
         wide = torch.promote_types(query.dtype, torch.float32)
         nothing = query.new_empty(query.shape[0], 0, value.shape[-1])
@@ -158,7 +158,7 @@ def sparse_attention_at(
         raise ValueError(
             f"a query of shape {tuple(query.shape)} does not fit {rows.room} rows, {kv_heads} heads"
         )
-    options = _options(scale, window, softcap, sinks)
+    options = attention_options(scale, window, softcap, sinks)
     from ragcachekit_kernels import row_attention
 
     return row_attention.attention_at(
@@ -181,9 +181,10 @@ def _rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> R
     return positions if isinstance(positions, Rows) else Rows(tuple(positions))
 
 
-def _options(
+def attention_options(
     scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
+    """Keyword arguments of every implementation; ValueError if one of them is not positive."""
     if scale <= 0 or (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale {scale}, window {window} and softcap {softcap} must be positive")
     return {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}

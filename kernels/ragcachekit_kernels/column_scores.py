@@ -64,11 +64,11 @@ def log_sums(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Natural log-sum-exps of rows' scores over each span by itself, or over all keys with the sinks.
+    """Log-sum-exps of rows' scores over each span by itself, or over all keys with the sinks.
 
     Arguments as of :func:`ragcachekit_kernels.reference.column_scores`. Returns ``[spans, heads, room]``
-    float32 (one span if None are given): minus infinity where a row sees nothing of a span, anything in rows
-    from the count on.
+    float32 (one span if None are given), natural logarithms divided by :func:`unit`: minus infinity where a
+    row sees nothing of a span, anything in rows from the count on.
     """
     run = _Launch(query, key, rows, spans, scale=scale, window=window, softcap=softcap)
     out = query.new_empty(run.parts, run.cuts, rows.room, query.shape[0], dtype=torch.float32)
@@ -76,10 +76,32 @@ def log_sums(
         grid = (run.tiles, key.shape[0], run.parts * run.cuts)
         with launching_on(key.device):
             log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
-    whole = out.squeeze(1) if run.cuts == 1 else torch.logsumexp(out, 1)
-    if sinks is not None and spans is None:
-        whole = torch.logaddexp(whole, sinks.float())
-    return whole.transpose(1, 2)
+    one = unit(scale, softcap)
+    whole = (out.squeeze(1) if run.cuts == 1 else merged(out, one, 1)).transpose(1, 2)
+    return whole if spans is not None else with_sinks(whole, sinks, one)
+
+
+def unit(scale: float, softcap: float | None) -> float:
+    """What the kernels' scores are multiplied by to be natural ones: theirs are not scaled, or to base 2."""
+    return scale if softcap is None else 1.0 / LOG2E
+
+
+def merged(parts: torch.Tensor, unit: float, dim: int) -> torch.Tensor:
+    """One log-sum-exp of those along ``dim``, in their unit: the greatest, to the bit, if it is far above.
+
+    Not ``torch.logsumexp``: a change of units would round it once more.
+    """
+    top = parts.amax(dim, keepdim=True)
+    base = top.masked_fill(top == float("-inf"), 0.0)
+    return base.squeeze(dim) + torch.exp((parts - base) * unit).sum(dim).log() / unit
+
+
+def with_sinks(sums: torch.Tensor, sinks: torch.Tensor | None, unit: float) -> torch.Tensor:
+    """Log-sum-exps ``[..., heads, room]`` in their unit, with the sinks' natural logits among the scores."""
+    if sinks is None:
+        return sums
+    extra = (sinks.float() / unit)[:, None].expand_as(sums)
+    return merged(torch.stack((sums, extra)), unit, 0)
 
 
 def column_scores(
@@ -99,24 +121,33 @@ def column_scores(
     A given ``lse`` halves the work: everything is multiplied once.
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    fused = lse is None and spans is not None and query.dtype != torch.float32
-    run = _Launch(query, key, rows, spans, **options, fused=fused)
-    if fused and run.cuts > 1:  # too few spans for a program each
-        fused, run = False, _Launch(query, key, rows, spans, **options)
-    if fused:
-        sums, apart = rows.count, (0, 0, 0)  # any tensor: it is not read
-    else:
-        whole = lse[None] if lse is not None else log_sums(query, key, rows, spans, sinks=sinks, **options)
-        sums, apart = whole, (whole.stride(0), whole.stride(1), whole.stride(2))
-    out = query.new_zeros(run.slots * key.shape[0], key.shape[1], dtype=torch.float32)
-    if run.parts:
-        grid = (run.slots, key.shape[0], run.parts * run.cuts)
-        with launching_on(key.device):
-            columns_kernel[grid](
-                *run.inputs, sums, out, *run.numbers, *run.strides, *apart,
-                LSE=not fused, ONCE=run.once, **run.options,
-            )  # fmt: skip
-    return out.sum(0)
+    if lse is not None:
+        sums = lse[None].float() / unit(scale, softcap)
+        return weight_sums(query, key, rows, spans, sums, **options)
+    if spans is not None and query.dtype != torch.float32:
+        run = _Launch(query, key, rows, spans, **options, fused=True)
+        if run.cuts == 1:  # spans enough for a program each
+            return run.weight_sums(None)
+    sums = log_sums(query, key, rows, spans, sinks=sinks, **options)
+    return weight_sums(query, key, rows, spans, sums, **options)
+
+
+def weight_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rows: DeviceRows,
+    spans: Spans | None,
+    sums: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """``[tokens]``: sums of weights by given log-sum-exps, ``[spans, heads, room]`` in :func:`unit`.
+
+    Given the spans that :func:`log_sums` had, scores are those that it summed.
+    """
+    return _Launch(query, key, rows, spans, scale=scale, window=window, softcap=softcap).weight_sums(sums)
 
 
 class _Launch:
@@ -170,6 +201,20 @@ class _Launch:
         }
         if how.registers is not None and self.once:
             self.options["maxnreg"] = how.registers
+
+    def weight_sums(self, sums: torch.Tensor | None) -> torch.Tensor:
+        """Sums of weights per key; without log-sum-exps every program finds those of its keys first."""
+        query, key, _, count, _ = self.inputs
+        out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
+        read, apart = (count, (0, 0, 0)) if sums is None else (sums, sums.stride())
+        if self.parts:
+            grid = (self.slots, key.shape[0], self.parts * self.cuts)
+            with launching_on(key.device):
+                columns_kernel[grid](
+                    *self.inputs, read, out, *self.numbers, *self.strides, *apart,
+                    LSE=sums is not None, ONCE=self.once, **self.options,
+                )  # fmt: skip
+        return out.sum(0)
 
     def _cuts(self, key: torch.Tensor, spans: Spans | None) -> int:
         """Into how many programs' work the keys of each span are divided, to keep the device busy."""

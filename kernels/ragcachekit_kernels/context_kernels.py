@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit_kernels.column_scores import column_scores, log_sums
+from ragcachekit_kernels.column_scores import log_sums, merged, unit, weight_sums, with_sinks
 from ragcachekit_kernels.context import ContextMass
 from ragcachekit_kernels.deviation import span_sums
 from ragcachekit_kernels.rows import DeviceRows
@@ -28,17 +28,18 @@ def context_mass(
 ) -> ContextMass:
     """As :func:`ragcachekit_kernels.dispatch.context_mass`.
 
-    Two passes over the keys: the log-sum-exp of each row over what stands before the chunk and over the
-    chunk, whose difference from that over both is the row's share; then the sums per key, and from these
-    the sums per segment.
+    Two passes over two spans of keys, what stands before the chunk and the chunk: the log-sum-exps of each
+    row, whose difference from that over both is the row's share; then the sums per key, and from these the
+    sums per segment.
     """
     ends = tuple(accumulate(lengths))
     begin = ends[-1] - lengths[-1]
+    spans = Spans(((0, begin), (begin, ends[-1])))
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    before, own = log_sums(query, key, rows, Spans(((0, begin), (begin, ends[-1]))), **options)
-    whole = torch.logaddexp(before, own)
-    if sinks is not None:
-        whole = torch.logaddexp(whole, sinks.float()[:, None])
-    columns = column_scores(query, key, rows, lse=whole, **options)
+    one = unit(scale, softcap)
+    parts = log_sums(query, key, rows, spans, **options)
+    whole = with_sinks(merged(parts, one, 0), sinks, one)
+    columns = weight_sums(query, key, rows, spans, whole.expand_as(parts), **options)
     segments = span_sums(columns, Spans(tuple(zip((0, *ends[:-1]), ends, strict=True)))).float()
-    return ContextMass(columns, segments[:-1], segments[-1], torch.exp(before - whole).sum(0))
+    outward = torch.exp((parts[0] - whole) * one).sum(0)
+    return ContextMass(columns, segments[:-1], segments[-1], outward)

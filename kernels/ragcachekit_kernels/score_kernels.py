@@ -8,13 +8,14 @@ import triton.language as tl
 from ragcachekit_kernels.score_tiles import (
     cut_of_span,
     dot,
-    exponents,
+    exponentials,
     load_keys,
     load_positions,
     load_tile,
     log_sum,
     place_in_tile,
     ranges,
+    softcapped,
 )
 
 
@@ -31,7 +32,7 @@ def _spread(
     """
     for start in tl.range(low, high, BLOCK):
         keys = load_keys(key, start, stop, stride, MASKED, D, PADDED, BLOCK)
-        scores = exponents(dot(keys, turned, UPCAST), scale, cap, SOFTCAP) - base[None, :]
+        scores = softcapped(dot(keys, turned, UPCAST), scale, cap, SOFTCAP)
         column = start + tl.arange(0, BLOCK)
         if MASKED:
             at = load_positions(positions, tile, vectors, GROUP, VECTORS)
@@ -39,7 +40,7 @@ def _spread(
             if WINDOW:
                 seen = seen & (column[:, None] > at[None, :] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new = tl.sum(tl.exp2(scores), 1)
+        new = tl.sum(exponentials(scores - base[None, :], scale, SOFTCAP), 1)
         if ADD:
             new += tl.load(sums + column, mask=column < known, other=0.0)
         tl.store(sums + column, new, mask=column < stop)
@@ -52,7 +53,7 @@ def log_sums_kernel(
     VECTORS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Per span, cut, row and head: the natural log-sum-exp of the scores of the cut's keys."""
+    """Per span, cut, row and head: the log-sum-exp of the scores of the cut's keys, as a score."""
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     vectors = tl.load(count) * GROUP
     if tile * VECTORS >= vectors:
@@ -67,7 +68,7 @@ def log_sums_kernel(
     )  # fmt: skip
     row, head, inside = place_in_tile(tile, kv_head, vectors, GROUP, VECTORS)
     place = (part * room + row).to(tl.int64) * (KV_HEADS * GROUP) + head
-    tl.store(out + place, result * 0.6931471805599453, mask=inside)
+    tl.store(out + place, result, mask=inside)
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def _add_tile(
     row, head, inside = place_in_tile(tile, kv_head, vectors, GROUP, VECTORS)
     if LSE:
         place = row.to(tl.int64) * lse_row + head.to(tl.int64) * lse_head
-        base = tl.load(lse + place, mask=inside, other=float("inf")) * 1.4426950408889634
+        base = tl.load(lse + place, mask=inside, other=float("inf"))
     else:
         base = log_sum(
             queries, positions, tile, vectors, first, last, key, key_row, start, stop, scale, cap, window,

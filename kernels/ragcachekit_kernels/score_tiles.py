@@ -3,6 +3,9 @@
 A tile is ``VECTORS`` query vectors of one KV head, counted through rows and the query heads that share the KV
 head (row 0 head 0, row 0 head 1, ...). Its keys come in three ranges: those that the window hides from some
 rows, those that every row sees (no masks), those after the position of the first row.
+
+Scores stay unscaled (to base 2 with a soft-cap); their differences are scaled. Differences of neighbouring
+numbers are exact, and a compiler that fuses operations cannot make two passes over the keys differ.
 """
 
 from __future__ import annotations
@@ -21,11 +24,19 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def exponents(dots, scale, cap, SOFTCAP: tl.constexpr):
-    """Scores to base 2. With a soft-cap ``scale`` makes them 2x: cap tanh(x) = cap - 2 cap / (e^2x + 1)."""
+def softcapped(dots, scale, cap, SOFTCAP: tl.constexpr):
+    """Scores of products. A soft-cap's ``scale`` makes them 2x: cap tanh(x) = cap - 2 cap / (e^2x + 1)."""
     if SOFTCAP:
         return cap - 2.0 * cap / (tl.exp2(tl.minimum(dots * scale, 126.0)) + 1.0)
-    return dots * scale
+    return dots
+
+
+@triton.jit
+def exponentials(differences, scale, SOFTCAP: tl.constexpr):
+    """Exponentials of differences of scores."""
+    if SOFTCAP:
+        return tl.exp2(differences)
+    return tl.exp2(differences * scale)
 
 
 @triton.jit
@@ -98,10 +109,19 @@ def _gather(
     GROUP: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the running maximum and sum of ``2^score`` per query over the keys ``low..high``."""
+    """Go on with the running maximum score and sum of exponentials per query over the keys ``low..high``.
+
+    Both passes must see the same scores. A sum of float32 products depends on the order of the operands: keys
+    come first here because they do where weights are summed per key. Products of 16-bit numbers are exact;
+    there queries come first, so that a sum over keys stays within a warp.
+    """
     for start in tl.range(low, high, BLOCK):
         keys = load_keys(key, start, stop, stride, MASKED, D, PADDED, BLOCK)
-        scores = exponents(dot(queries, tl.trans(keys), UPCAST), scale, cap, SOFTCAP)
+        if UPCAST or queries.dtype == tl.float32:
+            dots = tl.trans(dot(keys, tl.trans(queries), UPCAST))
+        else:
+            dots = dot(queries, tl.trans(keys), UPCAST)
+        scores = softcapped(dots, scale, cap, SOFTCAP)
         if MASKED:
             at = load_positions(positions, tile, vectors, GROUP, VECTORS)
             column = (start + tl.arange(0, BLOCK))[None, :]
@@ -113,7 +133,8 @@ def _gather(
         base = higher
         if MASKED:  # a query that has seen nothing yet
             base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
+        shrink = exponentials(top - base, scale, SOFTCAP)
+        total = total * shrink + tl.sum(exponentials(scores - base[:, None], scale, SOFTCAP), 1)
         top = higher
     return top, total
 
@@ -124,7 +145,10 @@ def log_sum(
     GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, VECTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp to base 2 per query over the keys ``start..stop`` that it sees; minus infinity for none."""
+    """Log-sum-exp per query over the keys ``start..stop`` that it sees, as a score; minus infinity for none.
+
+    Where one key has all the weight it is the score of that key, to the bit.
+    """
     begin, clear, whole, end = ranges(start, stop, first, last, window, WINDOW, BLOCK)
     top = tl.full([VECTORS], float("-inf"), tl.float32)
     total = tl.zeros([VECTORS], tl.float32)
@@ -141,7 +165,10 @@ def log_sum(
         top, total, queries, positions, tile, vectors, key, stride, whole, end, stop, scale, cap,
         window, GROUP, True, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
     )  # fmt: skip
-    return tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1e-30)), top)
+    above = tl.log2(tl.maximum(total, 1e-30))
+    if not SOFTCAP:
+        above = above / scale
+    return tl.where(total > 0.0, top + above, top)
 
 
 @triton.jit

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from ragcachekit_kernels import reference, tiled
+from ragcachekit_kernels.attending import attention_options
 from ragcachekit_kernels.backend import uses_triton
 from ragcachekit_kernels.context import ContextMass
 from ragcachekit_kernels.fallback import attempt, refusal
@@ -61,13 +61,7 @@ def column_scores(
         )
     if lse is not None and lse.shape != query.shape[:2]:
         raise ValueError(f"lse must be [heads, rows] = {tuple(query.shape[:2])}, got {tuple(lse.shape)}")
-    options: dict[str, Any] = {
-        "lse": lse,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
+    options = {"lse": lse, **attention_options(scale, window, softcap, sinks)}
     in_torch = partial(tiled.column_scores, query, key, rows.positions, spans, **options)
     if not rows or scoring_choice(query, key) != "triton":
         return in_torch()
@@ -110,7 +104,7 @@ def context_mass(
     rows = _rows(query, key, positions)
     if sum(lengths) != key.shape[1] or not lengths:
         raise ValueError(f"segments of {list(lengths)} tokens do not make up {key.shape[1]} keys")
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options = attention_options(scale, window, softcap, sinks)
     in_torch = partial(tiled.context_mass, query, key, rows.positions, lengths, **options)
     if not rows or scoring_choice(query, key) != "triton":
         return in_torch()

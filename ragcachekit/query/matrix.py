@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.query.metrics import Float32, Float64, Metric, product
+from ragcachekit.query.metrics import Float32, Float64, Metric
 
 _UNIT_ROUNDOFF = 6e-8  # float32
 
@@ -88,15 +88,14 @@ class KeyMatrix:
             ranks[best] = lowest
             best = self._nearest_of(np.flatnonzero(ranks <= limit), wide, squared)
         self._near[:] = self._rows[best]
-        dot = product(wide, self._near)
-        return best, self._metric.distance(dot, squared, float(self._products[best]))
+        return best, float(self._metric.distance(wide, self._near, squared, float(self._products[best])))
 
     def _nearest_of(self, near: NDArray[np.intp], query: Float64, squared: float) -> int:
         keys = self._rows[near].astype(np.float64)
         equal = np.flatnonzero((keys == query).all(axis=1))
         if equal.size:  # a product of matrices may round otherwise than one of vectors
             return int(near[equal[0]])
-        return int(near[self._metric.distance(keys @ query, squared, self._products[near]).argmin()])
+        return int(near[self._metric.distance(query, keys, squared, self._products[near]).argmin()])
 
 
 def _aligned(rows: int, dim: int) -> Float32:

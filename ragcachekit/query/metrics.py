@@ -54,8 +54,11 @@ class Metric(Protocol):
         """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key."""
         ...
 
-    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
-        """The distance from the products q.k, q.q and k.k in float64: 0 where all three are equal."""
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
+        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``: 0 where they are equal.
+
+        The products q.q and k.k are given, from :func:`product`.
+        """
         ...
 
 
@@ -82,9 +85,12 @@ class L2:
         scale = squared_norm + largest
         return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
 
-    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
-        gap: Number = abs((qq - qk) + (kk - qk)) ** 0.5
-        return gap
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
+        # Not q.q + k.k - 2 q.k: its rounding is larger than the squared distance of near vectors.
+        gaps = keys - query
+        squares: Number = gaps.dot(gaps) if gaps.ndim == 1 else np.einsum("ij,ij->i", gaps, gaps)
+        roots: Number = squares**0.5
+        return roots
 
 
 class InnerProduct(L2):
@@ -102,7 +108,8 @@ class InnerProduct(L2):
     def limit(self, distance: float, squared_norm: float) -> float:
         return distance
 
-    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
+        qk: Number = keys.dot(query)
         # (a + b + |a - b|) / 2 is max(a, b), for numbers and for arrays
         lack: Number = abs((qq - qk) + (kk - qk) + abs(qq - kk)) / 2
         return lack
@@ -126,8 +133,8 @@ class Cosine:
     def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
         return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
 
-    def distance(self, qk: Number, qq: float, kk: Number) -> Number:
-        turned: Number = abs(1.0 - qk / (qq * kk) ** 0.5)
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
+        turned: Number = abs(1.0 - keys.dot(query) / (qq * kk) ** 0.5)
         return turned
 
 
@@ -149,7 +156,6 @@ def product(a: Float64, b: Float64) -> float:
 def paired_distances(metric: Metric, queries: Float64, keys: Float64) -> Float64:
     """Distances ``[n]`` between the rows of two float64 matrices ``[n, dim]``."""
     distances = [
-        metric.distance(product(q, k), product(q, q), product(k, k))
-        for q, k in zip(queries, keys, strict=True)
+        metric.distance(q, k, product(q, q), product(k, k)) for q, k in zip(queries, keys, strict=True)
     ]
     return np.array(distances, np.float64)

@@ -126,7 +126,7 @@ def test_log_sum_exps_per_span(case):
             if case["sinks"] and spans is None:
                 sums += options["sinks"][head].double().exp().cpu()
             want[n, head, row] = sums.log()
-    close(ours, want)
+    close(ours * kernels.unit(options["scale"], options["softcap"]), want)
 
 
 @pytest.mark.parametrize("groups", range(1, 9))
@@ -287,6 +287,14 @@ class TestChoice:
 
 
 class TestRefused:
+    @pytest.mark.parametrize("bad", [{"scale": 0.0}, {"scale": -1.0}, {"window": 0}, {"softcap": 0.0}])
+    def test_what_is_not_positive(self, bad):
+        query, key = drawn(1, 1, 10, 16, 1)
+        with pytest.raises(ValueError, match="must be positive"):
+            dispatch.column_scores(query, key, [3], **{"scale": 1.0, **bad})
+        with pytest.raises(ValueError, match="must be positive"):
+            dispatch.context_mass(query, key, [3], [10], **{"scale": 1.0, **bad})
+
     def test_a_log_sum_exp_that_does_not_fit(self):
         query, key = drawn(1, 2, 10, 16, 3)
         with pytest.raises(ValueError, match=r"lse must be \[heads, rows\] = \(2, 3\)"):

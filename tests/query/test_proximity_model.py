@@ -166,6 +166,22 @@ def test_float32_does_not_decide_at_the_tolerance(metric: str, spread: float) ->
             assert (cache.lookup(query, partition="p") is not None) is expected
 
 
+def test_l2_distances_far_below_the_rounding_of_products() -> None:
+    """One bit apart: ||q||^2 + ||k||^2 - 2 q.k is a thousand times the squared distance off."""
+    rng = np.random.default_rng(6)
+    for number in range(50):
+        key = rng.standard_normal(768).astype(np.float32)
+        query = key.copy()
+        query[number] = np.nextafter(query[number], np.float32(9))
+        gap = distance("l2", tuple(query.tolist()), tuple(key.tolist()))
+        for tolerance, expected in ((gap * (1 + 1e-8), True), (gap * (1 - 1e-8), False)):
+            cache = ProximityCache(1, tolerance, "l2")
+            cache.insert(key, ["a"], partition="p")
+            hit = cache.lookup(query, partition="p")
+            assert (hit is not None) is expected
+            assert hit is None or hit.distance == pytest.approx(gap, rel=1e-12)
+
+
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
 def test_an_equal_vector_is_found_among_neighbours_one_bit_away(metric: str) -> None:
     """Equal but for the sign of a zero, so that comparing bytes does not find it."""
