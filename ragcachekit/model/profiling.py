@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from ragcachekit.files import make_folder, read_regular
 from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProfile
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def _costs(points: Sequence[Point]) -> NDArray[np.float64]:
 def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
     """The profile that this machine has measured for this model, if it has."""
     try:
-        return PrefillProfile.from_json(_file(folder, fingerprint, model).read_text())
+        return PrefillProfile.from_json(read_regular(_file(folder, fingerprint, model)))
     except (OSError, ValueError):
         return None
 
@@ -116,7 +117,7 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
     file = _file(folder, fingerprint, model)
     temp = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         temp.write_text(profile.to_json())
         temp.replace(file)
     except OSError as error:
