@@ -28,6 +28,7 @@ from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.upcoming import is_chunk_id
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.profiling import stored_profile
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer
@@ -108,9 +109,15 @@ class Stock:
                 opened.callback(self.store.close)
             else:
                 self.store = store
-            config, context = load_config(load), rope.context
+            config, layout = load_config(load), KVLayout.of(model)
             self.loads = LoadPath(
-                model, self.store, config, fingerprint=fingerprint, folder=folder, context=context
+                model,
+                self.store,
+                config,
+                fingerprint=fingerprint,
+                folder=folder,
+                context=rope.context,
+                layout=layout,
             )
             opened.callback(self.loads.close)
             if isinstance(tree, TreeConfig):
@@ -127,7 +134,7 @@ class Stock:
                 encoder=encoder,
                 neighbours=neighbours,
                 fetch=self.loads.fetch,
-                tree=BeginningReader(tree, rope) if tree is not None else None,
+                tree=BeginningReader(tree, rope, layout) if tree is not None else None,
             )
             self.keeper: TreeKeeper | None = None
             if tree is not None:
@@ -136,7 +143,7 @@ class Stock:
                 opened.callback(self.keeper.close)
             if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-            self.warmer = _new_warmer(model, rope, self.store, self.prompts)
+            self.warmer = _new_warmer(model, rope, self.store, self.prompts, layout)
             opened.callback(self.warmer.close)
             self._opened = opened.pop_all()
 
@@ -274,9 +281,9 @@ def _new_tree(
     )
 
 
-def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer) -> Warmer:
+def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer, layout: KVLayout) -> Warmer:
     chunks = ChunkEncoder(model, rope, ObservedCache)
-    behind = NeighbourEncoder(model, rope, chunks, store)
+    behind = NeighbourEncoder(model, rope, chunks, store, layout)
     in_prompts = InPromptEncoder(model, rope)
     return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored)
 

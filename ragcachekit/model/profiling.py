@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from ragcachekit.files import make_folder, read_regular
+from ragcachekit.model.layout import one_token_cache
 from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProfile
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
     """
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
-    sample = _sample(model)
+    sample = one_token_cache(model)
     _prefill(model, sample, 0, 4)  # the first forward of a size allocates
     points = [_timed(model, sample, behind, 4) for behind in (0, cached)]
     for new in (count for count in NEW if count + cached < context):
@@ -148,11 +149,3 @@ def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
     return time.perf_counter() - begun
-
-
-def _sample(model: Any) -> DynamicCache:
-    """One token's cache, which has every layer's shape."""
-    cache = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache

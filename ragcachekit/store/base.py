@@ -77,7 +77,8 @@ class LayerSource(Protocol):
 class StoreStats:
     """Counters of one tier since it was opened; ``nbytes`` and ``entries`` are the present content.
 
-    ``damaged`` counts entries that failed verification and were dropped; ``failed_writes`` counts
+    ``damaged`` counts entries that failed verification, or were of no shape that the model has, and were
+    dropped; ``failed_writes`` counts
     puts that could not be kept (no space, larger than the budget, I/O error). ``writable`` is False where
     the medium took no writes when the tier was opened, and takes none yet: what is there is read.
     """
@@ -128,6 +129,11 @@ class KVStore(Protocol):
 
     def __contains__(self, key: KVKey) -> bool:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
+        ...
+
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key``, which nobody could use, and count it as damaged; no error if there is
+        none."""
         ...
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:

@@ -35,5 +35,4 @@ class Counters:
     def stats(self, *, entries: int, nbytes: int, budget: int, writable: bool = True) -> StoreStats:
         """The counts together with the tier's present content."""
         with self._locks.get():
-            now = StoreStats(self._tier, entries, nbytes, budget, **self._counts, writable=writable)
-        return now
+            return StoreStats(self._tier, entries, nbytes, budget, **self._counts, writable=writable)

@@ -178,6 +178,12 @@ class DiskStore:
             self._shelf.name(digest)
         )
 
+    def discard(self, key: KVKey) -> None:
+        """Delete the entry under ``key``, which nobody could use, and count it as damaged."""
+        if key in self:
+            self._counters.count("damaged")
+            self._shelf.remove(key.digest())
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         return frozenset() if self._closed else self._forgets.drop(namespace, chunk_ids)

@@ -115,14 +115,19 @@ class MemoryStore:
         with self._lock:
             return key in self._entries
 
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key``, which nobody could use, and count it as damaged."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("damaged")
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         with self._lock:
             doomed = [key for key in self._entries if concerns(key, namespace, chunk_ids)]
             for key in doomed:
-                self._let_go(key)
-                del self._entries[key]
-                self._ranking.remove(key)
+                self._remove(key)
         return frozenset(key.digest() for key in doomed)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
@@ -144,6 +149,11 @@ class MemoryStore:
             self._closed = True
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
+
+    def _remove(self, key: KVKey) -> None:
+        self._let_go(key)
+        del self._entries[key]
+        self._ranking.remove(key)
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV as this tier holds it, and the bytes that it takes."""

@@ -124,6 +124,12 @@ class RemoteStore:
     def __contains__(self, key: KVKey) -> bool:
         return not self._closed and self._guard.look(lambda: self._ask(key), False)
 
+    def discard(self, key: KVKey) -> None:
+        """Have the entry under ``key`` deleted, which nobody could use, and count it as damaged."""
+        if key in self:
+            self._counters.count("damaged")
+            self._guard.run(lambda: self._backend.delete(key), None)
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         if self._closed:

@@ -101,6 +101,11 @@ class TieredStore:
     def __contains__(self, key: KVKey) -> bool:
         return any(key in tier for tier in self._tiers)
 
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` from every tier."""
+        for tier in reversed(self._tiers):
+            tier.discard(key)
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         dropped: set[str] = set()

@@ -1,4 +1,4 @@
-"""Disk tiers on a volume that is full, read-only or failing: opened, read, and written again when it can be."""
+"""Disk tiers on a volume that is full, read-only or failing: opened, read, later written again."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_only_the_user_can_mend_stays_an_error(tmp_path: Path, there: str) 
     else:
         (tmp_path / "file").write_text("")
         path = tmp_path / "file" / "kv"
-    with pytest.raises(StoreError, match="is a file|chmod 700|Not a directory"):
+    with pytest.raises(StoreError, match=r"is a file|chmod 700|Not a directory"):
         opened(path)
 
 
