@@ -289,9 +289,15 @@ def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer, layou
 
 
 def checked_namespace(namespace: str) -> str:
-    """It, or a ValueError: an empty name would be everybody's."""
+    """It, or a ValueError: an empty name would be everybody's, and one that is no text has no digest."""
     if not isinstance(namespace, str) or not namespace:
         raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"namespace must be text, got {namespace!r}: the lone surrogate at {error.start} is no character"
+        ) from error
     return namespace
 
 

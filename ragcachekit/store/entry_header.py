@@ -22,7 +22,7 @@ from ragcachekit.files import parse_json
 from ragcachekit.store.entry_layout import NAMES, Layout, TensorSpec, spec_of
 from ragcachekit.types import KVKey
 
-SCHEMA = "4"
+SCHEMA = "5"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."

@@ -14,6 +14,7 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.eviction.base import HIT, Access, EvictionPolicy
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
@@ -21,7 +22,7 @@ Cost = Callable[[ChunkKV], float]
 
 
 class MemoryStore:
-    """Chunk KV in memory, kept by reference (tensors are shared and never written to).
+    """Chunk KV in memory, kept by reference where that is all its memory (and never written to).
 
     What ``get`` returned is in use until the caller lets go of it: evicting it would free no byte, so it
     stays, and stays counted. A put that would need such bytes is refused.
@@ -41,8 +42,8 @@ class MemoryStore:
 
     Notes
     -----
-    ``ChunkKV.nbytes`` is what counts, unless a tier knows that more is taken. Tensors that are slices of
-    a larger buffer keep all of that buffer alive, so an encoder that works in batches hands over copies.
+    What counts is the memory that an entry keeps alive. Tensors that are views of much more than the entry
+    are copied (:func:`~ragcachekit.store.own_memory.in_own_memory`).
     """
 
     shared = False
@@ -157,7 +158,7 @@ class MemoryStore:
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV as this tier holds it, and the bytes that it takes."""
-        return kv, kv.nbytes
+        return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
         """Bytes that it will take at least: what cannot fit is not placed for nothing."""

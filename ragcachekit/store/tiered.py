@@ -91,9 +91,10 @@ class TieredStore:
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv`` in every tier that can (the hot ones: in place of what they have)."""
+        # The slowest first: what it cannot even write down (a TypeError) is in no faster tier then.
         kept = [
             self._admit(place, key, kv)
-            for place, tier in enumerate(self._tiers)
+            for place, tier in reversed(list(enumerate(self._tiers)))
             if place >= self._hot or key in tier
         ]
         return any(kept)
