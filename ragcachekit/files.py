@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ class OpenFile:
         As :func:`os.open`.
     """
 
+    _held: Sequence[int] = ()
+
     def __init__(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> None:
-        self._held: list[int] = []
-        self._held.extend(map(os.open, (path,), (flags | _NO_WAIT,), (mode,)))
+        self._held = held = list[int]()
+        held.extend(map(os.open, (path,), (flags | _NO_WAIT,), (mode,)))
 
     @property
     def fd(self) -> int:
@@ -43,8 +46,8 @@ class OpenFile:
 
     def close(self) -> None:
         """Close it; also twice."""
-        if self._held:
-            deque(map(os.close, map(list.pop, (self._held,))), maxlen=0)
+        if isinstance(self._held, list) and self._held:
+            deque(map(os.close, map(list[int].pop, (self._held,))), maxlen=0)
 
     def __enter__(self) -> OpenFile:
         return self

@@ -84,7 +84,7 @@ class IndexFile:
         self._ended = 0  # connections; one that is open keeps the file's inode from being used again
         self._of: tuple[int, int, int] | None = None
         self._inherited: list[sqlite3.Connection] = []
-        self._closed = False
+        self._closed = self._checked = False
 
     def open(self) -> None:
         """Make the folder; StoreError if it cannot be used."""
@@ -168,7 +168,7 @@ class IndexFile:
 
     def commit(self) -> None:
         """Commit what was changed; from here to its end, the session keeps others out but changes no more."""
-        if self._connected().in_transaction:
+        if self._connection is not None and self._connection.in_transaction:
             self._execute("COMMIT")
 
     def discard(self, seconds: float = SECONDS_TO_LOCK) -> None:
@@ -214,7 +214,8 @@ class IndexFile:
             raise IndexFailed("the index is closed")
         status = self._status(create)
         of = (os.getpid(), status.st_dev, status.st_ino)
-        if self._connection is None or of != self._of:  # forked, or another process replaced the file
+        fresh = self._connection is not None and not self._connection.in_transaction and self._checked
+        if not fresh or of != self._of:  # interrupted, forked, or another process replaced the file
             self._disconnect()
             self._of = of
             self._refuse_others()
@@ -225,6 +226,7 @@ class IndexFile:
                 self._execute(setting).fetchall()
             self._execute("BEGIN IMMEDIATE")
             self._check_schema(create)
+            self._checked = True
         else:
             self._execute("BEGIN IMMEDIATE")
 
@@ -257,6 +259,7 @@ class IndexFile:
             raise sqlite3.DatabaseError("an index of another kind")
 
     def _disconnect(self) -> None:
+        self._checked = False
         connection, self._connection = self._connection, None
         if connection is None:
             return

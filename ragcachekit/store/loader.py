@@ -157,8 +157,7 @@ class Loader:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being read and no key waits for it; False if ``timeout`` did not suffice."""
         desk = self._desk
-        with desk.changed:
-            return desk.changed.wait_for(desk.idle, timeout)
+        return desk.changed.wait_for(desk.idle, timeout)
 
     def close(self) -> None:
         """Finish the reads in work, give the others up, end the threads."""
