@@ -39,7 +39,8 @@ def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
 
     True and False are no numbers here, though Python takes them for 1 and 0; 4e9 is a whole one.
     """
-    if kinds is Integral and isinstance(value, float) and value.is_integer():
+    whole = kinds is Integral or (isinstance(kinds, tuple) and Integral in kinds)
+    if whole and isinstance(value, float) and value.is_integer():
         return
     if isinstance(value, kinds) and (not isinstance(value, bool) or kinds is bool):
         return
@@ -52,7 +53,8 @@ def _check_fields(config: Any) -> None:
     for entry in fields(config):
         if (known := _FIELDS.get(str(entry.type))) is not None:
             kinds, give = known
-            give += ", such as 4 << 30" * entry.name.endswith("_bytes")
+            if entry.name.endswith("_bytes"):
+                give = give.replace(WHOLE, f"{WHOLE}, such as 4 << 30")
             check_type(entry.name, getattr(config, entry.name), kinds, give)
 
 

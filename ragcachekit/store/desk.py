@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import resource
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,8 +49,9 @@ class Desk:
         Opened and not yet read to their end.
     findable : dict
         Loads that a request may join: active ones that were not forgotten, and held ones.
-    held : OrderedDict
-        What was prefetched, is complete, and waits for a prompt.
+    held : dict
+        What was prefetched, is complete, and waits for a prompt; the oldest first. (Not an OrderedDict: one
+        whose keys compare in Python is left damaged when that is interrupted.)
     queue : deque of KVKey
         To be prefetched.
     ranks : iterator of int
@@ -71,7 +72,7 @@ class Desk:
     changed: Condition = field(default_factory=Condition)
     active: list[Load] = field(default_factory=list)
     findable: dict[KVKey, Load] = field(default_factory=dict)
-    held: OrderedDict[KVKey, Load] = field(default_factory=OrderedDict)
+    held: dict[KVKey, Load] = field(default_factory=dict)
     queue: deque[KVKey] = field(default_factory=deque)
     ranks: itertools.count[int] = field(default_factory=itertools.count)
     reading: int = 0
