@@ -39,7 +39,8 @@ def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
 
     True and False are no numbers here, though Python takes them for 1 and 0; 4e9 is a whole one.
     """
-    if kinds is Integral and isinstance(value, float) and value.is_integer():
+    whole = kinds is Integral or (isinstance(kinds, tuple) and Integral in kinds)
+    if whole and isinstance(value, float) and value.is_integer():
         return
     if isinstance(value, kinds) and (not isinstance(value, bool) or kinds is bool):
         return
@@ -52,7 +53,8 @@ def _check_fields(config: Any) -> None:
     for entry in fields(config):
         if (known := _FIELDS.get(str(entry.type))) is not None:
             kinds, give = known
-            give += ", such as 4 << 30" * entry.name.endswith("_bytes")
+            if entry.name.endswith("_bytes"):
+                give = give.replace(WHOLE, f"{WHOLE}, such as 4 << 30")
             check_type(entry.name, getattr(config, entry.name), kinds, give)
 
 
@@ -70,8 +72,9 @@ class StoreConfig:
         ``pin_host`` ask for it and there is CUDA.
     disk_path : path or None
         Folder of the disk tier; None turns the tier off.
-    disk_bytes : int
-        Budget of the disk tier in bytes.
+    disk_bytes : int or None
+        Budget of the disk tier in bytes. None (the default): 64 GiB, or half of what is free on the volume
+        and what the folder takes already where that is less (at least a sixteenth of the volume).
     redis_url : str or None
         ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries; None: off.
     redis_bytes, redis_entry_bytes : int
@@ -104,7 +107,7 @@ class StoreConfig:
 
     host_bytes: int = DEFAULT_HOST_BYTES
     disk_path: str | os.PathLike[str] | None = None
-    disk_bytes: int = DEFAULT_DISK_BYTES
+    disk_bytes: int | None = None
     gpu_bytes: int = 0
     redis_url: str | None = None
     redis_bytes: int = 1 << 30
@@ -125,7 +128,7 @@ class StoreConfig:
         for name in ("gpu_bytes", "host_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if self.disk_bytes <= 0:
+        if self.disk_bytes is not None and self.disk_bytes <= 0:
             raise ValueError(
                 f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
             )

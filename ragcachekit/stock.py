@@ -30,6 +30,7 @@ from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.upcoming import is_chunk_id
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.profiling import stored_profile
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer
@@ -125,9 +126,15 @@ class Stock:
                 opened.callback(self.store.close)
             else:
                 self.store = store
-            config, context = load_config(load), rope.context
+            config, layout = load_config(load), KVLayout.of(model)
             self.loads = LoadPath(
-                model, self.store, config, fingerprint=fingerprint, folder=folder, context=context
+                model,
+                self.store,
+                config,
+                fingerprint=fingerprint,
+                folder=folder,
+                context=rope.context,
+                layout=layout,
             )
             opened.callback(self.loads.close)
             if isinstance(tree, TreeConfig):
@@ -144,7 +151,7 @@ class Stock:
                 encoder=encoder,
                 neighbours=neighbours,
                 fetch=self.loads.fetch,
-                tree=BeginningReader(tree, rope) if tree is not None else None,
+                tree=BeginningReader(tree, rope, layout) if tree is not None else None,
             )
             self.keeper: TreeKeeper | None = None
             if tree is not None:
@@ -153,7 +160,7 @@ class Stock:
                 opened.callback(self.keeper.close)
             if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-            self.warmer = _new_warmer(model, rope, self.store, self.prompts, self.forgets)
+            self.warmer = _new_warmer(model, rope, self.store, self.prompts, layout, self.forgets)
             opened.callback(self.warmer.close)
             self._opened = opened.pop_all()
 
@@ -323,17 +330,25 @@ def _new_tree(
     )
 
 
-def _new_warmer(model: Any, rope: Rope, store: KVStore, prompts: Preparer, forgets: ForgetEpochs) -> Warmer:
+def _new_warmer(
+    model: Any, rope: Rope, store: KVStore, prompts: Preparer, layout: KVLayout, forgets: ForgetEpochs
+) -> Warmer:
     chunks = ChunkEncoder(model, rope, ObservedCache)
-    behind = NeighbourEncoder(model, rope, chunks, store)
+    behind = NeighbourEncoder(model, rope, chunks, store, layout)
     in_prompts = InPromptEncoder(model, rope)
     return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored, forgets)
 
 
 def checked_namespace(namespace: str) -> str:
-    """It, or a ValueError: an empty name would be everybody's."""
+    """It, or a ValueError: an empty name would be everybody's, and one that is no text has no digest."""
     if not isinstance(namespace, str) or not namespace:
         raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"namespace must be text, got {namespace!r}: the lone surrogate at {error.start} is no character"
+        ) from error
     return namespace
 
 

@@ -12,13 +12,13 @@ ENCODING_PREFIX = "prefix"
 
 
 def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
-    """SHA-256 over the token ids (little-endian 64 bit) and a tenant salt, as hex.
+    """SHA-256 over a tenant salt, its length before it, and the token ids (little-endian 64 bit), as hex.
 
     Two namespaces never share an id, so one tenant's KV cannot be addressed by another.
     """
-    ids = array("q", token_ids)
-    digest = hashlib.sha256(salt.encode() + b"\0")
-    digest.update(ids.tobytes())
+    raw = salt.encode()
+    digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
+    digest.update(array("q", token_ids).tobytes())
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FREE = ("types", "errors", "config")
+FREE = ("types", "errors", "config", "files")
 CHAIN = (
     *("model", "store", "tree", "reports", "link", "generate"),
     *("prepare", "stock", "shadow", "answering", "engine"),
@@ -212,8 +212,8 @@ def test_imports_are_read_in_every_spelling(tmp_path, source, room, rooms) -> No
 
 
 def test_the_edges_are_those_of_the_design() -> None:
-    assert ALLOWED["types"] == ALLOWED["prompt"] == {"types", "errors", "config"}
-    assert ALLOWED["model"] == {"types", "errors", "config"}
-    assert ALLOWED["link"] == {"types", "errors", "config", "model", "store", "tree", "reports"}
+    assert ALLOWED["types"] == ALLOWED["prompt"] == set(FREE)
+    assert ALLOWED["model"] == set(FREE)
+    assert ALLOWED["link"] == {*FREE, "model", "store", "tree", "reports"}
     assert {"generate", "prompt", "query", "search"} <= ALLOWED["engine"]
     assert not {"cli", "bench", "aio"} & ALLOWED["engine"]

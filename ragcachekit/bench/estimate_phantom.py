@@ -94,6 +94,9 @@ class PhantomDisk:
         """Nothing is ever forgotten in a replay."""
         return frozenset()
 
+    def discard(self, key: KVKey) -> None:
+        """Nothing here is ever damaged."""
+
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """As :meth:`drop`."""
         return 0

@@ -164,6 +164,9 @@ class _Shelf:
     def __contains__(self, key: KVKey) -> bool:
         return key in self._entries
 
+    def discard(self, key: KVKey) -> None:
+        pass
+
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         return 0
 

@@ -62,7 +62,7 @@ class OwnFiles:
         return CacheFolder.at(self.cache)
 
     @property
-    def disk_bytes(self) -> int:
+    def disk_bytes(self) -> int | None:
         """Budget of the KV on disk."""
         return disk_bytes(self.disk_gb)
 

@@ -87,14 +87,14 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     """
     model_folder()
     check_writable(settings.folder.path)
-    corpus, budget = settings.read_corpus(), settings.disk_bytes
-    kept = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=budget))
+    corpus = settings.read_corpus()
+    kept = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
     store = WatchedStore(kept)
     with closing(kept), settings.open_engine(store, corpus, cold="never") as rag:
         job = Job(rag, corpus, store, settings, keep_gone=settings.keep_gone)
         work, _ = job.work(kept.__contains__)
         needed = work.todo_bytes - sum(job.gone.values()) * work.token_bytes
-        _check_room(needed, budget - sum(tier.nbytes for tier in kept.stats()), settings.folder)
+        _check_room(needed, sum(tier.budget - tier.nbytes for tier in kept.stats()), settings.folder)
         yield PrecomputeRun(job, work, settings, say)
 
 

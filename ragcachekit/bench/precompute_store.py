@@ -58,6 +58,10 @@ class WatchedStore:
         self.nbytes += kv.nbytes if kept else 0
         return kept
 
+    def discard(self, key: KVKey) -> None:
+        """As the store."""
+        self._store.discard(key)
+
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """As the store."""
         return self._store.forget(namespace, chunk_ids)

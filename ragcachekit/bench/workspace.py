@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import default_cache_dir
 
@@ -99,8 +98,8 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
 
 
-def disk_bytes(gigabytes: float | None) -> int:
-    """A disk budget in bytes; None for the library's default."""
+def disk_bytes(gigabytes: float | None) -> int | None:
+    """A disk budget in bytes; None for the library's default, which the volume decides."""
     if gigabytes is not None and not gigabytes > 0:
         raise ValueError(f"the disk budget must be > 0 GB, got {gigabytes}")
-    return DEFAULT_DISK_BYTES if gigabytes is None else int(gigabytes * 1e9)
+    return None if gigabytes is None else int(gigabytes * 1e9)

@@ -12,6 +12,7 @@ from ragcachekit.generate.run import Generated
 from ragcachekit.link.lookup import MEMORY_TIERS, Fetch
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.planner import LoadPlanner
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.profiling import measure_profile, store_profile, stored_profile
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader
@@ -34,11 +35,22 @@ class LoadPath:
         Where it is kept how long prefills take.
     context : int
         Tokens that the model can hold.
+    layout : KVLayout
+        What its KV looks like.
     """
 
     def __init__(
-        self, model: Any, store: KVStore, config: LoadConfig, *, fingerprint: str, folder: Path, context: int
+        self,
+        model: Any,
+        store: KVStore,
+        config: LoadConfig,
+        *,
+        fingerprint: str,
+        folder: Path,
+        context: int,
+        layout: KVLayout,
     ) -> None:
+        self._layout = layout
         self._model, self._fingerprint = model, fingerprint
         self._folder, self._context = folder, context
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
@@ -57,7 +69,7 @@ class LoadPath:
 
     def fetch(self) -> Fetch:
         """How one prompt's entries are found."""
-        return Fetch(self._loader, self.planner)
+        return Fetch(self._loader, self.planner, layout=self._layout)
 
     def prefetch(self, find: Callable[[], Iterable[KVKey]]) -> None:
         """Load what ``find`` will name, if it lies in a slow tier; both happen in the background."""

@@ -13,6 +13,7 @@ import transformers
 from transformers import DynamicCache
 
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.link.attention import install, uninstall
 from ragcachekit.link.linker import link
 from ragcachekit.link.planned import LinkPlan, Piece
@@ -196,7 +197,7 @@ def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"
     try:
-        if json.loads(record.read_text()) == versions:
+        if parse_json(read_regular(record)) == versions:
             install(model)
             return
     except (OSError, ValueError):
@@ -204,7 +205,7 @@ def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
     passed = admit(model, rope)
     log.info("admitted %s: %s", type(model).__name__, passed)
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(record.parent)
         record.write_text(json.dumps(versions))
     except OSError as error:
         log.warning("could not note that the model passed its check: %s", error)

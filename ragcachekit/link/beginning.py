@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.reports import ChunkUse
 from ragcachekit.tree.base import Match, Root, Step
 from ragcachekit.tree.knowledge import KnowledgeTree
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from ragcachekit.link.planned import TokenSegment
     from ragcachekit.model.rope import Rope
 
+
+log = logging.getLogger(__name__)
 
 TURN = "turn"
 """The source of rows that come from the turn before this one."""
@@ -103,9 +107,12 @@ class BeginningReader:
     tree : KnowledgeTree
     rope : Rope
         Says whether a prompt's length changes the frequencies that its keys are turned by.
+    layout : KVLayout, optional
+        As of :class:`ragcachekit.link.lookup.Fetch`.
     """
 
-    def __init__(self, tree: KnowledgeTree, rope: Rope) -> None:
+    def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
+        self._layout = layout
         self.tree = tree
         self._rope = rope
 
@@ -123,11 +130,25 @@ class BeginningReader:
         epoch = self.tree.turns.epoch
         length = sum(len(segment.token_ids) for segment in segments)
         regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
-        match = self.tree.match(Root(fingerprint, namespace, regime), path_of(segments, wanted))
+        match = self._match(Root(fingerprint, namespace, regime), path_of(segments, wanted))
         past, former = self._past(match, segments, namespace)
         members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
         return Beginning(match, ms, layerwise, past, members, epoch)
+
+    def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
+        """What the tree knows, without nodes that cannot be this model's, which leave it."""
+        while True:
+            match = self.tree.match(root, path)
+            reasons = [
+                self._layout.misfit(reused.kv, reused.step.tokens) if self._layout is not None else None
+                for reused in match.found
+            ]
+            wrong = next((number for number, reason in enumerate(reasons) if reason), None)
+            if wrong is None:
+                return match
+            log.warning("a node leaves the knowledge tree and is not used: %s", reasons[wrong])
+            self.tree.discard(root, path[: wrong + 1])
 
     def _past(
         self, match: Match, segments: Sequence[TokenSegment], namespace: str

@@ -7,13 +7,13 @@ import json
 import logging
 import math
 import os
-import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.policies import open_policy
 
@@ -127,7 +127,7 @@ def write_record(folder: Path, record: Calibration) -> Path:
         If the folder cannot be written.
     """
     path = record_path(folder, record.fingerprint, record.namespace)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     temp = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
     try:
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,16 +146,12 @@ def read_record(folder: Path, fingerprint: str, namespace: str) -> Calibration |
     """The stored record, or None; one that cannot be trusted counts as none, with a logged warning."""
     path = record_path(folder, fingerprint, namespace)
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ValueError("it belongs to or can be written by others")
-            record = parsed(json.load(file))
+        record = parsed(parse_json(read_regular(path, own=True)))
         if (record.fingerprint, record.namespace) != (fingerprint, namespace):
             raise ValueError("it is about another model or namespace")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         log.warning("the calibration record %s is not used: %s", path, error)
         return None
     return record

@@ -9,10 +9,12 @@ import torch
 
 from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.linker import link, run_rows
+from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.planned import LinkPlan, Missing, Piece
 from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
@@ -62,9 +64,19 @@ class NeighbourEncoder:
     encoder : ChunkEncoder
         Makes what the store does not hold (any more); such KV is used once and not stored here.
     store : KVStore
+    layout : KVLayout, optional
+        As of :class:`ragcachekit.link.lookup.Fetch`.
     """
 
-    def __init__(self, model: Any, rope: Rope, encoder: ChunkEncoder, store: KVStore) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rope: Rope,
+        encoder: ChunkEncoder,
+        store: KVStore,
+        layout: KVLayout | None = None,
+    ) -> None:
+        self._layout = layout
         self._model = model
         self._rope = rope
         self._encoder = encoder
@@ -76,8 +88,8 @@ class NeighbourEncoder:
             yield item, self._forward(item, [Piece(at, self._kv(part)) for at, part in ingredients(item)])
 
     def _kv(self, part: Missing) -> ChunkKV:
-        found = self._store.get(part.key)
-        if found is not None and found.kv.tokens == len(part.token_ids):
+        found = Fetch(self._store, layout=self._layout).get(part.key, len(part.token_ids))
+        if found is not None and isinstance(found.kv, ChunkKV):
             return found.kv
         ((_, kv),) = self._encoder.encode([part.token_ids], part.encoding)
         return kv

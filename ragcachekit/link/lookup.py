@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragcachekit.link.planner import Candidate, LoadPlanner
 from ragcachekit.link.uses import Guide, Use
+from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.loading import Hit, LoadingKV
@@ -16,6 +18,8 @@ from ragcachekit.types import KVKey
 
 if TYPE_CHECKING:
     from ragcachekit.link.variants import Entry
+
+log = logging.getLogger(__name__)
 
 MEMORY_TIERS = ("gpu", "host")
 """Tiers whose entries are there when they are found."""
@@ -54,6 +58,8 @@ class Fetch:
         Says what is not worth loading; without one everything found is used.
     patience : Patience, optional
         What earlier look-ups for this prompt have taken.
+    layout : KVLayout, optional
+        What KV of the model looks like: what does not look so is no hit, and leaves the store.
     """
 
     def __init__(
@@ -61,23 +67,25 @@ class Fetch:
         store: KVStore | Loader,
         planner: LoadPlanner | None = None,
         patience: Patience | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
+        self._layout = layout
         self._store = store
         self._planner = planner
         self._patience = patience or Patience()
         self._known: dict[KVKey, Hit | None] = {}
 
-    def get(self, key: KVKey) -> Hit | None:
-        """What there is under ``key``; layers of a slow tier's entry are not being read yet."""
+    def get(self, key: KVKey, tokens: int) -> Hit | None:
+        """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet."""
         if key not in self._known:
-            self._known[key] = self._look(key)
+            self._known[key] = self._fitting(key, self._look(key), tokens)
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
         """The same, where these are not found; what was found already is not looked up again."""
         if not lost:
             return self
-        other = Fetch(self._store, self._planner, self._patience)
+        other = Fetch(self._store, self._planner, self._patience, self._layout)
         other._known = {**self._known, **dict.fromkeys(lost)}
         return other
 
@@ -118,6 +126,15 @@ class Fetch:
             self._known.pop(kv.key, None)  # given back: a later plan opens it anew
         left = [None if entry is not None and entry.found.kv in unwanted else entry for entry in entries]
         return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
+
+    def _fitting(self, key: KVKey, hit: Hit | None, tokens: int) -> Hit | None:
+        reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None
+        if hit is None or reason is None:
+            return hit
+        log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
+        with self._patience.held():
+            self._store.discard(key)
+        return None
 
     def _look(self, key: KVKey) -> Hit | None:
         with self._patience.held():

@@ -172,7 +172,7 @@ def look_up(
     out = []
     fetch = store if isinstance(store, Fetch) else Fetch(store)
     for number, want in enumerate(wanted):
-        found = _get(fetch, key := given.get(number, want.key), want)
+        found = fetch.get(key := given.get(number, want.key), len(want.token_ids))
         entry = Entry(key, found) if found is not None else None
         if pool is not None and isinstance(want.encoding, InPromptEncoding):
             entry = _known(entry, pool, want) or _best(want, fetch, pool)
@@ -189,18 +189,12 @@ def _known(entry: Entry | None, pool: VariantPool, want: Wanted) -> Entry | None
 
 def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     for fit in pool.ranked(want.key, want.before):
-        found = _get(fetch, fit.key, want)
+        found = fetch.get(fit.key, len(want.token_ids))
         if found is not None:
             pool.used(fit.key, want.before)
             return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)
         pool.discard(fit.key)
     return None
-
-
-def _get(fetch: Fetch, key: KVKey, want: Wanted) -> Hit | None:
-    """Tokens are part of the chunk id; a count that differs means a damaged entry."""
-    found = fetch.get(key)
-    return found if found is not None and found.kv.tokens == len(want.token_ids) else None
 
 
 def _space(key: KVKey) -> Space:

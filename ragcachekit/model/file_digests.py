@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ragcachekit.files import make_folder, parse_json, read_regular
 
 _SETTLED_SECONDS = 2.0
 _log = logging.getLogger(__name__)
@@ -76,12 +77,7 @@ class FileDigests:
         if self._path is None:
             return {}
         try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    _log.warning("%s belongs to or can be written by others; not used", self._path)
-                    return {}
-                content = json.load(file)
+            content = parse_json(read_regular(self._path, own=True))
         except (FileNotFoundError, NotADirectoryError):  # the latter is told of where it is to be written
             return {}
         except (OSError, ValueError) as error:
@@ -94,7 +90,7 @@ class FileDigests:
             return
         temp = self._path.with_name(f".{self._path.name}.{os.getpid()}.{uuid.uuid4().hex}")
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(known, file)

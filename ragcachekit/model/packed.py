@@ -17,6 +17,19 @@ LIKE = "like"
 Sums = Mapping[str, torch.Tensor]
 
 
+def is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> bool:
+    """Whether KV of these shapes has all it takes to be unpacked: its dtype, and a scale for every layer."""
+    if LIKE not in sums:
+        return False
+    for number, ((_, keys), (_, values)) in enumerate(shapes):
+        of_keys, of_values = (sums.get(f"{name}{number}") for name in (SCALE_OF_KEYS, SCALE_OF_VALUES))
+        if of_keys is None or of_keys.shape != (keys[0], 1, keys[2]):
+            return False
+        if of_values is None or of_values.shape != (*values[:2], 1):
+            return False
+    return True
+
+
 def own_sums(sums: Sums) -> Sums:
     """Those of the KV that was packed; the very same object where it was not."""
     if not is_packed(sums):

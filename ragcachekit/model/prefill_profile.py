@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragcachekit.files import parse_json
+
 SCHEMA = 1
 CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
 NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
@@ -166,7 +168,7 @@ class PrefillProfile:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> PrefillProfile:
+    def from_json(cls, text: str | bytes) -> PrefillProfile:
         """Read what :meth:`to_json` wrote.
 
         Raises
@@ -174,12 +176,12 @@ class PrefillProfile:
         ValueError
             If it is anything else.
         """
-        found: Any = json.loads(text)
+        found: Any = parse_json(text)
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise ValueError(f"this is no prefill profile of schema {SCHEMA}; measure it again")
         try:
             return cls(found["cached"], found["new"], found["seconds"], scale=found["scale"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"a damaged prefill profile ({error!r}); measure it again") from error
 
     def _table(self, cached: float, new: float) -> float:

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from ragcachekit.files import make_folder, read_regular
+from ragcachekit.model.layout import one_token_cache
 from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProfile
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
     """
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
-    sample = _sample(model)
+    sample = one_token_cache(model)
     _prefill(model, sample, 0, 4)  # the first forward of a size allocates
     points = [_timed(model, sample, behind, 4) for behind in (0, cached)]
     for new in (count for count in NEW if count + cached < context):
@@ -106,7 +108,7 @@ def _costs(points: Sequence[Point]) -> NDArray[np.float64]:
 def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
     """The profile that this machine has measured for this model, if it has."""
     try:
-        return PrefillProfile.from_json(_file(folder, fingerprint, model).read_text())
+        return PrefillProfile.from_json(read_regular(_file(folder, fingerprint, model)))
     except (OSError, ValueError):
         return None
 
@@ -116,7 +118,7 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
     file = _file(folder, fingerprint, model)
     temp = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         temp.write_text(profile.to_json())
         temp.replace(file)
     except OSError as error:
@@ -147,11 +149,3 @@ def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
     return time.perf_counter() - begun
-
-
-def _sample(model: Any) -> DynamicCache:
-    """One token's cache, which has every layer's shape."""
-    cache = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache

@@ -86,6 +86,19 @@ class SegmentTokenizer:
     def _raw(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
         if not text:
             return ()
+        text = without_lone_surrogates(text)
         with self._locks[id(tokenizer)]:
             # verbose=False: a document longer than the context is no news here.
             return tuple(tokenizer(text, add_special_tokens=False, verbose=False, **options).input_ids)
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Text that can be encoded: U+FFFD in the place of what is half a character, as of undecodable bytes.
+
+    Tokenizers raise for such text, and one damaged document is no reason not to answer.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import struct
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit.files import parse_json
 from ragcachekit.model.file_digests import FileDigests
 
 PIECE_BYTES = 32 << 20
@@ -130,7 +130,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     if (single := folder / "model.safetensors").is_file():
         return [single]
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = parse_json((folder / "model.safetensors.index.json").read_bytes())
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []
@@ -143,7 +143,7 @@ def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 0 < length <= _MAX_HEADER_BYTES:
             raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(handle.read(length))
+        header = parse_json(handle.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"{file} is not a safetensors file")
     for name, entry in header.items():

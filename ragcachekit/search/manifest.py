@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import RetrievalError
+from ragcachekit.files import parse_json, read_regular
 from ragcachekit.search.base import DocumentId
 
 _FORMAT = 1
@@ -81,12 +82,15 @@ def read_index(path: Path) -> tuple[Manifest, Path]:
 
 def _verified_body(path: Path) -> dict[str, Any]:
     try:
-        checksum, _, text = path.read_bytes().partition(b"\n")
+        checksum, _, text = read_regular(path).partition(b"\n")
     except OSError as error:
         raise RetrievalError(f"cannot read the index {path}: {error}") from error
     if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != checksum:
         raise RetrievalError(f"{path} is damaged or no index (SHA-256 differs); build the index anew")
-    body: dict[str, Any] = json.loads(text)
+    try:
+        body: dict[str, Any] = parse_json(text)
+    except ValueError as error:
+        raise RetrievalError(f"{path} is no index ({error}); build the index anew") from error
     return body
 
 

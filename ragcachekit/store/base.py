@@ -77,8 +77,10 @@ class LayerSource(Protocol):
 class StoreStats:
     """Counters of one tier since it was opened; ``nbytes`` and ``entries`` are the present content.
 
-    ``damaged`` counts entries that failed verification and were dropped; ``failed_writes`` counts
-    puts that could not be kept (no space, larger than the budget, I/O error).
+    ``damaged`` counts entries that failed verification, or were of no shape that the model has, and were
+    dropped; ``failed_writes`` counts
+    puts that could not be kept (no space, larger than the budget, I/O error). ``writable`` is False where
+    the medium took no writes when the tier was opened, and takes none yet: what is there is read.
     """
 
     tier: str
@@ -90,6 +92,7 @@ class StoreStats:
     evictions: int
     damaged: int
     failed_writes: int
+    writable: bool = True
 
 
 @runtime_checkable
@@ -99,8 +102,8 @@ class KVStore(Protocol):
     - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (from a tier
       that quantises: the same rounded KV every time, and marked as such). Never another key's entry,
       never a damaged one: verification failure is a miss.
-    - Nothing raises for a full or failing medium once the store is open: a ``put`` that cannot be
-      kept returns False and leaves older entries whole; ``get`` returns None.
+    - Nothing raises for a full or failing medium: a ``put`` that cannot be kept returns False, is not
+      found afterwards and leaves older entries whole; ``get`` returns None.
     - Returned tensors are shared and must not be written to.
     - All methods are thread safe.
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
@@ -126,6 +129,11 @@ class KVStore(Protocol):
 
     def __contains__(self, key: KVKey) -> bool:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
+        ...
+
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key``, which nobody could use, and count it as damaged; no error if there is
+        none."""
         ...
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:

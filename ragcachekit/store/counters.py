@@ -32,7 +32,7 @@ class Counters:
             self._warned.add(kind)
         _log.log(level, f"%s tier: {message}", self._tier, *args)
 
-    def stats(self, *, entries: int, nbytes: int, budget: int) -> StoreStats:
+    def stats(self, *, entries: int, nbytes: int, budget: int, writable: bool = True) -> StoreStats:
         """The counts together with the tier's present content."""
         with self._locks.get():
-            return StoreStats(tier=self._tier, entries=entries, nbytes=nbytes, budget=budget, **self._counts)
+            return StoreStats(self._tier, entries, nbytes, budget, **self._counts, writable=writable)

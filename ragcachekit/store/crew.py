@@ -24,7 +24,7 @@ class Crew:
     ----------
     threads : int
         How many read at the same time.
-    alive : list of threading.Thread
+    alive : set of threading.Thread
     doing : dict
         What each thread works at, and since when by :func:`time.monotonic`; None while it opens an entry.
     stuck : set of threading.Thread
@@ -32,7 +32,7 @@ class Crew:
     """
 
     threads: int
-    alive: list[threading.Thread] = field(default_factory=list)
+    alive: set[threading.Thread] = field(default_factory=set)
     doing: dict[threading.Thread, tuple[Load | None, float]] = field(default_factory=dict)
     stuck: set[threading.Thread] = field(default_factory=set)
 
@@ -51,11 +51,15 @@ class Crew:
         while self.useful < min(self.threads, work) and len(self.alive) < self.threads + MOST_STUCK:
             thread = threading.Thread(target=target, name="ragcachekit-load", daemon=True)
             try:
+                self.alive.add(thread)
                 thread.start()
             except RuntimeError as error:
+                self.alive.discard(thread)
                 log.warning("no thread to load with: %s", error)
                 break
-            self.alive.append(thread)
+            except BaseException:  # interrupted: if it runs all the same, it comes back
+                self.alive.discard(thread)
+                raise
 
     def late(self, late: Load, seconds: float) -> list[Load]:
         """Count those as stuck who read ``late`` or anything for ``seconds``; what these read."""
@@ -74,6 +78,7 @@ class Crew:
 
     def back(self, thread: threading.Thread) -> bool:
         """It is done with what it did; False if others work in its place, as it hung: then it has left."""
+        self.alive.add(thread)
         self.doing.pop(thread, None)
         self.stuck.discard(thread)
         if self.useful > self.threads:
@@ -83,4 +88,4 @@ class Crew:
 
     def leave(self, thread: threading.Thread) -> None:
         """It ends."""
-        self.alive.remove(thread)
+        self.alive.discard(thread)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import resource
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from ragcachekit.store.base import KVStore, LayerSource
+from ragcachekit.store.condition import Condition
 from ragcachekit.store.crew import Crew
 from ragcachekit.store.loading import Load
 from ragcachekit.types import KVKey
@@ -43,14 +43,15 @@ class Desk:
         The threads.
     work : callable
         What each of them does here, until there is nothing more to do.
-    changed : threading.Condition
+    changed : Condition
         Guards everything here and in the loads.
     active : list of Load
         Opened and not yet read to their end.
     findable : dict
         Loads that a request may join: active ones that were not forgotten, and held ones.
-    held : OrderedDict
-        What was prefetched, is complete, and waits for a prompt.
+    held : dict
+        What was prefetched, is complete, and waits for a prompt; the oldest first. (Not an OrderedDict: one
+        whose keys compare in Python is left damaged when that is interrupted.)
     queue : deque of KVKey
         To be prefetched.
     ranks : iterator of int
@@ -68,10 +69,10 @@ class Desk:
     room: int
     crew: Crew
     work: Callable[[Desk], None]
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    changed: Condition = field(default_factory=Condition)
     active: list[Load] = field(default_factory=list)
     findable: dict[KVKey, Load] = field(default_factory=dict)
-    held: OrderedDict[KVKey, Load] = field(default_factory=OrderedDict)
+    held: dict[KVKey, Load] = field(default_factory=dict)
     queue: deque[KVKey] = field(default_factory=deque)
     ranks: itertools.count[int] = field(default_factory=itertools.count)
     reading: int = 0
@@ -121,16 +122,19 @@ class Desk:
         something here: so nothing that others go through is changed under them, and nobody is waited for.
         Whoever comes to the loader next does the rest.
         """
-        if self.changed.acquire(blocking=False):
-            try:
-                if load in self.active and not load.busy and not load.wanted:
-                    others = self.active.copy()
-                    others.remove(load)
-                    self.active = others
-                    self.dropped.append(load)
-                    load.source.close()
-            finally:
+        try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
+            if self.changed.acquire(blocking=False) and self._abandoned(load):
+                self.dropped.append(load)
+                load.source.close()
+                self.active = [other for other in self.active if other is not load]
+        finally:
+            try:  # noqa: SIM105 (for the same reason: a call of ``suppress`` comes before the release)
                 self.changed.release()
+            except RuntimeError:  # another thread's
+                pass
+
+    def _abandoned(self, load: Load) -> bool:
+        return load in self.active and not load.busy and not load.wanted
 
     def wake(self) -> None:
         """Have as many threads as there is work for; the condition is held."""
@@ -151,9 +155,7 @@ class Desk:
         self.queue.clear()
         for load in [load for load in self.begun() if not load.busy]:
             load.error = load.error or why
-            self.active.remove(load)
-            self.hide(load)
-            load.source.close()
+            self._end(load)
 
     def begun(self) -> list[Load]:
         """Loads that somebody asked to be read; the condition is held, as for all below."""
@@ -190,8 +192,8 @@ class Desk:
     def unhold(self, load: Load) -> None:
         """Let a held load go."""
         if self.held.get(load.key) is load:
+            self.hide(load)  # first: what is findable and not held would be overlooked when it is forgotten
             del self.held[load.key]
-            self.hide(load)
 
     def hide(self, load: Load) -> None:
         """Have nobody join it any more."""
@@ -200,7 +202,8 @@ class Desk:
 
     def _hide_dropped(self) -> None:
         while self.dropped:
-            self.hide(self.dropped.popleft())
+            self.hide(self.dropped[0])
+            self.dropped.popleft()
 
     def sweep(self) -> None:
         """Let go of what nobody wants any more."""
@@ -211,8 +214,11 @@ class Desk:
             if first.ended > old and not (self.queue and self.flying() >= self.room):
                 break
             self.unhold(first)
-        for load in [load for load in self.active if not load.busy and not load.wanted]:
-            if load in self.active:
-                self.active.remove(load)
-            self.hide(load)
-            load.source.close()
+        for load in [load for load in self.active if self._abandoned(load)]:
+            self._end(load)
+
+    def _end(self, load: Load) -> None:
+        """Close a load; active up to the last step, so that whoever is interrupted leaves it to others."""
+        self.hide(load)
+        load.source.close()
+        self.active = [other for other in self.active if other is not load]

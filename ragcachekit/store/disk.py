@@ -13,7 +13,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk_forget import DiskForgets
-from ragcachekit.store.disk_shelf import Shelf
+from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf
 from ragcachekit.store.disk_source import DiskSource
 from ragcachekit.store.entry_buffers import Buffers
 from ragcachekit.store.entry_file import (
@@ -25,8 +25,9 @@ from ragcachekit.store.entry_file import (
     open_entry,
 )
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import TakenAway, TempFile, open_folder, temp_file
-from ragcachekit.store.index_file import IndexDamaged, IndexFailed
+from ragcachekit.store.folder import TakenAway, TempFile, claim_folder, temp_file
+from ragcachekit.store.index_file import SECONDS_TO_LOCK, IndexDamaged, IndexFailed
+from ragcachekit.store.volume import is_full, takes_no_writes
 from ragcachekit.types import KVKey
 
 T = TypeVar("T")
@@ -71,10 +72,16 @@ class DiskStore:
     direct : bool
         Whether reads go past the page cache: asked for, and possible here.
 
+    Notes
+    -----
+    On a medium that is full, read-only or failing the folder is opened all the same: what is there is read,
+    a put is False until the medium takes writes again, and ``stats`` says so. A volume that fills up later
+    loses the least recently used entries.
+
     Raises
     ------
     StoreError
-        If the folder cannot be used; the message says what to do.
+        If the folder is not a folder, or is not ours alone; the message says what to do.
     """
 
     shared = True
@@ -99,13 +106,16 @@ class DiskStore:
         self._counters = Counters("disk")
         self._closed = False
         self._buffers = Buffers(_IDLE_BYTES)
-        open_folder(self._folder)
-        try:
-            self._shelf = Shelf(self._folder, budget, quotas or {}, self._counters, at)
-            self.direct = direct and can_read_directly(self._folder)
-        except (OSError, IndexFailed) as error:
-            raise StoreError(f"cannot open the cache folder {self._folder}: {error}") from error
+        self._shelf = Shelf(self._folder, budget, quotas or {}, self._counters, at)
         self._forgets = DiskForgets(self._shelf, self._counters)
+        self._ours = self._writable = self._no_use = False
+        try:
+            self._open(SECONDS_TO_OPEN)
+        except (OSError, StoreError) as error:
+            if not takes_no_writes(error):
+                raise _not_opened(self._folder, error) from error
+            self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
+        self.direct = direct and can_read_directly(self._folder)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
@@ -147,11 +157,10 @@ class DiskStore:
         """
         if self._closed:
             return False
+        image = EntryImage(key, kv)
         try:
-            with temp_file(self._folder, key.namespace) as temp:  # from here on, forgetting stops it
-                self._at("created")
-                kept = self._write(temp, key, EntryImage(key, kv))
-        except (OSError, IndexFailed) as error:
+            kept = self._write_with_space(key, image)
+        except (OSError, StoreError) as error:
             kind = "forgotten" if isinstance(error, TakenAway) else "write"
             self._counters.warn_once(kind, "cannot write to %s: %s", self._folder, error)
             kept = False
@@ -165,9 +174,15 @@ class DiskStore:
 
     def __contains__(self, key: KVKey) -> bool:
         digest = key.digest()
-        return not (self._closed or self._forgets.hides(key, digest)) and os.path.exists(
+        return not (self._closed or not self._ours or self._forgets.hides(key, digest)) and os.path.exists(
             self._shelf.name(digest)
         )
+
+    def discard(self, key: KVKey) -> None:
+        """Delete the entry under ``key``, which nobody could use, and count it as damaged."""
+        if key in self:
+            self._counters.count("damaged")
+            self._shelf.remove(key.digest())
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
@@ -189,13 +204,22 @@ class DiskStore:
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; sizes are those of the files, one that only waits for its fsync included."""
         entries, nbytes = (0, 0) if self._closed else self._content()
-        return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
+        sizes = {"entries": entries, "nbytes": nbytes, "budget": self._budget}
+        return (self._counters.stats(**sizes, writable=self._writable),)
 
     def close(self) -> None:
         """Close the index; further calls are misses."""
         self._closed = True
         self._shelf.close()
         self._buffers.clear()
+
+    def _open(self, seconds: float) -> None:
+        """Have the folder ready for reading, then for writing; raises what keeps it from either."""
+        if not self._ours:
+            claim_folder(self._folder)
+            self._ours = True
+        self._shelf.open(seconds)
+        self._writable = True
 
     def _content(self) -> tuple[int, int]:
         try:
@@ -206,7 +230,7 @@ class DiskStore:
 
     def _reader(self, key: KVKey, digest: str) -> EntryReader | None:
         """The open file of ``key``, or None and a counted miss."""
-        if not (self._closed or self._forgets.hides(key, digest)):
+        if not (self._closed or not self._ours or self._forgets.hides(key, digest)):
             try:
                 return open_entry(self._shelf.name(digest), key, self.direct, self._buffers)
             except FileNotFoundError:
@@ -236,6 +260,25 @@ class DiskStore:
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
 
+    def _write_with_space(self, key: KVKey, image: EntryImage) -> bool:
+        """Write the entry; on a full volume, once more in place of others."""
+        try:
+            kept = self._write_file(key, image)
+        except (OSError, StoreError) as error:
+            if not is_full(error) or self._no_use or not self._shelf.make_space(image.nbytes, key.digest()):
+                raise
+            self._no_use = True  # until a put succeeds: no entry leaves for nothing twice
+            kept = self._write_file(key, image)
+        self._no_use = False
+        return kept
+
+    def _write_file(self, key: KVKey, image: EntryImage) -> bool:
+        if not self._writable:
+            self._open(SECONDS_TO_LOCK)
+        with temp_file(self._folder, key.namespace) as temp:  # from here on, forgetting stops it
+            self._at("created")
+            return self._write(temp, key, image)
+
     def _write(self, temp: TempFile, key: KVKey, image: EntryImage) -> bool:
         digest, most = key.digest(), self._shelf.most(key.namespace)
         if image.nbytes > most:
@@ -263,3 +306,9 @@ class DiskStore:
         except IndexDamaged:
             self._shelf.rebuild()
             return step()
+
+
+def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
+    if isinstance(error, StoreError) and not isinstance(error, IndexFailed):
+        return error  # it says what to do
+    return StoreError(f"cannot open the cache folder {folder}: {error}")

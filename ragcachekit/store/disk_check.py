@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk_shelf import Shelf, entry_files
+from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf, entry_files
 from ragcachekit.store.entry_file import EntryReader, entry_name, nowhere
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import open_folder, orphans
@@ -110,6 +110,7 @@ def repair(folder: Path, progress: Progress | None = None) -> Repaired:
         found = verify(folder, progress)
         shelf = Shelf(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
         try:
+            shelf.open(SECONDS_TO_OPEN)
             dropped = tuple(bad for bad in found.damaged if shelf.remove(bad.name, bad.seen))
             shelf.start_over()
             entries, nbytes = shelf.content()

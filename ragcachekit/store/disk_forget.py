@@ -37,6 +37,8 @@ class DiskForgets:
         try:
             self._shelf.interrupt(namespace, chunk_ids)
             files: Iterable[str] = self._shelf.files()
+        except FileNotFoundError:  # no folder, nothing in it
+            return frozenset()
         except OSError as error:
             self._dropped(sweep, [digest for digest, owner in sweep.owners.items() if owner == namespace])
             raise StoreError(

@@ -16,7 +16,7 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.durable import sync_folder
 from ragcachekit.store.entry_file import At, EntryReader, entry_name, read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import TempFile, exclusive, sweep_orphans, unfinished
+from ragcachekit.store.folder import TempFile, exclusive, open_folder, sweep_orphans, unfinished
 from ragcachekit.store.index import EntryIndex
 from ragcachekit.store.index_file import SECONDS_TO_LOCK, IndexDamaged, IndexFailed, Revision
 from ragcachekit.store.notes import Notes
@@ -24,7 +24,8 @@ from ragcachekit.store.notes import Notes
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _NOBODY = ""  # whose files are that can be neither read nor deleted: they count, under no quota
 _MOST_STUCK = 8  # files that one eviction passes over because they cannot be deleted
-_SECONDS_TO_OPEN = 60.0  # to wait for another process that opens the folder or rebuilds the index
+SECONDS_TO_OPEN = 60.0
+"""How long opening waits for another process that opens the folder or rebuilds the index."""
 
 
 class Reserved(NamedTuple):
@@ -44,7 +45,7 @@ class Shelf:
     Parameters
     ----------
     folder : Path
-        Exists and is ours.
+        Nothing is written to it before :meth:`open`.
     budget : int
         Bytes of all entry files together.
     quotas : mapping of str to int
@@ -53,11 +54,6 @@ class Shelf:
         Hears of evictions and of damaged files.
     at : callable
         Hears of every step worth being killed at.
-
-    Raises
-    ------
-    OSError, IndexFailed
-        If the folder or the index cannot be used.
     """
 
     def __init__(
@@ -69,7 +65,18 @@ class Shelf:
         self._notes = Notes()
         self._nbytes = 0  # of all entries, when this process last looked
         self._index = EntryIndex(folder / "index")
-        self.rebuild(_SECONDS_TO_OPEN)
+
+    def open(self, seconds: float) -> None:
+        """Have the folder ready for writing: the index agrees with the files, all is within the budget.
+
+        Raises
+        ------
+        StoreError, OSError
+            If the folder or the index cannot be used, or others keep it busy for longer than ``seconds``.
+        """
+        open_folder(self._folder)
+        self._index.open()
+        self.rebuild(seconds)
 
     def path(self, digest: str) -> Path:
         """Where the entry with this digest stands, if there is one."""
@@ -125,7 +132,8 @@ class Shelf:
             return self._reserve(digest, namespace, nbytes)
 
     def publish(self, temp: TempFile, digest: str, namespace: str, nbytes: int, reserved: Reserved) -> None:
-        """Flush a whole file and give it its name, so that both are there after a power failure.
+        """Flush a whole file and give it its name, so that both are there after a power failure (the name
+        only if the folder can be flushed, too).
 
         Flushed first: a power failure must not leave a torn file in the place of an older entry. (To name
         new files first, so that one commit of the file system's journal covers content and name, gains
@@ -144,7 +152,10 @@ class Shelf:
                 self._name(temp, digest)
         if counted > nbytes:
             self.settle(digest)
-        sync_folder(self._folder)
+        try:
+            sync_folder(self._folder)
+        except OSError as error:  # it can be read, so it is not refused; a power failure may take it
+            self._counters.warn_once("sync", "cannot flush %s: %s", self._folder, error)
         self._at("folder synced")
 
     def settle(self, digest: str) -> None:
@@ -152,6 +163,27 @@ class Shelf:
         with suppress(IndexFailed, OSError), self._index.session():
             self._settle(digest)
             self._nbytes = self._index.nbytes()
+
+    def make_space(self, nbytes: int, but: str) -> bool:
+        """Delete the least recently used entries of ``nbytes`` together, as the volume is full.
+
+        False, with nothing deleted, if all of them but ``but`` are smaller than that. Where the index cannot
+        be read, the least recently written ones go.
+        """
+        sizes = {digest: size for digest, size in self.files().items() if digest != but}
+        if sum(sizes.values()) < nbytes:
+            return False
+        rows: Mapping[str, int] = {}
+        with suppress(IndexFailed), self._index.session():
+            self._write_notes()
+            rows = self._index.rows()
+        for digest in (*(row for row in rows if row in sizes), *(size for size in sizes if size not in rows)):
+            if nbytes <= 0:
+                break
+            if self.remove(digest):
+                self._counters.count("evictions")
+                nbytes -= sizes[digest]
+        return nbytes <= 0
 
     def remove(self, digest: str, seen: os.stat_result | None = None) -> bool:
         """Delete an entry, even if the index cannot follow; False if the file is still there.
@@ -202,10 +234,10 @@ class Shelf:
 
     def start_over(self) -> None:
         """As :meth:`rebuild`, trusting no row."""
-        with exclusive(self._folder / "lock", _SECONDS_TO_OPEN):
+        with exclusive(self._folder / "lock", SECONDS_TO_OPEN):
             self._index.discard()
             sweep_orphans(self._folder)
-            self._restore(_SECONDS_TO_OPEN)
+            self._restore(SECONDS_TO_OPEN)
 
     def interrupt(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
         """Let no write under way, of any process, bring back what is to be forgotten.
@@ -373,4 +405,4 @@ def _same(path: Path, seen: os.stat_result) -> bool:
         status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(status.st_mode) and os.path.samestat(status, seen)
+    return not stat.S_ISDIR(status.st_mode) and os.path.samestat(status, seen)

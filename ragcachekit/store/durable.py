@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from ragcachekit.files import OpenFile
 from ragcachekit.store.entry_buffers import PAGE
 
 _PARTS = 512  # in one call; Linux takes 1024
@@ -62,11 +63,8 @@ class EarlyFlush:
 
 def sync_folder(path: Path) -> None:
     """Make renames and removals in ``path`` survive a power failure."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with OpenFile(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        os.fsync(folder.fd)
 
 
 def _linux_call() -> Callable[[int, int, int, int], int] | None:

@@ -63,8 +63,8 @@ class Buffers:
         self._own().shrink(0)
 
     def _give(self, lent: weakref.ref[Array]) -> None:
-        _, memory = self._lent.pop(id(lent))
-        if self._idle:
+        _, memory = self._lent.pop(id(lent), (lent, None))  # None: interrupted before it was noted
+        if self._idle and memory is not None:
             self._unused.returned.append(memory)
 
     def _own(self) -> _Unused:

@@ -18,6 +18,7 @@ from pathlib import Path
 import google_crc32c
 import torch
 
+from ragcachekit.files import OpenFile
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.durable import EarlyFlush, write_all
 from ragcachekit.store.entry_buffers import PAGE, SMALL, Buffers
@@ -40,7 +41,7 @@ At = Callable[[str], None]
 _PROBE = 8192  # bytes of the first read: most headers
 _BATCH = 1 << 21  # bytes
 _FRESH = Buffers(idle=0)
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 
 
 def entry_name(digest: str) -> str:
@@ -114,14 +115,12 @@ class EntryReader:
         If the file cannot be read.
     """
 
-    _fd = -1
-
     def __init__(self, path: Path | str, direct: bool = False, buffers: Buffers = _FRESH) -> None:
         self._buffers = buffers
         self._direct = direct
-        self._fd = os.open(path, _FLAGS | (os.O_DIRECT if direct else 0))
+        self._file = OpenFile(path, _FLAGS | (os.O_DIRECT if direct else 0))
         try:
-            self.status = os.fstat(self._fd)
+            self.status = os.fstat(self._file.fd)
             self.header, self._start = self._read_header()
             size = self._start + self.header.nbytes
             if size != self.status.st_size:
@@ -171,9 +170,7 @@ class EntryReader:
 
     def close(self) -> None:
         """Close the file; also twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> EntryReader:
         return self
@@ -181,14 +178,11 @@ class EntryReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def _read_header(self) -> tuple[EntryHeader, int]:
         if not stat.S_ISREG(self.status.st_mode):
             raise EntryDamaged("not a regular file")
         probe = min(_PROBE, self.status.st_size)
-        first = b"" if self._direct else os.pread(self._fd, probe, 0)
+        first = b"" if self._direct else os.pread(self._file.fd, probe, 0)
         if len(first) < probe:
             first = self._read(0, probe).numpy().tobytes()
         size = header_size(first[:8], self.status.st_size)
@@ -241,14 +235,15 @@ class EntryReader:
 
     def _pread(self, view: memoryview, offset: int) -> int:
         try:
-            return os.preadv(self._fd, [view], offset)
+            return os.preadv(self._file.fd, [view], offset)
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
         # Stopped short of a page's end, so that the rest is not aligned: an ordinary read can go on there.
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        fd = self._file.fd
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._direct = False
-        return os.preadv(self._fd, [view], offset)
+        return os.preadv(fd, [view], offset)
 
 
 def can_read_directly(folder: Path) -> bool:
@@ -261,11 +256,8 @@ def can_read_directly(folder: Path) -> bool:
         with temp_file(folder) as temp:
             write_all(temp.fd, [bytes(PAGE)])
             os.fsync(temp.fd)
-            direct = os.open(temp.path, _FLAGS | os.O_DIRECT)
-            try:
-                return os.preadv(direct, [view], 0) == PAGE
-            finally:
-                os.close(direct)
+            with OpenFile(temp.path, _FLAGS | os.O_DIRECT) as direct:
+                return os.preadv(direct.fd, [view], 0) == PAGE
     except OSError:
         return False
 

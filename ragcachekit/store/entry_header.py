@@ -18,10 +18,11 @@ from typing import NamedTuple
 import google_crc32c
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import parse_json
 from ragcachekit.store.entry_layout import NAMES, Layout, TensorSpec, spec_of
 from ragcachekit.types import KVKey
 
-SCHEMA = "4"
+SCHEMA = "5"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."
@@ -194,7 +195,7 @@ def _start(text: str) -> int:
 
 
 def _context(text: str) -> tuple[str, ...]:
-    context = tuple(json.loads(text))
+    context = tuple(parse_json(text))
     "".join(context).encode()  # as above: their text may hold escapes
     if _COMPACT(context) != text:
         raise ValueError("a context that nobody wrote")
@@ -206,7 +207,7 @@ def _described(sums: tuple[SealedSpec, ...]) -> str:
 
 
 def _sums(text: str) -> tuple[SealedSpec, ...]:
-    sums = tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in json.loads(text))
+    sums = tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in parse_json(text))
     names = [spec.name for spec in sums]
     "".join(names).encode()
     if (

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ragcachekit.files import parse_json
 from ragcachekit.model.kv import ChunkKV
 
 _KEPT = 256  # layouts, of some ten KB each
@@ -91,7 +92,7 @@ class Layout:
     def read(text: str) -> Layout:
         """The reverse of :attr:`text`.
 
-        KeyError, TypeError, ValueError or RecursionError unless it is the text of chunk KV, to the letter.
+        KeyError, TypeError or ValueError unless it is the text of chunk KV, to the letter.
         """
         return _read(text)
 
@@ -149,7 +150,7 @@ _shared = lru_cache(_KEPT)(Layout)
 def _read(text: str) -> Layout:
     groups = tuple(
         (_count(count), spec_of(keys, keys_shape), spec_of(values, values_shape))
-        for count, keys, keys_shape, values, values_shape in json.loads(text)
+        for count, keys, keys_shape, values, values_shape in parse_json(text)
     )
     shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
     if not groups or {len(shape) for shape in shapes} != {3}:

@@ -14,6 +14,7 @@ from ragcachekit.store.host import HostStore
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.store.volume import default_disk_bytes
 
 
 def open_store(config: StoreConfig) -> KVStore:
@@ -56,7 +57,8 @@ def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
         from ragcachekit.store.disk import DiskStore  # POSIX only; a host-only store works anywhere
 
         path, direct = Path(config.disk_path), config.disk_direct
-        yield "disk", DiskStore(path, config.disk_bytes, quotas=quotas, direct=direct)
+        budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
+        yield "disk", DiskStore(path, budget, quotas=quotas, direct=direct)
     signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
     if config.redis_url is not None:
         from ragcachekit.store.redis_store import RedisStore

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import OpenFile, make_folder, open_regular
 from ragcachekit.store.durable import write_all
 
 _TEMP_NAME = re.compile(r"(\d+)-([0-9a-f]{8})[0-9a-f]{8}\.tmp")
@@ -22,19 +23,30 @@ _LOCK_POLL = 0.0005  # seconds
 
 
 def open_folder(path: Path) -> None:
+    """:func:`claim_folder`, and StoreError also if it cannot be written to."""
+    claim_folder(path)
+    with _explained(path), temp_file(path) as temp:
+        write_all(temp.fd, [b"\0"])
+
+
+def claim_folder(path: Path) -> None:
     """Create ``path`` with mode 0700, or check that an existing one is ours alone to write.
 
     Raises
     ------
     StoreError
-        If it cannot be created or written, is not a folder, belongs to another user, or others may
-        write to it.
+        If it cannot be created, is not a folder, belongs to another user, or others may write to it.
     """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _explained(path):
+        make_folder(path)
         _refuse_foreign(path, path.stat())
-        with temp_file(path) as temp:
-            write_all(temp.fd, [b"\0"])
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What fails with this folder inside is a StoreError that says what to do."""
+    try:
+        yield
     except FileExistsError as error:
         raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
     except OSError as error:
@@ -68,15 +80,15 @@ def exclusive(path: Path, seconds: float) -> Iterator[None]:
     OSError
         If the file cannot be opened.
     """
-    by, fd = os.getpid(), locked(path, seconds)
+    by, file = os.getpid(), locked(path, seconds)
     try:
         yield
     finally:
-        release(fd, by)
+        release(file, by)
 
 
-def locked(path: Path, seconds: float) -> int:
-    """A descriptor of the lock file ``path`` that holds its lock until its :func:`release`.
+def locked(path: Path, seconds: float) -> OpenFile:
+    """The lock file ``path``, open, with its lock held until its :func:`release`.
 
     Raises
     ------
@@ -85,24 +97,24 @@ def locked(path: Path, seconds: float) -> int:
     OSError
         If the file cannot be opened.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
-        lock_within(fd, seconds, fcntl.LOCK_EX, path)
+        lock_within(file.fd, seconds, fcntl.LOCK_EX, path)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
+    return file
 
 
-def release(fd: int, by: int) -> None:
-    """Unlock and close a descriptor that process ``by`` locked.
+def release(file: OpenFile, by: int) -> None:
+    """Unlock and close a file that process ``by`` locked.
 
     Closing alone is not enough: a child forked meanwhile has a copy of the descriptor, and the lock with
     it, for as long as it lives. The child itself must not unlock: that would free its parent's lock.
     """
     if by == os.getpid():
-        _flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+        _flock(file.fd, fcntl.LOCK_UN)
+    file.close()
 
 
 def lock_within(fd: int, seconds: float | None, how: int, path: Path) -> None:
@@ -134,10 +146,15 @@ class TakenAway(OSError):
 
 
 class TempFile:
-    """A file that is being written; ``fd`` is open as long as the context of :func:`temp_file`."""
+    """A file that is being written, open as long as the context of :func:`temp_file`."""
 
-    def __init__(self, fd: int, path: str) -> None:
-        self.fd, self.path, self.named = fd, path, False
+    def __init__(self, file: OpenFile, path: str) -> None:
+        self.file, self.path, self.named = file, path, False
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor."""
+        return self.file.fd
 
     def rename(self, name: str) -> None:
         """Give it its final name, in place of what has that now.
@@ -168,21 +185,22 @@ def temp_file(folder: str | os.PathLike[str], whose: str = "") -> Iterator[TempF
         if not temp.named:
             with suppress(OSError):  # the medium fails: the next start sweeps it
                 os.unlink(temp.path)
-        os.close(temp.fd)
+        with suppress(OSError):  # what had to reach the medium was flushed before
+            temp.file.close()
 
 
 def _mark(whose: str) -> str:
     return blake2b(whose.encode(errors="surrogatepass"), digest_size=4).hexdigest()
 
 
-def _create_locked(folder: str | os.PathLike[str], mark: str) -> tuple[int, str]:
+def _create_locked(folder: str | os.PathLike[str], mark: str) -> tuple[OpenFile, str]:
     while True:
         path = os.path.join(folder, f"{os.getpid()}-{mark}{secrets.token_hex(4)}.tmp")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
-            return fd, path
-        os.close(fd)  # a sweep came between creation and lock and took it for an orphan
+        file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        _flock(file.fd, fcntl.LOCK_EX)
+        if os.fstat(file.fd).st_nlink:
+            return file, path
+        file.close()  # a sweep came between creation and lock and took it for an orphan
 
 
 def orphans(folder: Path) -> Iterator[Path]:
@@ -220,16 +238,16 @@ def sweep_orphans(folder: Path) -> int:
 
 def _abandoned(path: Path, pid: int) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        file = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # gone, or nothing that we made: it is left alone
         return False
     by = os.getpid()
     try:
-        return _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) or not _alive(pid)
+        return _flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) or not _alive(pid)
     except BlockingIOError:
         return False
     finally:
-        release(fd, by)
+        release(file, by)
 
 
 def _flock(fd: int, operation: int) -> bool:

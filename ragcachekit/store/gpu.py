@@ -10,6 +10,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted
 from ragcachekit.store.eviction.base import EvictionPolicy
 from ragcachekit.store.memory import Cost, MemoryStore
+from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 
@@ -51,6 +52,7 @@ class GpuStore(MemoryStore):
         kv = kv.to(self._device)
         if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
             kv = kv.each(torch.Tensor.contiguous)
+        kv, nbytes = in_own_memory(kv)
         # Read here and not at every use: what is lent knows them too.
         _ = kv.planes.formats, kv.planes.entries
-        return kv, kv.nbytes
+        return kv, nbytes

@@ -11,12 +11,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 from ragcachekit.store.breaker import Breaker
+from ragcachekit.store.condition import Condition
 from ragcachekit.store.patience import patience
 from ragcachekit.store.process import PerProcess
 
@@ -59,10 +59,18 @@ class GuardStats:
 
 
 class _Job:
-    def __init__(self, operation: Callable[[], Any]) -> None:
-        self.operation = operation
-        self.future: Future[Any] = Future()
-        self.given_up = False
+    """An operation and what became of it. Guarded by the guard's condition.
+
+    Not a :class:`concurrent.futures.Future`, whose locks an interrupt may leave locked.
+    """
+
+    def __init__(
+        self, operation: Callable[[], Any], then: Callable[[BaseException | None], object] | None = None
+    ) -> None:
+        self.operation, self.then = operation, then
+        self.begun = self.done = self.given_up = False
+        self.result: Any = None
+        self.error: BaseException | None = None
 
 
 class Guard:
@@ -111,15 +119,18 @@ class Guard:
         """What ``operation`` returns, or ``default`` if it raises, is late, or is not worth trying."""
         self._own()
         self._count("calls")
-        if self._closed or not self._breaker.allow():
-            self._count("refused")
-            return default
         # Not a success unless it returns: an interrupt while waiting must not leave a trial open for ever.
-        failure: str = "interrupted"
+        failure: str | None = "interrupted"
+        result = default
         try:
-            failure, result = self._outcome(operation, default, deadline or self.deadline)
+            if self._closed or not self._breaker.allow():
+                failure = None
+                self._count("refused")
+            else:
+                failure, result = self._outcome(operation, default, deadline or self.deadline)
         finally:
-            self._record(failure)
+            if failure is not None:
+                self._record(failure)
         return result
 
     def look(self, operation: Callable[[], T], default: T) -> T:
@@ -143,11 +154,9 @@ class Guard:
         """
         self._own()
         self._count("calls")
-        job = None if self._closed or self._breaker.is_open else self._submit(operation)
-        if job is None:
+        if self._closed or self._breaker.is_open or not self._submit(_Job(operation, self._posted)):
             self._count("refused")
             return False
-        job.future.add_done_callback(self._posted)
         return True
 
     @property
@@ -182,7 +191,8 @@ class Guard:
     def _start(self) -> None:
         self._ready = Condition()
         self._jobs: deque[_Job] = deque()
-        self._threads = self._idle = self._stuck = 0
+        self._threads: set[Thread] = set()
+        self._idle = self._stuck = 0
         self._pid = os.getpid()  # last: whoever sees it finds the rest
 
     def _count(self, event: str) -> None:
@@ -191,83 +201,93 @@ class Guard:
 
     def _outcome(self, operation: Callable[[], T], default: T, deadline: float) -> tuple[str, T]:
         """Why it failed (empty: it did not), and what to return."""
-        job = self._submit(operation)
-        if job is None:
-            self._count("refused")
-            return "every thread hangs", default
+        job = _Job(operation)
         try:
-            wait((job.future,), deadline)
+            if not self._submit(job):
+                self._count("refused")
+                return "every thread hangs", default
+            self._ready.wait_for(lambda: job.done, deadline)
         finally:
             late = self._give_up(job)
         if late:
             self._count("timeouts")
             return f"no answer within {deadline:g} s", default
-        error = job.future.exception()
-        if error is None:
-            return "", job.future.result()
+        if job.error is None:
+            return "", job.result
         self._count("errors")
-        return f"{type(error).__name__}: {error}", default
+        return f"{type(job.error).__name__}: {job.error}", default
 
     def _record(self, failure: str) -> None:
         if self._breaker.record(not failure):
             _log.warning("%s tier: left alone for a while after too many failures: %s", self._name, failure)
 
-    def _posted(self, future: Future[Any]) -> None:
-        error = future.exception()
+    def _posted(self, error: BaseException | None) -> None:
         if error is not None:
             self._count("errors")
         self._record("" if error is None else f"{type(error).__name__}: {error}")
 
-    def _submit(self, operation: Callable[[], Any]) -> _Job | None:
-        job = _Job(operation)
+    def _submit(self, job: _Job) -> bool:
+        """Have it run; False if every thread hangs."""
         with self._ready:
             if self._idle <= len(self._jobs):
                 self._add_thread()
-            if self._threads == self._stuck:
-                return None
+            if len(self._threads) == self._stuck:
+                return False
             self._jobs.append(job)
-            self._ready.notify()
-        return job
+            self._ready.notify_all()
+        return True
 
     def _add_thread(self) -> None:
-        if self._threads - self._stuck >= self._workers or self._threads >= self._workers + self._spares:
+        threads = len(self._threads)
+        if threads - self._stuck >= self._workers or threads >= self._workers + self._spares:
             return
         thread = Thread(target=self._work, args=(self._ready,), name=f"ragcachekit-{self._name}", daemon=True)
         try:
+            self._threads.add(thread)
             thread.start()
         except RuntimeError as error:
+            self._threads.discard(thread)
             _log.warning("%s tier: no thread to be had: %s", self._name, error)
-            return
-        self._threads += 1
+        except BaseException:  # interrupted: if it runs all the same, it adds itself
+            self._threads.discard(thread)
+            raise
 
     def _give_up(self, job: _Job) -> bool:
         """Stop waiting for a job; False if it is done."""
         with self._ready:
-            if job.future.done():
-                return False
-            if not job.future.cancel():  # it runs; one that waits in the queue costs no thread
-                job.given_up = True
-                self._stuck += 1
+            if job.done or job.given_up:
+                return not job.done
+            job.given_up = True
+            self._stuck += job.begun  # one that waits in the queue costs no thread
             return True
 
     def _work(self, ready: Condition) -> None:
         while (job := self._next(ready)) is not None:
-            if job.future.set_running_or_notify_cancel():
-                self._finish(job, ready)
+            self._finish(job, ready)
             del job  # it may hold the last reference to a store: not while waiting
 
     def _next(self, ready: Condition) -> _Job | None:
         """The next job for the thread that asks; None if it is to end."""
-        with ready:
-            # Asked before waiting, not after: a thread that was woken for a job has to take it.
-            if self._threads - self._stuck <= self._workers:
+        me = current_thread()
+        while True:
+            with ready:
+                self._threads.add(me)
+                # Asked before waiting, not after: a thread that was woken for a job has to take it.
+                if len(self._threads) - self._stuck > self._workers:
+                    self._threads.discard(me)
+                    return None
                 self._idle += 1
-                ready.wait_for(lambda: self._jobs or self._closed, IDLE_SECONDS)
+            woken = ready.wait_for(lambda: self._jobs or self._closed, IDLE_SECONDS)
+            with ready:
                 self._idle -= 1
-                if self._jobs and not self._closed:
-                    return self._jobs.popleft()
-            self._threads -= 1
-            return None
+                while self._jobs and not self._closed:
+                    job = self._jobs.popleft()
+                    if not job.given_up:
+                        job.begun = True
+                        return job
+                if self._closed or not woken:
+                    self._threads.discard(me)
+                    return None
 
     def _finish(self, job: _Job, ready: Condition) -> None:
         result, raised = None, None
@@ -277,7 +297,7 @@ class Guard:
             raised = error
         with ready:  # whoever gives a job up holds this too, so that it is either done or given up
             self._stuck -= job.given_up
-            if raised is None:
-                job.future.set_result(result)
-            else:
-                job.future.set_exception(raised)
+            job.result, job.error, job.done = result, raised, True
+            ready.notify_all()
+        if job.then is not None:
+            job.then(raised)

@@ -11,6 +11,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted
 from ragcachekit.store.eviction.base import EvictionPolicy
 from ragcachekit.store.memory import Cost, MemoryStore
+from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.store.page_locked import Allocate, give_back, in_slabs, page_locked, taken_by
 from ragcachekit.types import KVKey
 
@@ -77,7 +78,7 @@ class HostStore(MemoryStore):
         begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if begun and kv.keys[0].is_pinned():
             kv = kv.each(torch.Tensor.clone)
-        return kv, kv.nbytes
+        return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
         return taken_by(kv.unpacked()) if self._pinned else kv.nbytes

@@ -31,13 +31,7 @@ _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
 
 
 class EntryIndex(IndexFile):
-    """Digest → namespace and file size, oldest use first. All of it belongs inside a session.
-
-    Raises
-    ------
-    StoreError
-        If ``folder`` cannot be used.
-    """
+    """Digest → namespace and file size, oldest use first. All of it belongs inside a session."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, _SCHEMA)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import open_regular
 from ragcachekit.store.folder import locked, open_folder, release
 from ragcachekit.store.process import PerProcess
 
 _NAME = "cache.db"
+_SUFFIXES = ("", "-journal", "-wal", "-shm")
 SECONDS_TO_LOCK = 5.0
 """How long work that changes the folder waits for others who do."""
 
@@ -67,27 +70,25 @@ class IndexFile:
     Parameters
     ----------
     folder : Path
-        Made where it is missing.
+        Made by :meth:`open`, and again where it is missing later.
     schema : sequence of str
         The statements that make the tables; a file of another schema is damage.
-
-    Raises
-    ------
-    StoreError
-        If ``folder`` cannot be used.
     """
 
     def __init__(self, folder: Path, schema: Sequence[str]) -> None:
-        open_folder(folder)
         self._schema = schema
         self._path = folder / _NAME
         self._lock_path = folder / "lock"
-        self._mutex = PerProcess(Lock)
+        self._mutex = PerProcess(RLock)
         self._connection: sqlite3.Connection | None = None
         self._ended = 0  # connections; one that is open keeps the file's inode from being used again
         self._of: tuple[int, int, int] | None = None
         self._inherited: list[sqlite3.Connection] = []
-        self._closed = False
+        self._closed = self._checked = False
+
+    def open(self) -> None:
+        """Make the folder; StoreError if it cannot be used."""
+        open_folder(self._path.parent)
 
     @contextmanager
     def session(self, *, create: bool = False, seconds: float = SECONDS_TO_LOCK) -> Iterator[None]:
@@ -124,11 +125,9 @@ class IndexFile:
         that this process has of it: there are none, as whoever has some is in a session.
         """
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                status, counter = os.fstat(fd), os.pread(fd, _COUNTER.stop - _COUNTER.start, _COUNTER.start)
-            finally:
-                os.close(fd)
+            with open_regular(self._path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+                status = os.fstat(file.fd)
+                counter = os.pread(file.fd, _COUNTER.stop - _COUNTER.start, _COUNTER.start)
         except OSError:
             return None
         return os.getpid(), self._ended, status.st_dev, status.st_ino, counter
@@ -145,13 +144,16 @@ class IndexFile:
     @contextmanager
     def _alone(self, seconds: float) -> Iterator[None]:
         mutex = self._mutex.get()
-        if not mutex.acquire(timeout=seconds):
-            raise IndexFailed("another thread is busy with the index")
-        try:
+        try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
+            if not mutex.acquire(timeout=seconds):
+                raise IndexFailed("another thread is busy with the index")
             with self._held(seconds):
                 yield
         finally:
-            mutex.release()
+            try:  # noqa: SIM105 (for the same reason: a call of ``suppress`` comes before the release)
+                mutex.release()
+            except RuntimeError:  # another thread's
+                pass
 
     @contextmanager
     def _committed(self) -> Iterator[None]:
@@ -166,14 +168,14 @@ class IndexFile:
 
     def commit(self) -> None:
         """Commit what was changed; from here to its end, the session keeps others out but changes no more."""
-        if self._connected().in_transaction:
+        if self._connection is not None and self._connection.in_transaction:
             self._execute("COMMIT")
 
     def discard(self, seconds: float = SECONDS_TO_LOCK) -> None:
         """Remove the files of a damaged index. No session is under way meanwhile, in no process."""
         with self._mutex.get(), self._held(seconds):
             self._disconnect()
-            for suffix in ("", "-journal", "-wal", "-shm"):
+            for suffix in _SUFFIXES:
                 self._path.with_name(_NAME + suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -196,25 +198,27 @@ class IndexFile:
         by = os.getpid()
         try:
             try:
-                fd = locked(self._lock_path, seconds)
+                file = locked(self._lock_path, seconds)
             except FileNotFoundError:  # the folder was deleted by hand
                 open_folder(self._path.parent)
-                fd = locked(self._lock_path, seconds)
-        except OSError as error:
+                file = locked(self._lock_path, seconds)
+        except (OSError, StoreError) as error:
             raise IndexFailed(f"the index is locked: {error}") from error
         try:
             yield
         finally:
-            release(fd, by)
+            release(file, by)
 
     def _begin(self, create: bool) -> None:
         if self._closed:
             raise IndexFailed("the index is closed")
         status = self._status(create)
         of = (os.getpid(), status.st_dev, status.st_ino)
-        if self._connection is None or of != self._of:  # forked, or another process replaced the file
+        fresh = self._connection is not None and not self._connection.in_transaction and self._checked
+        if not fresh or of != self._of:  # interrupted, forked, or another process replaced the file
             self._disconnect()
             self._of = of
+            self._refuse_others()
             self._connection = sqlite3.connect(
                 self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
             )
@@ -222,24 +226,29 @@ class IndexFile:
                 self._execute(setting).fetchall()
             self._execute("BEGIN IMMEDIATE")
             self._check_schema(create)
+            self._checked = True
         else:
             self._execute("BEGIN IMMEDIATE")
 
     def _status(self, create: bool) -> os.stat_result:
         # SQLite gives its files the mode of the database, so that exists, with 0600, before it.
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         with suppress(FileNotFoundError):
             return os.lstat(self._path)
         if not create:
             raise IndexDamaged("the index is gone")
         try:
-            fd = os.open(self._path, flags | os.O_CREAT, 0o600)
+            with open_regular(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT) as file:
+                return os.fstat(file.fd)
         except OSError as error:
             raise IndexFailed(f"the index cannot be created: {error}") from error
-        try:
-            return os.fstat(fd)
-        finally:
-            os.close(fd)
+
+    def _refuse_others(self) -> None:
+        """IndexDamaged if something else stands under a name that SQLite opens: it would wait for a FIFO."""
+        for suffix in _SUFFIXES:
+            path = self._path.with_name(_NAME + suffix)
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    raise IndexDamaged(f"{path.name} is not a regular file")
 
     def _check_schema(self, create: bool) -> None:
         found = [sql for (sql,) in self._execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
@@ -250,6 +259,7 @@ class IndexFile:
             raise sqlite3.DatabaseError("an index of another kind")
 
     def _disconnect(self) -> None:
+        self._checked = False
         connection, self._connection = self._connection, None
         if connection is None:
             return

@@ -145,11 +145,19 @@ class Loader:
                 if concerns(load.key, namespace, chunk_ids):
                     desk.hide(load)
 
+    def discard(self, key: KVKey) -> None:
+        """Drop an entry that nobody could use, from the store too."""
+        desk = self._desk
+        with desk.changed:
+            desk.drop(lambda other: other == key)
+            for load in [load for load in desk.active if load.key == key]:
+                desk.hide(load)
+        desk.store.discard(key)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being read and no key waits for it; False if ``timeout`` did not suffice."""
         desk = self._desk
-        with desk.changed:
-            return desk.changed.wait_for(desk.idle, timeout)
+        return desk.changed.wait_for(desk.idle, timeout)
 
     def close(self) -> None:
         """Finish the reads in work, give the others up, end the threads."""

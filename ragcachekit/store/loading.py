@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
 from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
+from ragcachekit.store.condition import Condition
 from ragcachekit.types import KVKey
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +55,7 @@ class Load:
 
     key: KVKey
     source: LayerSource
-    changed: threading.Condition
+    changed: Condition
     late: Callable[[Load, float], object]
     left: Callable[[Load], object] = lambda _: None
     rank: float = float("inf")
@@ -113,7 +113,6 @@ class LoadingKV:
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
-        self.load = load
         self._seconds = seconds
         self._until = float("inf")
         self.waited = 0.0
@@ -124,12 +123,14 @@ class LoadingKV:
         self.quantised = source.quantised
         self.keys: Sequence[torch.Tensor] = _Side(self, 0)
         self.values: Sequence[torch.Tensor] = _Side(self, 1)
+        self.load = load
         load.handles.add(self)
 
     def __del__(self) -> None:
-        load = self.load
-        load.handles.discard(self)  # whose weak references may still be alive
-        load.left(load)
+        load = getattr(self, "load", None)
+        if load is not None:  # else it was interrupted before it held anything
+            load.handles.discard(self)  # whose weak references may still be alive
+            load.left(load)
 
     @property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
@@ -192,12 +193,12 @@ class LoadingKV:
     def _wait(self, number: int) -> Pair:
         begun = time.perf_counter()
         load = self.load
-        with load.changed:
-            there = load.changed.wait_for(
-                lambda: load.pairs[number] is not None or load.error is not None,
-                min(max(0.0, self._until - time.monotonic()), threading.TIMEOUT_MAX),
-            )
-            if not there:
+        there = load.changed.wait_for(
+            lambda: load.pairs[number] is not None or load.error is not None,
+            max(0.0, self._until - time.monotonic()),
+        )
+        if not there:
+            with load.changed:
                 load.late(load, self._seconds)
         self.waited += time.perf_counter() - begun
         pair = load.pairs[number]

@@ -14,6 +14,7 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.eviction.base import HIT, Access, EvictionPolicy
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
@@ -21,7 +22,7 @@ Cost = Callable[[ChunkKV], float]
 
 
 class MemoryStore:
-    """Chunk KV in memory, kept by reference (tensors are shared and never written to).
+    """Chunk KV in memory, kept by reference where that is all its memory (and never written to).
 
     What ``get`` returned is in use until the caller lets go of it: evicting it would free no byte, so it
     stays, and stays counted. A put that would need such bytes is refused.
@@ -41,8 +42,8 @@ class MemoryStore:
 
     Notes
     -----
-    ``ChunkKV.nbytes`` is what counts, unless a tier knows that more is taken. Tensors that are slices of
-    a larger buffer keep all of that buffer alive, so an encoder that works in batches hands over copies.
+    What counts is the memory that an entry keeps alive. Tensors that are views of much more than the entry
+    are copied (:func:`~ragcachekit.store.own_memory.in_own_memory`).
     """
 
     shared = False
@@ -115,14 +116,19 @@ class MemoryStore:
         with self._lock:
             return key in self._entries
 
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key``, which nobody could use, and count it as damaged."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("damaged")
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         with self._lock:
             doomed = [key for key in self._entries if concerns(key, namespace, chunk_ids)]
             for key in doomed:
-                self._let_go(key)
-                del self._entries[key]
-                self._ranking.remove(key)
+                self._remove(key)
         return frozenset(key.digest() for key in doomed)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
@@ -145,9 +151,14 @@ class MemoryStore:
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
 
+    def _remove(self, key: KVKey) -> None:
+        self._let_go(key)
+        del self._entries[key]
+        self._ranking.remove(key)
+
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV as this tier holds it, and the bytes that it takes."""
-        return kv, kv.nbytes
+        return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
         """Bytes that it will take at least: what cannot fit is not placed for nothing."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Condition
 
+from ragcachekit.store.condition import Condition
 from ragcachekit.types import KVKey
 
 
@@ -55,8 +55,7 @@ class Moves:
         with self._changed:
             self._dropping[namespace] += 1
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: all(k.namespace != namespace for _, k in self._under_way))
+            self._changed.wait_for(lambda: all(k.namespace != namespace for _, k in self._under_way))
             yield
         finally:
             with self._changed:

@@ -30,6 +30,9 @@ class NullStore:
     def __contains__(self, key: KVKey) -> bool:
         return False
 
+    def discard(self, key: KVKey) -> None:
+        """Nothing to drop."""
+
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Nothing to drop."""
         return frozenset()

@@ -14,7 +14,15 @@ from functools import cached_property
 import torch
 
 from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
-from ragcachekit.model.packed import LIKE, PackedKV, own_sums, unpack, unpacked_layer, unpacked_shapes
+from ragcachekit.model.packed import (
+    LIKE,
+    PackedKV,
+    is_well_packed,
+    own_sums,
+    unpack,
+    unpacked_layer,
+    unpacked_shapes,
+)
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.tiered import Tier
 from ragcachekit.types import ENCODING_PREFIX, KVKey
@@ -95,6 +103,9 @@ class QuantisedStore:
         found = self._tier.get(self._key(key), worth)
         if found is None or _exact(key):
             return found
+        if not is_well_packed(found.kv.shapes, found.kv.sums):
+            self.discard(key)
+            return None
         return Found(self._handed_out(found.kv), found.tier)
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
@@ -103,8 +114,14 @@ class QuantisedStore:
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):
-            return Found(self._handed_out(opened.kv), opened.tier)
-        return (_Packed if uses_triton(self._device) else _Unpacking)(opened, self._kind)
+            if is_well_packed(opened.kv.shapes, opened.kv.sums):
+                return Found(self._handed_out(opened.kv), opened.tier)
+        elif is_well_packed(opened.shapes, opened.sums):
+            return (_Packed if uses_triton(self._device) else _Unpacking)(opened, self._kind)
+        else:
+            opened.close()
+        self.discard(key)
+        return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv`` rounded; KV that cannot be rounded is refused."""
@@ -122,6 +139,10 @@ class QuantisedStore:
 
     def __contains__(self, key: KVKey) -> bool:
         return self._key(key) in self._tier
+
+    def discard(self, key: KVKey) -> None:
+        """As the tier."""
+        self._tier.discard(self._key(key))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning digests. A rounded copy is an entry of its own: it counts apart."""

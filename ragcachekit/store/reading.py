@@ -31,13 +31,14 @@ def work(desk: Desk) -> None:
             desk.sweep()
             if not needed:
                 return
-            desk.changed.wait_for(lambda: desk.closed or desk.next() or desk.may_prefetch(), IDLE_SECONDS)
+        woken = desk.changed.wait_for(lambda: desk.closed or desk.next() or desk.may_prefetch(), IDLE_SECONDS)
+        with desk.changed:
             desk.sweep()
             load = None if desk.closed else desk.next()
             beside = 0
             key = desk.queue.popleft() if load is None and desk.may_prefetch() else None
             desk.opening += key is not None
-            if load is None and key is None and (desk.closed or not desk.held):
+            if load is None and key is None and (desk.closed or not (woken or desk.held)):
                 desk.crew.leave(me)
                 return
             desk.crew.begins(me, load)

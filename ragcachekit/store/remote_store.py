@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping
-from threading import Lock
+from threading import Event, Lock
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
@@ -92,7 +92,7 @@ class RemoteStore:
         """Seal ``kv`` and keep it, evicting least recently used entries.
 
         False, with all other entries whole, if the entry is too large, the service does not answer in
-        time (it may be found there later all the same), or it has not yet heard that this was forgotten.
+        time (what arrives late is deleted again), or it has not yet heard that this was forgotten.
 
         Raises
         ------
@@ -110,7 +110,12 @@ class RemoteStore:
         elif self._largest is not None and kv.nbytes > self._largest:
             return False
         else:
-            saved = self._guard.run(lambda: self._save(key, kv, forgets, limit), Saved(False))
+            awaited = Event()
+            awaited.set()
+            try:
+                saved = self._guard.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
+            finally:
+                awaited.clear()
             self._counters.count("evictions", saved.evicted)
             if saved.kept:
                 return True
@@ -123,6 +128,12 @@ class RemoteStore:
 
     def __contains__(self, key: KVKey) -> bool:
         return not self._closed and self._guard.look(lambda: self._ask(key), False)
+
+    def discard(self, key: KVKey) -> None:
+        """Have the entry under ``key`` deleted, which nobody could use, and count it as damaged."""
+        if key in self:
+            self._counters.count("damaged")
+            self._guard.run(lambda: self._backend.delete(key), None)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
@@ -193,13 +204,16 @@ class RemoteStore:
             self._backend.delete(key)
         return None
 
-    def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int) -> Saved:
+    def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int, awaited: Event) -> Saved:
         if not self._settled(key):
             return Saved(False)
         blob = self._seal.sealed(key.digest(), to_bytes(key, kv))
         if len(blob) > limit:  # header and seal made the difference
             return Saved(False)
-        return self._backend.save(key, blob, lambda: self._forgets == forgets)
+        saved = self._backend.save(key, blob, lambda: awaited.is_set() and self._forgets == forgets)
+        if saved.kept and not awaited.is_set():  # it came late, and was refused
+            self._backend.delete(key)
+        return saved
 
     def _ask(self, key: KVKey) -> bool:
         return self._settled(key) and self._backend.exists(key)

@@ -91,15 +91,21 @@ class TieredStore:
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv`` in every tier that can (the hot ones: in place of what they have)."""
+        # The slowest first: what it cannot even write down (a TypeError) is in no faster tier then.
         kept = [
             self._admit(place, key, kv)
-            for place, tier in enumerate(self._tiers)
+            for place, tier in reversed(list(enumerate(self._tiers)))
             if place >= self._hot or key in tier
         ]
         return any(kept)
 
     def __contains__(self, key: KVKey) -> bool:
         return any(key in tier for tier in self._tiers)
+
+    def discard(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` from every tier."""
+        for tier in reversed(self._tiers):
+            tier.discard(key)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

@@ -60,7 +60,10 @@ class TreeDisk:
         for number in range(known, len(path)):
             step, key = path[number], key_of(root, path[: number + 1])
             found = self.store.get(key) if key in self.store else None
-            if found is None or fault(found.kv, step, start):
+            if found is None:
+                return
+            if fault(found.kv, step, start):
+                self.store.discard(key)
                 return
             yield Reused(step, found.kv, DISK)
             start += step.tokens
@@ -69,6 +72,13 @@ class TreeDisk:
         """Have KV written with the next :meth:`write`; the lock is held."""
         if self.store is not None:
             self._leaving.append((root, path, kv))
+
+    def discard(self, root: Root, path: Path) -> None:
+        """Drop the entry of a path's last node, which cannot be used; the lock is held."""
+        key = key_of(root, path)
+        self._leaving = [left for left in self._leaving if key_of(*left[:2]) != key]
+        if self.store is not None:
+            self.store.discard(key)
 
     def let_go(self, namespace: str, chunk_ids: Ids) -> None:
         """Do not write what was forgotten; the lock is held."""

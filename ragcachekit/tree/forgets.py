@@ -14,7 +14,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import make_folder, open_regular, parse_json, read_regular
 from ragcachekit.store.folder import lock_within, release
+from ragcachekit.store.volume import takes_no_writes
 
 _SECONDS_TO_WRITE = 5.0
 """A writer waits so long for a forgetter, which may be stopped; then it leaves it."""
@@ -22,7 +24,7 @@ _SECONDS_TO_WRITE = 5.0
 _SECONDS_TO_FORGET = 60.0
 """A forgetter waits so long for a writer, which may be stopped; then it goes on, and says so."""
 
-_SAFE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_SAFE = os.O_CREAT | os.O_NOFOLLOW
 _LOG = logging.getLogger(__name__)
 _MOST = 1 << 20
 """Bytes of one namespace's file; then it begins anew, and others forget the whole namespace."""
@@ -61,11 +63,13 @@ class ForgetLog:
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot make the folder {folder}: {error}") from error
         self._folder, self._most = folder, most
+        try:
+            make_folder(folder)
+        except OSError as error:
+            if not takes_no_writes(error):
+                raise StoreError(f"cannot make the folder {folder}: {error}") from error
+            _LOG.warning("nothing of the tree is written to the disk for now: %s", error)
         self._token = secrets.token_hex(8)
         self._places: dict[str, _Place] = {}
 
@@ -139,9 +143,8 @@ class ForgetLog:
             _LOG.warning("other processes do not hear what was forgotten: %s", error)
 
     def _append(self, namespace: str, line: bytes) -> None:
-        fd = os.open(self._path(namespace), os.O_RDWR | os.O_APPEND | _SAFE, 0o600)
-        try:
-            size = os.fstat(fd).st_size
+        with open_regular(self._path(namespace), os.O_RDWR | os.O_APPEND | _SAFE) as file:
+            fd, size = file.fd, os.fstat(file.fd).st_size
             if size and (size + len(line) > self._most or os.pread(fd, 1, size - 1) != b"\n"):
                 os.ftruncate(fd, 0)
                 size, line = 0, _line("", None)
@@ -149,17 +152,16 @@ class ForgetLog:
                 line = secrets.token_hex(16).encode() + b"\n" + line
             os.write(fd, line)
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     @contextmanager
     def _locked(self, how: int, seconds: float | None) -> Iterator[None]:
-        by, fd = os.getpid(), os.open(self._folder / "lock", os.O_RDWR | _SAFE, 0o600)
+        make_folder(self._folder)  # it may not have been possible before
+        by, file = os.getpid(), open_regular(self._folder / "lock", os.O_RDWR | _SAFE)
         try:
-            lock_within(fd, seconds, how, self._folder / "lock")
+            lock_within(file.fd, seconds, how, self._folder / "lock")
             yield
         finally:
-            release(fd, by)
+            release(file, by)
 
     def _path(self, namespace: str) -> Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
@@ -173,7 +175,7 @@ class ForgetLog:
 
     def _content(self, namespace: str) -> bytes:
         try:
-            return self._path(namespace).read_bytes()
+            return read_regular(self._path(namespace))
         except OSError:
             return b""
 
@@ -185,7 +187,7 @@ def _line(by: str, ids: Ids) -> bytes:
 def _parsed(line: bytes) -> tuple[str, Ids]:
     """Who forgot, and what; a line that cannot be read stands for everything."""
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         ids = entry["ids"]
         return str(entry["by"]), None if ids is None else frozenset(map(str, ids))
     except (ValueError, KeyError, TypeError):

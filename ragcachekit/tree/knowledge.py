@@ -174,6 +174,12 @@ class KnowledgeTree:
             nodes = list(self._levels.walk(root, path, len(path)))
             return self._levels.drop(nodes[-1]) if nodes and len(nodes) == len(path) else 0
 
+    def discard(self, root: Root, path: Path) -> None:
+        """Drop the node at ``path``, whose KV cannot be used, from all tiers, and from memory all below."""
+        with self._lock:
+            self.prune(root, path)
+            self._disk.discard(root, path)
+
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop all nodes that hold, or stand behind, one of ``chunk_ids`` (texts' ids too), from all tiers.
 

@@ -12,6 +12,7 @@ from ragcachekit.store.base import StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.eviction.base import Access, EvictionPolicy
 from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.tree.node import Node
 
 MOST_REPLAYED = 16
@@ -89,7 +90,7 @@ class MemoryTier:
         name, parent = node.digest, node.parent
         assert name not in self._copies
         try:
-            copy = _Copy(node, kv.to(self._device))
+            copy = _Copy(node, in_own_memory(kv.to(self._device))[0])
         except torch.OutOfMemoryError:
             self.counters.count("failed_writes")
             self.counters.warn_once("memory", "no memory for %d bytes within the budget", node.nbytes)

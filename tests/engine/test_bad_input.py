@@ -314,7 +314,7 @@ class TestArgumentsOfAWrongType:
         ("config", "field", "value", "message"),
         [
             (StoreConfig, "host_bytes", "4GB", "a whole number, such as 4 << 30, got '4GB'"),
-            (StoreConfig, "disk_bytes", 1.5, "a whole number, such as 4 << 30, got 1.5"),
+            (StoreConfig, "disk_bytes", 1.5, "a whole number, such as 4 << 30, or None, got 1.5"),
             (StoreConfig, "bulk_deadline", "2", "a number, got '2'"),
             (StoreConfig, "disk_path", 5, "a path, or None, got 5"),
             (StoreConfig, "quantise", "int8", r"a mapping such as \{'disk': 'int8'\}, got 'int8'"),

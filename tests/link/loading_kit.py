@@ -78,6 +78,9 @@ class SlowStore:
     def __contains__(self, key):
         return key in self.inner
 
+    def discard(self, key):
+        self.inner.discard(key)
+
     def forget(self, namespace, chunk_ids=None):
         return self.inner.forget(namespace, chunk_ids)
 

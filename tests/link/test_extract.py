@@ -168,7 +168,8 @@ def test_encoded_chunks_are_those_of_the_cpu_path(name, prefix, by_triton):
     encoding = Encoding("prefix") if prefix else Encoding("x", tokens(5, 9), length)
     theirs = dict(encoder.encode(CHUNKS, encoding))
     taken = by_triton()
-    ours = dict(encoder.encode(CHUNKS, encoding))
+    # A new encoder cuts the same batches: one that knows the size of KV takes more chunks at first.
+    ours = dict(ChunkEncoder(model, rope).encode(CHUNKS, encoding))
     assert len(taken) == len(CHUNKS)
     for index, kv in theirs.items():
         assert ours[index].start == kv.start == (0 if prefix else None)

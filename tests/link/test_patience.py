@@ -47,7 +47,7 @@ def tier(name: str, backend: Any) -> RemoteStore:
 
 
 def hits(fetch: Fetch, begin: int = 0) -> int:
-    return sum(fetch.get(key_of(number)) is not None for number in range(begin, begin + CHUNKS))
+    return sum(fetch.get(key_of(number), 4) is not None for number in range(begin, begin + CHUNKS))
 
 
 def test_all_look_ups_of_a_plan_wait_three_deadlines_at_most() -> None:

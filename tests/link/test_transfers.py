@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import pytest
@@ -14,6 +13,7 @@ from simulated import SCHEDULES, Simulated
 from ragcachekit.link.streams import OneQueue
 from ragcachekit.link.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.condition import Condition
 from ragcachekit.store.loading import Load, LoadFailed, LoadingKV
 from ragcachekit.store.page_locked import in_slabs
 from ragcachekit.store.quantised import pack
@@ -227,7 +227,7 @@ class Header:
 
 def loading(kv, there=0, seconds=60.0):
     """A hold on an entry of which ``there`` layers have come, and what makes the others come."""
-    load = Load(KEY, Header(kv), threading.Condition(), lambda *_: None)
+    load = Load(KEY, Header(kv), Condition(), lambda *_: None)
 
     def come(layers):
         with load.changed:

@@ -105,7 +105,7 @@ def simple(**changes: Any) -> str:
     """``__metadata__`` of two tensors ``[2, 4, 8]`` of zeros in float32."""
     meta = {
         "header_crc32c": "00000000",
-        "schema": "4",
+        "schema": "5",
         "fingerprint": key_of(1).fingerprint,
         "namespace": key_of(1).namespace,
         "chunk_id": key_of(1).chunk_id,

@@ -57,7 +57,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
     assert meta["chunk_id"] == KEY.chunk_id
     assert meta["encoding"] == KEY.encoding
     assert (json.loads(meta["context"]), meta["start"]) == (["system", "neighbour"], "3")
-    assert (meta["schema"], meta["quantised"]) == ("4", "")
+    assert (meta["schema"], meta["quantised"]) == ("5", "")
 
 
 def test_layers_may_differ_in_shape_and_type(tmp_path: Path) -> None:

@@ -183,8 +183,7 @@ def test_prefetching_keeps_within_its_bytes(closing):
     size = kv_of(0, layers=LAYERS).nbytes
     loader = closing(store, threads=1, bytes_in_flight=size)
     loader.prefetch([key_of(n) for n in range(4)])
-    with loader._desk.changed:
-        assert loader._desk.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
+    assert loader._desk.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
     assert loader.flush(WAIT)
     # Whoever comes late pushes the earlier ones out, which by then are in a faster tier.
     assert [load.key for load in loader._desk.held.values()] == [key_of(3)]
@@ -197,8 +196,7 @@ def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_pat
     store = TieredStore([host, disk])
     loader = closing(store)
     loader.prefetch([key_of(0)])
-    with loader._desk.changed:
-        assert loader._desk.changed.wait_for(lambda: key_of(0) in host and not loader._desk.active, WAIT)
+    assert loader._desk.changed.wait_for(lambda: key_of(0) in host and not loader._desk.active, WAIT)
     hit = loader.start(key_of(0))
     assert hit.tier == "host"
     store.close()
@@ -284,7 +282,7 @@ def test_closing_while_others_wait(closing):
     gate.open()
     closing_it.join(WAIT)
     assert not closing_it.is_alive()
-    assert loader._desk.crew.alive == []
+    assert loader._desk.crew.alive == set()
     assert loader.open(key_of(1)) is None
     loader.prefetch([key_of(1)])
     assert all(source.closed for source in store.sources)
@@ -298,7 +296,7 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     del loader
     gc.collect()
     assert desk.closed
-    assert desk.crew.alive == []
+    assert desk.crew.alive == set()
 
 
 def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
@@ -315,7 +313,7 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
         with pytest.raises(LoadFailed, match="no thread"):
             kv.layer(0)
     assert "can't start new thread" in caplog.text
-    assert loader._desk.crew.alive == []
+    assert loader._desk.crew.alive == set()
     assert all(source.closed for source in store.sources)
     assert loader.flush(WAIT)
     assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
@@ -347,8 +345,7 @@ class Hanging:
 
     def wait(self, until):
         desk = self.loader._desk
-        with desk.changed:
-            assert desk.changed.wait_for(lambda: until(desk), WAIT)
+        assert desk.changed.wait_for(lambda: until(desk), WAIT)
 
 
 def test_others_read_in_place_of_threads_that_hang(closing):

@@ -59,7 +59,7 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
     def opening(key, worth=1.0):
         source = real(key, worth)
         close = source.close
-        source.close = lambda: (close(), closings.append(source._reader._fd))
+        source.close = lambda: (close(), closings.append(source._reader._file.fd))
         return source
 
     monkeypatch.setattr(disk, "open", opening)

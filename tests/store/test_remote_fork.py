@@ -13,6 +13,7 @@ from redis_kit import booked_store, redis_store, running_server
 from store_kit import KEY, contents, key_of, kv_of
 from test_fsspec_store import opened
 
+from ragcachekit.store.condition import Condition
 from ragcachekit.store.process import PerProcess
 from ragcachekit.store.remote_store import RemoteStore
 
@@ -24,7 +25,7 @@ def locks(thing: object, seen: set[int]) -> Iterator[object]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    if isinstance(thing, LOCK | threading.Condition):
+    if isinstance(thing, LOCK | Condition):
         yield thing
     elif isinstance(thing, PerProcess):
         yield from locks(thing.get(), seen)

@@ -13,6 +13,7 @@ import pytest
 from soak_kit import figures
 from store_kit import agrees_with_files, contents, file_of, key_of, kv_of
 
+from ragcachekit import files
 from ragcachekit.store import disk_shelf, durable, entry_file, folder
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_file import EntryImage
@@ -187,7 +188,7 @@ def test_a_medium_that_fails_one_time_in_ten(
     budget = 16 * EntryImage(key_of(0), values[0]).nbytes + 1_000
     store = DiskStore(path, budget)
     with monkeypatch.context() as patch:
-        for module in (folder, durable, entry_file, disk_shelf):
+        for module in (folder, durable, entry_file, disk_shelf, files):
             patch.setattr(module, "os", faulty)
         for _ in range(operations):
             number, drawn = rng.randrange(24), rng.random()

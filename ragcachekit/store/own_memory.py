@@ -1,0 +1,35 @@
+"""KV in memory of its own: a view keeps all of the memory alive that it looks at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from ragcachekit.model.kv import ChunkKV
+
+_WASTE = 8
+"""A tensor is copied if more than one part in so many of what it keeps alive is not the entry's."""
+
+
+def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
+    """``kv``, copied where its tensors keep much more memory alive than they have, and the bytes it holds."""
+    held: dict[int, int] = {}
+    used: Counter[int] = Counter()
+    tensors = (*kv.keys, *kv.values, *kv.sums.values())
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        used[storage.data_ptr()] += tensor.nbytes
+    wasteful = {at for at, nbytes in held.items() if nbytes > used[at] + used[at] // _WASTE}
+    if not wasteful:
+        return kv, sum(held.values())
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        shared = tensor.untyped_storage().data_ptr() in wasteful
+        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
+
+    sums = {name: own(tensor) for name, tensor in kv.sums.items()}
+    kv = replace(kv, keys=tuple(map(own, kv.keys)), values=tuple(map(own, kv.values)), sums=sums)
+    return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)

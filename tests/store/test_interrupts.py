@@ -1,0 +1,58 @@
+"""KeyboardInterrupt at any moment of a load, a read, a write or a guarded call: it comes through alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ragcachekit.store.condition import Condition
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_left_locked_open_or_dead(tmp_path: Path, seed: int) -> None:
+    """In a process of its own: signals go to its main thread, and what it leaves locked stays so."""
+    command = [sys.executable, str(HERE / "interrupted_loads.py"), str(tmp_path / "kv"), str(seed), "800"]
+    paths = os.pathsep.join([str(HERE), *sys.path])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("interrupts") > 100
+    assert found == {"others": {}, "descriptors": 0, "dead threads": 0}
+
+
+def test_a_condition_wakes_all_who_wait_and_times_out() -> None:
+    condition, seen = Condition(), list[int]()
+    waiting = threading.Semaphore(0)
+
+    def wait(number: int) -> None:
+        def there() -> bool:
+            waiting.release()
+            return len(seen) == 1
+
+        assert condition.wait_for(there, 60.0)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        waiting.acquire()
+    with condition:
+        seen.append(1)
+        condition.notify_all()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert not condition.wait_for(lambda: False, 0.0)
+    assert condition.wait_for(lambda: True, 0.0)
+    with condition:
+        condition.notify_all()  # also for those who have gone
