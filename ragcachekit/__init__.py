@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragcachekit.model.cancellation import CancelScope
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
-    from ragcachekit.query.keys import KeyRules
+    from ragcachekit.query.keys import Identity, KeyRules
     from ragcachekit.query.partitioning import Partitioner
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
@@ -32,6 +32,7 @@ __all__ = [
     "CoRetrieved",
     "GenerateReport",
     "GraphConfig",
+    "Identity",
     "KeyRules",
     "LinkReport",
     "LoadConfig",
@@ -62,6 +63,7 @@ _LAZY = {
     "CachedRetrieval": "ragcachekit.query.retrieval",
     "CancelScope": "ragcachekit.model.cancellation",
     "CoRetrieved": "ragcachekit.link.neighbours",
+    "Identity": "ragcachekit.query.keys",
     "KeyRules": "ragcachekit.query.keys",
     "Neighbours": "ragcachekit.link.neighbours",
     "Partition": "ragcachekit.query.base",

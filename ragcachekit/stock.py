@@ -242,7 +242,10 @@ class Stock:
     def _forget_results(self, space: str, forgotten: Callable[[str], bool] | None) -> None:
         # Before the registry: a retriever registers what it found only while nothing was forgotten since.
         for cache in list(self._query_caches):
-            cache.forget_texts(space, forgotten)
+            try:
+                cache.forget_texts(space, forgotten)
+            except Exception:  # the KV goes all the same
+                log.exception("cached search results could not be forgotten; clear the retriever's cache")
 
     def _is_one_of(self, text: str, ids: frozenset[str], space: str) -> bool:
         return bool(ids) and any(chunk_id(self.prompts.chunk_ids(f), space) in ids for f in forms(text))

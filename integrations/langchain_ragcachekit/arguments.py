@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Set
-from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.runnables.config import var_child_runnable_config
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableWithFallbacks
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.stores import BaseStore
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
-from ragcachekit import KeyRules, Partition, Partitioner
+from ragcachekit import KeyRules, Partition
 
 UNSTATED_K = 1
 """Stands in the partition where nobody said ``k``; that nobody did is part of the partition too."""
 
 LIBRARIES = frozenset(
     """
-    langchain langchain_anthropic langchain_astradb langchain_aws langchain_chroma langchain_classic
-    langchain_community langchain_core langchain_elasticsearch langchain_experimental langchain_google_genai
-    langchain_google_vertexai langchain_huggingface langchain_milvus langchain_mistralai langchain_mongodb
-    langchain_neo4j langchain_ollama langchain_openai langchain_pinecone langchain_postgres langchain_qdrant
-    langchain_ragcachekit langchain_redis langchain_text_splitters langchain_unstructured langchain_weaviate
-    anyio chromadb faiss hnswlib langgraph langsmith numpy openai opentelemetry pydantic pydantic_core
-    qdrant_client rank_bm25 ragcachekit scipy sentence_transformers sklearn sniffio tenacity tokenizers torch
-    transformers
+    langchain langchain_anthropic langchain_astradb langchain_aws langchain_azure_ai langchain_cassandra
+    langchain_chroma langchain_classic langchain_cohere langchain_community langchain_core langchain_couchbase
+    langchain_elasticsearch langchain_experimental langchain_google_genai langchain_google_vertexai
+    langchain_huggingface langchain_milvus langchain_mistralai langchain_mongodb langchain_neo4j
+    langchain_nvidia_ai_endpoints langchain_ollama langchain_openai langchain_opensearch langchain_pinecone
+    langchain_postgres langchain_qdrant langchain_ragcachekit langchain_redis langchain_text_splitters
+    langchain_unstructured langchain_voyageai langchain_weaviate
+    chromadb faiss hnswlib langgraph langsmith qdrant_client rank_bm25 ragcachekit sklearn tenacity
     """.split()  # noqa: SIM905
 )
 """Packages whose retrievers, stores and clients depend on their attributes and on nothing else."""
@@ -39,8 +37,13 @@ LIBRARIES = frozenset(
 RULES = KeyRules(
     libraries=LIBRARIES,
     indexes=(VectorStore, BaseStore),
-    opaque=(Embeddings, BaseLanguageModel),
+    delegating=(VectorStore, BaseStore),
+    embedders=(Embeddings,),
+    opaque=(BaseLanguageModel,),
     ignored=(BaseCallbackHandler, BaseCallbackManager),
+    searching=(Runnable, VectorStore, BaseStore),
+    configurable=(DynamicRunnable,),
+    uncached=(RunnableWithFallbacks,),
 )
 
 CustomPartition = Callable[[str, RunnableConfig], object]
@@ -55,36 +58,25 @@ def prepared(
 
 
 def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the search that ``retriever`` makes, read at every call: fields change."""
-    return {**(getattr(retriever, "search_kwargs", None) or {}), **overrides}
+    """The keyword arguments of a search in the retriever's own store, read at every call: fields change."""
+    own = retriever.search_kwargs if isinstance(retriever, VectorStoreRetriever) else {}
+    return {**own, **overrides}
 
 
-def partitioner(custom: CustomPartition | None) -> Partitioner:
-    """Makes the partitions of one wrapper's calls; ``custom`` as :class:`RagCacheRetriever` takes it."""
-    variable = cast("ContextVar[object]", var_child_runnable_config)  # the config is part of each call
-    return Partitioner(RULES, (variable,), custom)
-
-
-def called_with(
-    retriever: Runnable[Any, Any], overrides: Mapping[str, Any], config: RunnableConfig, custom: bool
-) -> tuple[int, tuple[object, ...] | None]:
-    """``k``, and the rest of a call that its results depend on; None if that cannot be known.
+def called_with(overrides: Mapping[str, Any], custom: bool) -> tuple[int, tuple[object, ...] | None]:
+    """``k`` of a call, and its other search arguments; None if what they stand for cannot be known.
 
     Raises
     ------
     ValueError, TypeError
         For a ``k`` that is no positive integer.
     """
-    arguments = search_arguments(retriever, overrides)
-    k = arguments.get("k", getattr(retriever, "k", None))
-    number = Partition.of("any", UNSTATED_K if k is None else k).k
-    functions = {name for name, value in arguments.items() if _has_function(value)}
-    if custom:  # the user names what counts, and saw the config
-        plain = {name: value for name, value in overrides.items() if name not in functions}
-        return number, (k is None, plain)
-    if functions:  # what a function lets through may depend on who asks
-        return number, None
-    return number, (k is None, overrides, config.get("configurable"))
+    k = Partition.of("any", overrides.get("k", UNSTATED_K)).k
+    functions = {name for name, value in overrides.items() if _has_function(value)}
+    if functions and not custom:  # what a function lets through may depend on who asks
+        return k, None
+    plain = {name: value for name, value in overrides.items() if name not in functions}
+    return k, ("k" in overrides, plain)
 
 
 def with_arguments(

@@ -23,9 +23,9 @@ from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
 from langchain_ragcachekit.arguments import (
+    RULES,
     CustomPartition,
     called_with,
-    partitioner,
     prepared,
     vector_store_of,
 )
@@ -52,13 +52,12 @@ class RagCacheRetriever(BaseRetriever):
     What it returns is also registered with the engine, so that the chat model recognises the chunks
     in the prompt, and what lies on disk begins to load. Documents are copies and keep their ``id``.
 
-    A result is found again only for the same namespace, ``k`` and search arguments, the same
-    ``configurable`` values of the run, and the same state of the wrapped retriever: its fields and those of
-    what it wraps, at any depth. For classes and functions of your own, what their code reads counts too:
-    class attributes, closures, names of the module, context variables, metadata and tags of the run.
-    Where any of it cannot be read, and where a search argument is a function, nothing is cached, and the
-    log says why once. Databases, files, clocks and thread-local variables cannot be seen: name what counts
-    with ``partition``.
+    A result is found again only for the same namespace, ``k`` and search arguments, the same state of the
+    wrapped retriever (its fields and those of what it wraps, at any depth), and, where that is configurable,
+    the same ``configurable`` values of the run. Classes and functions of your own may depend on anything:
+    what they find is not cached unless ``partition`` names what counts, or the class does so in a method
+    ``cache_key_parts()``. The same holds for functions as search arguments, and for what has too much
+    content to be compared at every question. The log says so once.
 
     Changes of vector stores and document stores that come through their methods (``add_documents``,
     ``delete``, ...) are seen. Call :meth:`clear` after others, such as those of another process.
@@ -94,7 +93,7 @@ class RagCacheRetriever(BaseRetriever):
     partition : callable, optional
         ``partition(question, config)`` gives what results depend on beside namespace, ``k`` and search
         arguments (a user's id, groups); None from it: do not cache. The wrapped retriever's state and
-        the run's configurable values then count no more.
+        the run's configurable values then count no more, changes of its indexes still do.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -166,7 +165,7 @@ class RagCacheRetriever(BaseRetriever):
         queries = ProximityCache(self.capacity, self.tolerance, self.metric, self.eviction)
         self._retrieval = CachedRetrieval(queries, text=_text)
         self._path = VectorPath(self.embeddings)
-        self._partitioner = partitioner(self.partition)
+        self._partitioner = Partitioner(RULES, self.partition)
         if self.cache is not None:
             self.cache.add_query_cache(self._retrieval)
         return self
@@ -195,7 +194,7 @@ class RagCacheRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        call = self._call(query, kwargs, run_manager)
+        call = self._call(query, kwargs)
         search, place = call.search, call.partition()
         search.embed()
         if place is None or search.vector is None:
@@ -215,7 +214,7 @@ class RagCacheRetriever(BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        call = self._call(query, kwargs, run_manager)
+        call = self._call(query, kwargs)
         search, place = call.search, call.partition()
         await search.aembed()
         if place is None or search.vector is None:
@@ -235,12 +234,12 @@ class RagCacheRetriever(BaseRetriever):
             await adispatch_custom_event(_event(result.hit), _measured(result), config=config)
         return self._register(_copies(result.documents), call)
 
-    def _call(self, query: str, kwargs: dict[str, Any], run_manager: Any) -> _Call:
+    def _call(self, query: str, kwargs: dict[str, Any]) -> _Call:
         given = kwargs.pop(CONFIG, None)
         retriever, config = prepared(self.retriever, ensure_config(given))
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
         search = Search(retriever, self.embeddings, self._path, query, overrides, config)
-        return _Call(self, query, retriever, overrides, config, run_manager, search, self._retrieval.epoch)
+        return _Call(self, query, retriever, overrides, config, search, self._retrieval.epoch)
 
     def _space(self) -> str:
         return self.namespace or getattr(self.cache, "namespace", None) or "default"
@@ -274,25 +273,23 @@ class _Call:
     retriever: Runnable[Any, Any]
     overrides: dict[str, Any]
     config: RunnableConfig
-    run_manager: Any
     search: Search
     epoch: int
 
     def partition(self) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
-        wrapper, config = self.wrapper, self.config
-        k, arguments = called_with(self.retriever, self.overrides, config, wrapper.partition is not None)
+        wrapper = self.wrapper
+        k, arguments = called_with(self.overrides, wrapper.partition is not None)
         if arguments is None:
             return None
         text = self.query if wrapper.tolerance == 0 and self.search.is_by_text else None
-        run = (self.run_manager.inheritable_metadata, self.run_manager.inheritable_tags)
         return wrapper._partitioner.partition(
             wrapper._space(),
             k,
             self.retriever,
             (*arguments, wrapper.embeddings, text),
-            question=(self.query, config),
-            context=(config.get("metadata"), config.get("tags"), *run),
+            configurable=self.config.get("configurable") or {},
+            question=(self.query, self.config),
         )
 
     def is_in(self, place: Partition) -> bool:
@@ -311,8 +308,12 @@ def _copies(documents: Iterable[Document]) -> list[Document]:
 
 def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     # deepcopy costs more than the lookup, and most metadata is flat.
-    flat = all(value is None or isinstance(value, str | int | float) for value in metadata.values())
-    return dict(metadata) if flat else deepcopy(metadata)
+    if all(value is None or isinstance(value, str | int | float) for value in metadata.values()):
+        return dict(metadata)
+    try:
+        return deepcopy(metadata)
+    except Exception:  # a lock, a client: whoever put it there shares it
+        return dict(metadata)
 
 
 def _event(hit: bool) -> str:

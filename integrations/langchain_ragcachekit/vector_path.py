@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
-from langchain_ragcachekit.arguments import takes
+from langchain_ragcachekit.arguments import RULES, takes
+from ragcachekit import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class VectorPath:
     """Decides whether ``similarity_search_by_vector`` may stand in for a retriever's own search.
 
-    The store must embed with the very same object, and its two searches must be shown to agree:
+    The store must be of a known library and embed with the very same object: a search of one's own may
+    leave out documents that its search by vector gives. And its two searches must be shown to agree:
     stores exist whose text search adds keywords to the vectors. For every store and set of argument names
     the first search therefore goes both ways, and only after equal results does the vector alone do.
 
@@ -31,12 +32,11 @@ class VectorPath:
 
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._agrees: WeakKeyDictionary[VectorStore, dict[frozenset[str], bool]] = WeakKeyDictionary()
+        self._agrees: dict[tuple[Identity, frozenset[str]], bool] = {}
 
     def by_text(self, retriever: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether only the retriever's own search will do with these arguments."""
-        store = self._store_of(retriever)
-        return store is None or self._verdict(store, frozenset(kwargs)) is False
+        return not (self.store_for(retriever, kwargs) or self.candidate_for(retriever, kwargs))
 
     def store_for(self, retriever: Any, kwargs: Mapping[str, Any]) -> VectorStore | None:
         """The store to search by vector with these arguments, or None where only text will do."""
@@ -68,19 +68,18 @@ class VectorPath:
         self._remember(store, kwargs, False)
 
     def _verdict(self, store: VectorStore, names: frozenset[str]) -> bool | None:
-        return self._agrees.get(store, {}).get(names)
+        return self._agrees.get((Identity(store), names))
 
     def _remember(self, store: VectorStore, kwargs: Mapping[str, Any], agrees: bool) -> None:
-        self._agrees.setdefault(store, {})[frozenset(kwargs)] = agrees
+        self._agrees[Identity(store), frozenset(kwargs)] = agrees
 
     def _store_of(self, retriever: Any) -> VectorStore | None:
         """The retriever's store, where a search by vector could be the same; its fields may change."""
-        if not isinstance(retriever, VectorStoreRetriever) or retriever.search_type != "similarity":
+        if type(retriever) is not VectorStoreRetriever or retriever.search_type != "similarity":
             return None
         store = retriever.vectorstore
-        own = type(retriever)._get_relevant_documents is not VectorStoreRetriever._get_relevant_documents
         by_vector = type(store).similarity_search_by_vector is not VectorStore.similarity_search_by_vector
-        usable = by_vector and not own and isinstance(store, Hashable)
+        usable = by_vector and RULES.is_library(type(store).__module__)
         return store if usable and store.embeddings is self._embeddings else None
 
 

@@ -20,11 +20,17 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 from ragcachekit import KeyRules
 
 LIBRARIES = frozenset(
-    """
-    anyio chromadb faiss hnswlib llama_index llama_index_instrumentation llama_index_ragcachekit numpy openai
-    opentelemetry pydantic pydantic_core qdrant_client rank_bm25 ragcachekit scipy sentence_transformers
-    sklearn sniffio tenacity tokenizers torch transformers workflows
-    """.split()  # noqa: SIM905
+    {
+        *(
+            "chromadb",
+            "faiss",
+            "hnswlib",
+            "llama_index",
+            "llama_index_instrumentation",
+            "llama_index_ragcachekit",
+        ),
+        *("qdrant_client", "rank_bm25", "ragcachekit", "sklearn", "tenacity", "workflows"),
+    }
 )
 """Packages whose retrievers, stores and clients depend on their attributes and on nothing else."""
 
@@ -34,8 +40,11 @@ RULES = KeyRules(
         *(BaseIndex, BasePydanticVectorStore, BaseDocumentStore),
         *(BaseKVStore, BaseIndexStore, PropertyGraphStore),
     ),
-    opaque=(BaseEmbedding, BaseLLM),
+    delegating=(BasePydanticVectorStore,),
+    embedders=(BaseEmbedding,),
+    opaque=(BaseLLM,),
     ignored=(CallbackManager, BaseCallbackHandler),
+    searching=(BaseRetriever, BaseIndex),
 )
 
 CustomPartition = Callable[[QueryBundle], object]
@@ -49,4 +58,5 @@ def is_by_embedding(retriever: BaseRetriever, embed_model: BaseEmbedding) -> boo
         and retriever._embed_model is embed_model
         and retriever._vector_store_query_mode == VectorStoreQueryMode.DEFAULT
         and bool(retriever._vector_store.is_embedding_query)
+        and RULES.is_library(type(retriever._vector_store).__module__)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from copy import copy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,9 @@ dispatcher = get_dispatcher(__name__)
 
 ENGINE = ("register", "prefetch", "add_query_cache")
 """What is called of the engine here."""
+
+QUESTION_FIELDS = frozenset({"query_str", "custom_embedding_strs", "embedding"})
+"""Of a query bundle; its other fields are part of the key."""
 
 Numbered: TypeAlias = list[tuple[int, ScoredNode]]
 
@@ -53,11 +56,11 @@ class RagCacheRetriever(BaseRetriever):
     question they are computed from the nodes' vectors where the vector store gives these; else the old
     ones stay, and the nodes' metadata says so under ``ragcachekit_score``.
 
-    A result is found again only for the same namespace and the same state of the wrapped retriever: its
-    attributes and those of what it wraps, at any depth. For classes and functions of your own, what their
-    code reads counts too: class attributes, closures, names of the module, context variables. Where any
-    of it cannot be read, nothing is cached, and the log says why once. Databases, files, clocks and
-    thread-local variables cannot be seen: name what counts with ``partition``.
+    A result is found again only for the same namespace and the same state of the wrapped retriever (its
+    attributes and those of what it wraps, at any depth). Classes and functions of your own may depend on
+    anything: what they find is not cached unless ``partition`` names what counts, or the class does so in a
+    method ``cache_key_parts()``. The same holds for what has too much content to be compared at every
+    question. The log says so once.
 
     Changes of indexes, vector stores and document stores that come through their methods (``insert``,
     ``delete_ref_doc``, ``refresh``, ``add``, ...) are seen. Call :meth:`clear` after others, such as those
@@ -85,8 +88,9 @@ class RagCacheRetriever(BaseRetriever):
     namespace : str, optional
         Tenant and corpus; the engine's own by default, ``"default"`` without one.
     partition : callable, optional
-        ``partition(query_bundle)`` gives what results depend on beside namespace and ``similarity_top_k``
-        (a user's id, groups); None from it: do not cache. The wrapped retriever's state counts no more.
+        ``partition(query_bundle)`` gives what results depend on beside the namespace (a user's id,
+        groups); None from it: do not cache. The wrapped retriever's state counts no more, changes of its
+        indexes still do.
     callback_manager : CallbackManager, optional
         As for every LlamaIndex retriever.
 
@@ -148,7 +152,7 @@ class RagCacheRetriever(BaseRetriever):
         except Exception:
             _warn_not_embedded()
         if vector is None or place is None:
-            return self._register(self._retriever.retrieve(replace(query_bundle)), epoch)
+            return self._register(self._retriever.retrieve(copy(query_bundle)), epoch)
         found = list[NodeWithScore]()
 
         def search(bundle: QueryBundle) -> Callable[[], Numbered]:
@@ -160,7 +164,7 @@ class RagCacheRetriever(BaseRetriever):
 
         inner = search(self._inner_bundle(query_bundle, embedding))
         result = self._retrieval.get(
-            vector, place, inner, search(replace(query_bundle)), lambda: self._is_in(place, query_bundle)
+            vector, place, inner, search(copy(query_bundle)), lambda: self._is_in(place, query_bundle)
         )
         return self._finish(result, found, vector, epoch)
 
@@ -175,7 +179,7 @@ class RagCacheRetriever(BaseRetriever):
         except Exception:
             _warn_not_embedded()
         if vector is None or place is None:
-            return self._register(await self._retriever.aretrieve(replace(query_bundle)), epoch)
+            return self._register(await self._retriever.aretrieve(copy(query_bundle)), epoch)
         found = list[NodeWithScore]()
 
         def search(bundle: QueryBundle) -> Callable[[], Awaitable[Numbered]]:
@@ -187,7 +191,7 @@ class RagCacheRetriever(BaseRetriever):
 
         inner = search(self._inner_bundle(query_bundle, embedding))
         result = await self._retrieval.aget(
-            vector, place, inner, search(replace(query_bundle)), lambda: self._is_in(place, query_bundle)
+            vector, place, inner, search(copy(query_bundle)), lambda: self._is_in(place, query_bundle)
         )
         return self._finish(result, found, vector, epoch)
 
@@ -195,16 +199,19 @@ class RagCacheRetriever(BaseRetriever):
         # A copy: VectorIndexRetriever writes into the bundle. The embedding goes along only where the
         # wrapped retriever would compute the very same.
         own = getattr(self._retriever, "_embed_model", None) is self._embed_model
-        return replace(bundle, embedding=embedding) if own else replace(bundle)
+        inner = copy(bundle)
+        if own:
+            inner.embedding = embedding
+        return inner
 
     def _partition(self, bundle: QueryBundle) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
             asked = (bundle.query_str, bundle.custom_embedding_strs)
-        k = getattr(self._retriever, "similarity_top_k", 1)
-        arguments = (bundle.image_path, self._embed_model, asked)
-        return self._partitioner.partition(self._space(), k, self._retriever, arguments, question=(bundle,))
+        others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
+        arguments = (others, self._embed_model, asked)
+        return self._partitioner.partition(self._space(), 1, self._retriever, arguments, question=(bundle,))
 
     def _is_in(self, place: Partition, bundle: QueryBundle) -> bool:
         """Whether the partition is the same after the search."""

@@ -82,7 +82,10 @@ def _scored(item: NodeWithScore, question: Any, vector_of: Callable[[BaseNode], 
     vector = vector_of(item.node) if vector_of is not None else None
     if vector is None or item.score is None:
         return ScoredNode(node, item.score)
-    vector = np.asarray(vector, np.float32)
+    try:
+        vector = np.asarray(vector, np.float32)
+    except (TypeError, ValueError):  # not every store's get() gives an embedding
+        return ScoredNode(node, item.score)
     for name, formula in FORMULAS.items():
         with np.errstate(all="ignore"):
             fits = vector.shape == question.shape and np.isclose(formula(question, vector), item.score, 1e-4)
@@ -94,4 +97,7 @@ def _scored(item: NodeWithScore, question: Any, vector_of: Callable[[BaseNode], 
 def copy_node(node: BaseNode) -> BaseNode:
     """A copy of a node; a query engine that an index node points to is shared."""
     target = getattr(node, "obj", None)
-    return deepcopy(node, {id(target): target})
+    try:
+        return deepcopy(node, {id(target): target})
+    except Exception:  # metadata with a lock, a client: whoever put it there shares it
+        return node.model_copy(update={"metadata": dict(node.metadata)})

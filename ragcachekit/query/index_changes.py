@@ -8,6 +8,7 @@ import inspect
 import re
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,15 @@ class IndexChanges:
     """The number of changes of one index.
 
     It is counted before and after each change: a search that ran beside one belongs to a version of its own.
+
+    Parameters
+    ----------
+    owner : callable
+        Gives the index, or None when it is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Callable[[], object]) -> None:
+        self.owner = owner
         self._lock = threading.Lock()
         self._version = 0
         self._parts: dict[str, object] = {}
@@ -59,32 +66,33 @@ class IndexChanges:
                 self._parts = dict(parts)
 
 
-def observe(index: object) -> IndexChanges | None:
+def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | None:
     """The counter of the index's changes, from now on; None if they cannot be seen.
 
     The object gets a subclass of its class, of the same name, whose changing methods (``add_documents``,
-    ``delete``, ``insert``, ...) count. Nothing else of the object changes, other objects of the class stay
-    as they were, and a copy or a pickle is of the first class again. Changes that do not come through such
-    a method (another process, a client of one's own) are not seen.
+    ``delete``, ``insert``, ...) count. Methods that only delegate stay as they are: frameworks look whether
+    a class overrides them. Pickles are of the first class, copies count for nobody. Changes that do not come
+    through such a method (another process, a client of one's own) are not seen.
     """
-    kind = type(index)
-    known: IndexChanges | None = vars(kind).get(_COUNTER)
-    if known is not None:
-        return known
-    changes = IndexChanges()
-    try:
-        object.__setattr__(index, "__class__", _counting_subclass(kind, changes))
-    except TypeError:  # a class that allows no subclass, or an object of fixed layout
-        return None
-    return changes
+    with _OBSERVING:
+        kind = type(index)
+        known: IndexChanges | None = vars(kind).get(_COUNTER)
+        if known is not None and known.owner() is index:
+            return known
+        if known is not None:  # a copy
+            kind = kind.__mro__[1]
+        try:
+            changes = IndexChanges(weakref.ref(index))
+            object.__setattr__(index, "__class__", _counting_subclass(kind, changes, delegating))
+        except TypeError:  # a class that allows no subclass or no weak reference, or of fixed layout
+            return None
+        return changes
 
 
-def is_counting(kind: type) -> bool:
-    """Whether the class was made by :func:`observe`."""
-    return _COUNTER in vars(kind)
+_OBSERVING = threading.Lock()
 
 
-def _counting_subclass(kind: type, changes: IndexChanges) -> type:
+def _counting_subclass(kind: type, changes: IndexChanges, delegating: tuple[type, ...]) -> type:
     body: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -93,7 +101,8 @@ def _counting_subclass(kind: type, changes: IndexChanges) -> type:
         "__reduce_ex__": _reduced_as(kind),
     }
     for name in dir(kind):
-        function = inspect.getattr_static(kind, name)
+        by = next((base for base in kind.__mro__ if name in vars(base)), None)
+        function = None if by is None or by in delegating else vars(by)[name]
         if _CHANGING.match(name) and isinstance(function, types.FunctionType):
             body[name] = _counted(function, changes)
     subclass = types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))
@@ -123,7 +132,7 @@ def _reduced_as(kind: type) -> Callable[[Any, Any], Any]:
     """``__reduce_ex__`` of the subclass: copies and pickles are of the class itself."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        reduced = super(type(self), self).__reduce_ex__(protocol)
+        reduced = kind.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         if isinstance(reduced, str):
             return reduced
         maker, arguments, *rest = reduced

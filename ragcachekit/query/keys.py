@@ -1,9 +1,4 @@
-"""Cache keys out of values and objects: equal only where the content is equal, at any depth.
-
-What a retriever finds depends on its fields, on the fields of what it wraps, and on what its code reads.
-A key holds all of that which can be read. What cannot be read raises :class:`NotKeyable`, and whoever asked
-for the key does not cache.
-"""
+"""What keys of objects are made of, and what is known of a framework's classes."""
 
 from __future__ import annotations
 
@@ -17,49 +12,61 @@ from typing import Any
 
 
 class NotKeyable(TypeError):
-    """A value that cannot be part of a key.
+    """A value that cannot be part of a key: what it stands for cannot be read."""
 
-    Attributes
-    ----------
-    own : bool
-        Whether code outside the known libraries is involved; only without it an identity will do.
-    """
 
-    def __init__(self, message: str, *, own: bool) -> None:
-        super().__init__(message)
-        self.own = own
+class TooLarge(NotKeyable):
+    """A value with too much content to be compared at every question."""
 
 
 @dataclass(frozen=True)
 class KeyRules:
-    """What is known of a framework's objects.
+    """What is known of a framework's classes. Those of all other packages are refused.
 
     Attributes
     ----------
     libraries : frozenset of str
-        Top-level packages whose classes depend on their attributes and on nothing else. What cannot be
-        read of an attribute there (a client, a large array) is keyed by identity; elsewhere it is refused.
+        Top-level packages whose classes depend on their attributes and on nothing else.
     indexes : tuple of type
         Classes that hold documents: keyed by identity, settings, and the number of changes so far.
+    delegating : tuple of type
+        Abstract classes whose changing methods only call those of their subclasses.
+    embedders : tuple of type
+        Classes that depend on the embedded text alone, of any package.
     opaque : tuple of type
-        Classes keyed by identity alone: embedders, language models.
+        Classes keyed by identity alone: language models.
     ignored : tuple of type
-        Classes that change no result: callbacks, loggers, locks.
+        Classes that change no result, of any package: callbacks, loggers, locks.
+    searching : tuple of type
+        Classes that are never ignored.
+    configurable : tuple of type
+        Classes that read the ``configurable`` values of a run.
+    uncached : tuple of type
+        Classes whose results depend on more than can be read.
     """
 
     libraries: frozenset[str] = frozenset()
     indexes: tuple[type, ...] = ()
+    delegating: tuple[type, ...] = ()
+    embedders: tuple[type, ...] = ()
     opaque: tuple[type, ...] = ()
     ignored: tuple[type, ...] = ()
+    searching: tuple[type, ...] = ()
+    configurable: tuple[type, ...] = ()
+    uncached: tuple[type, ...] = ()
+
+    def is_known_package(self, module: str | None) -> bool:
+        """Whether the module belongs to one of the libraries."""
+        top = (module or "").partition(".")[0]
+        return top in self.libraries or top in _LIBRARIES
 
     def is_library(self, module: str | None) -> bool:
-        """Whether the module belongs to a known library or to Python's own."""
-        top = (module or "").partition(".")[0]
-        return top in self.libraries or top in _LIBRARIES or top in sys.stdlib_module_names
+        """Whether the module belongs to one of the libraries or to Python's own."""
+        return self.is_known_package(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
 
     def is_ignored(self, value: object) -> bool:
         """Whether the object changes no result."""
-        return isinstance(value, self.ignored + _IGNORED)
+        return isinstance(value, (*_IGNORED, *self.ignored)) and not isinstance(value, self.searching)
 
 
 _LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
@@ -75,16 +82,15 @@ class Identity:
         self._hash = id(value)
         self._object: Any
         try:
-            self._object = weakref.ref(value)
-        except TypeError:  # a dict or a list: were it freed, another object could take its address
-            self._object = lambda: value
+            self._object = weakref.ref(value)  # one and the same for every call, also when the object is gone
+        except TypeError:
+            self._object = value
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        mine = self._object()
-        return mine is not None and isinstance(other, Identity) and other._object() is mine
+        return isinstance(other, Identity) and self._object is other._object
 
 
 class HashedKey:
@@ -99,6 +105,8 @@ class HashedKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, HashedKey) and self._hash == other._hash and self._key == other._key
 
 
@@ -109,12 +117,9 @@ class ObjectKey:
     Attributes
     ----------
     key : hashable
-    own_code : bool
-        Whether code outside the known libraries takes part. It may read the context of the call too.
-    versions : tuple
-        Identity and number of changes of every index that was met.
+    configurable : bool
+        Whether a class takes part that reads the ``configurable`` values of a run.
     """
 
     key: Hashable
-    own_code: bool
-    versions: tuple[tuple[Identity, int], ...]
+    configurable: bool

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import contextvars
-import datetime
-import decimal
 import logging
-import sys
-from collections.abc import Callable, Hashable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
 
 from ragcachekit.query.base import Partition
 from ragcachekit.query.key_walk import index_versions, object_key
-from ragcachekit.query.keys import KeyRules, NotKeyable
+from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, TooLarge
 
 log = logging.getLogger(__name__)
 
-_OF_EXTENSIONS = (decimal.Context, type(datetime.datetime_CAPI))
-"""Values of the context variables that decimal and numpy keep where no module names them."""
+_MAX_SAID = 100
+_MAX_INTERNED = 256
 
 
 class Partitioner:
     """Makes partitions out of a retriever and a call, or says why the call cannot be cached.
 
     A partition holds the retriever's attributes at any depth, the versions of its indexes, and the
-    arguments of the call. Where code outside the known libraries takes part, what that reads is added:
-    class attributes, closures, names of its module, and the context of the call (context variables,
-    run metadata). Databases, files, clocks and threads' own variables cannot be seen.
+    arguments of the call. Code outside the known libraries may depend on anything: what it finds is not
+    cached, unless it says what counts.
 
     Parameters
     ----------
     rules : KeyRules
-    ignored_variables : tuple of ContextVar
-        Context variables of the framework that are part of the call's arguments already.
     custom : callable, optional
         What the user says that counts, called with what :meth:`partition` got as ``question``; it stands
-        in for the retriever and the context. None from it: do not cache.
+        in for the retriever and the run. None from it: do not cache.
     """
 
-    def __init__(
-        self,
-        rules: KeyRules,
-        ignored_variables: tuple[contextvars.ContextVar[object], ...] = (),
-        custom: Callable[..., object] | None = None,
-    ) -> None:
+    def __init__(self, rules: KeyRules, custom: Callable[..., object] | None = None) -> None:
         self._rules, self._custom = rules, custom
-        self._known_variables: set[contextvars.ContextVar[object]] = set(ignored_variables)
-        self._own_variables: set[contextvars.ContextVar[object]] = set()
+        self._too_large: set[Identity] = set()
         self._said: set[str] = set()
+        self._interned: OrderedDict[Partition, Partition] = OrderedDict()
+        self._lock = threading.Lock()
 
     def partition(
         self,
@@ -55,8 +46,8 @@ class Partitioner:
         retriever: object,
         arguments: object,
         *,
+        configurable: object = None,
         question: tuple[object, ...] = (),
-        context: object = None,
     ) -> Partition | None:
         """The partition, or None if the call must not be cached; the reason is logged once.
 
@@ -68,10 +59,10 @@ class Partitioner:
             What is searched on a miss.
         arguments : object
             What the call adds to it.
+        configurable : object
+            What the call says to retrievers that are configured by it.
         question : tuple
             Arguments of ``custom``.
-        context : object
-            What the call carries beside its arguments, for code that may read it.
 
         Raises
         ------
@@ -79,19 +70,25 @@ class Partitioner:
             For a ``k`` that is no positive integer.
         """
         plain = Partition.of(namespace, k)
+        if self._custom is None and Identity(retriever) in self._too_large:
+            return None
         try:
             called = object_key(arguments, self._rules).key
-            if self._custom is not None:
-                return self._custom_partition(plain, retriever, called, question)
-            found = object_key(retriever, self._rules)
-            around = object_key((context, self._context()), self._rules).key if found.own_code else None
-        except NotKeyable as error:
-            self._refused(f"{type(retriever).__name__}: {error}")
+            if self._custom is None:
+                found = object_key(retriever, self._rules)
+                run = object_key(configurable, self._rules).key if found.configurable else None
+                return self._same(plain._replace(filters=called, search_kwargs=found.key, index_id=run))
+            counts = self._custom(*question)
+            if counts is None:
+                return None
+            versions = index_versions(retriever, self._rules)
+            counted = object_key(counts, self._rules).key
+            return self._same(plain._replace(filters=called, search_kwargs=counted, index_id=versions))
+        except Exception as error:  # of the user's code, too; and other threads may change what is read
+            if isinstance(error, TooLarge):
+                self._too_large.add(Identity(retriever))
+            self._refused(retriever, error)
             return None
-        except Exception as error:  # attributes are the user's code too, and other threads may change them
-            self._refused(f"{type(retriever).__name__}: {error!r}")
-            return None
-        return plain._replace(filters=called, search_kwargs=found.key, index_id=around)
 
     def is_unchanged(self, before: Partition, after: Partition | None) -> bool:
         """Whether what a search found belongs to the partition that was read before it.
@@ -101,54 +98,30 @@ class Partitioner:
         """
         if after == before:
             return True
-        if after is not None and after.search_kwargs != before.search_kwargs and "changed" not in self._said:
-            self._said.add("changed")
-            log.warning(
+        if after is not None and after.search_kwargs != before.search_kwargs:
+            self._say(
                 "the retriever's attributes changed during a search, so its result is not cached; if the "
                 "search itself changes them (a counter, a list), pass partition= to name what counts"
             )
         return False
 
-    def _custom_partition(
-        self, plain: Partition, retriever: object, called: Hashable, question: tuple[object, ...]
-    ) -> Partition | None:
-        assert self._custom is not None
-        try:
-            counts = self._custom(*question)
-        except Exception:
-            log.warning("partition= failed, searching without the query cache", exc_info=True)
-            return None
-        if counts is None:
-            return None
-        versions = index_versions(retriever, self._rules)
-        return plain._replace(
-            filters=called, search_kwargs=object_key(counts, self._rules).key, index_id=versions
+    def _same(self, partition: Partition) -> Partition:
+        """An equal one of before: keys of large retrievers would be kept with every entry."""
+        with self._lock:
+            known = self._interned.setdefault(partition, partition)
+            self._interned.move_to_end(known)
+            if len(self._interned) > _MAX_INTERNED:
+                self._interned.popitem(last=False)
+            return known
+
+    def _refused(self, retriever: object, error: Exception) -> None:
+        why = str(error) if isinstance(error, NotKeyable) else repr(error)
+        self._say(
+            f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be read "
+            f"({why}); pass partition= to name what counts"
         )
 
-    def _refused(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            log.warning(
-                "results are not cached, as what they depend on cannot be read (%s); "
-                "pass partition= to name what counts",
-                reason,
-            )
-
-    def _context(self) -> dict[contextvars.ContextVar[object], object]:
-        """The context variables that are set and belong to no known library."""
-        current = contextvars.copy_context()
-        if not self._known_variables.union(self._own_variables).issuperset(current):
-            self._known_variables |= _library_variables(self._rules)
-            self._own_variables |= {one for one in current if one not in self._known_variables}
-        own = ((one, value) for one, value in current.items() if one in self._own_variables)
-        return {one: value for one, value in own if not isinstance(value, _OF_EXTENSIONS)}
-
-
-def _library_variables(rules: KeyRules) -> set[contextvars.ContextVar[object]]:
-    modules = [m for name, m in list(sys.modules.items()) if m is not None and rules.is_library(name)]
-    return {
-        value
-        for module in modules
-        for value in list(getattr(module, "__dict__", {}).values())
-        if type(value) is contextvars.ContextVar  # isinstance() asks objects for their __class__
-    }
+    def _say(self, message: str) -> None:
+        if message not in self._said and len(self._said) < _MAX_SAID:
+            self._said.add(message)
+            log.warning("%s", message)

@@ -16,6 +16,8 @@ FACTS = (
     "Rome is a town in the south. Its oldest bridge is crossed by many thousand people a day.",
 )
 
+current_user = "a"
+
 
 class Calls(list):
     """A list of calls that says of itself: it decides no result."""

@@ -32,12 +32,15 @@ class Events(BaseCallbackHandler):
 
 
 class Listed(BaseRetriever):
-    """Returns the first k documents; counts how often it was asked."""
+    """Returns the first k documents; counts how often it was asked. It says what its results depend on."""
 
     documents: list
     k: int = 2
     asked: Calls = Field(default_factory=Calls)
     model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    def cache_key_parts(self):
+        return self.documents, self.k
 
     def _get_relevant_documents(self, query, *, run_manager):
         self.asked.append(query)
@@ -47,9 +50,11 @@ class Listed(BaseRetriever):
 class Plain(InMemoryVectorStore):
     """Counts its searches; ``filter`` and ``mark`` are plain data here, as in database stores."""
 
+    __module__ = "langchain_core.vectorstores"  # taken for one of LangChain's own
+
     def __init__(self, embedding):
         super().__init__(embedding)
-        self.by_text, self.by_vector = Calls(), Calls()
+        self.by_text, self.by_vector = [], []
 
     def similarity_search(self, query, k=4, filter=None, **kwargs):
         self.by_text.append((query, k, filter))
@@ -67,6 +72,11 @@ class Plain(InMemoryVectorStore):
             return all(document.metadata[name] == value for name, value in (wanted or {}).items())
 
         return [d for d, *_ in self._similarity_search_with_score_by_vector(embedding, k, test)]
+
+
+def everybody(question, config):
+    """A partition for results that depend on the question alone."""
+    return ()
 
 
 @pytest.fixture
@@ -135,6 +145,8 @@ def test_other_embeddings_or_kinds_of_search_go_by_text(store, documents):
 
 def test_a_store_whose_searches_differ_goes_by_text(embeddings, documents):
     class Hybrid(Plain):
+        __module__ = "langchain_core.vectorstores"
+
         def similarity_search(self, query, k=4, filter=None, **kwargs):
             return super().similarity_search(query, k, filter)[::-1]
 
@@ -235,7 +247,7 @@ def test_copies_are_deep_and_keep_ids(store, documents):
 def test_chunks_with_the_id_of_their_parent_stay_apart(embeddings):
     parts = [Document(text, id="parent") for text in ("the first part", "the second part", "a third part")]
     inner = RunnableLambda(lambda question: parts[:2] if "first" in question else parts[1:])
-    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings, partition=everybody)
     for _ in range(2):
         assert retriever.invoke("the first") == parts[:2]
         assert retriever.invoke("the others") == parts[1:]
@@ -301,7 +313,9 @@ async def test_async_embeds_and_asks_the_wrapped_retriever_asynchronously(docume
     def blocked(question):
         raise AssertionError("the loop would be blocked")
 
-    retriever = RagCacheRetriever.wrap(RunnableLambda(blocked, found), embeddings=OnlyAsync())
+    retriever = RagCacheRetriever.wrap(
+        RunnableLambda(blocked, found), embeddings=OnlyAsync(), partition=everybody
+    )
     assert await retriever.ainvoke(QUESTION) == documents[:1]
     assert await retriever.ainvoke(QUESTION) == documents[:1]
     assert retriever._retrieval.stats().hits == 1

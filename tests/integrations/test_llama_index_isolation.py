@@ -3,11 +3,12 @@
 import asyncio
 import contextvars
 import logging
+import pickle
 
 import numpy as np
 import pytest
 from integration_kit import FACTS, Calls
-from llama_index.core import VectorStoreIndex
+from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform
 from llama_index.core.llms import MockLLM
@@ -102,17 +103,56 @@ SWITCHED = {
 
 @pytest.mark.parametrize("kind", SWITCHED)
 @pytest.mark.parametrize("nested", [False, True])
-def test_whoever_the_retriever_serves_now_is_seen(nodes, embedder, kind, nested):
+@pytest.mark.parametrize("named", [False, True])
+def test_whoever_the_retriever_serves_now_is_served(nodes, embedder, kind, nested, named, caplog):
     inner, switch = SWITCHED[kind](nodes)
-    wrapped = TransformRetriever(inner, IdentityQueryTransform()) if nested else inner
-    retriever = RagCacheRetriever(wrapped, embed_model=embedder)
-    switch("a")
-    assert users(retriever.retrieve(QUESTION)) == users(retriever.retrieve(QUESTION)) == {"a"}
-    assert len(inner.calls) == 1, "nothing changed, so nothing is searched"
-    for user in "baba":
+    wrapped, now = TransformRetriever(inner, IdentityQueryTransform()) if nested else inner, Calls()
+    partition = (lambda bundle: now[-1]) if named else None
+    retriever = RagCacheRetriever(wrapped, embed_model=embedder, partition=partition)
+    for user in "abab":
         switch(user)
+        now.append(user)
         assert users(retriever.retrieve(QUESTION)) == {user}
         assert users(asyncio.run(retriever.aretrieve(QUESTION))) == {user}
+    assert retriever._retrieval.stats().hits == (6 if named else 0)
+    said = [r.getMessage() for r in caplog.records if "pass partition= to name" in r.getMessage()]
+    assert len(said) == (not named)
+
+
+def test_other_fields_of_a_question_count(nodes, embedder):
+    class ByBundle(Own):
+        def _retrieve(self, query_bundle):
+            return [item for item in super()._retrieve(query_bundle) if query_bundle.user == "a"]
+
+        def cache_key_parts(self):
+            return self.nodes
+
+    retriever = RagCacheRetriever(ByBundle(nodes), embed_model=embedder)
+    for user in "abab":
+        bundle = QueryBundle(QUESTION)
+        bundle.user = user
+        assert users(retriever.retrieve(bundle)) == ({"a"} if user == "a" else set())
+    assert retriever._retrieval.stats().hits == 1
+
+
+def test_changes_inside_an_index_are_seen(index, embedder):
+    summary = SummaryIndex([TextNode(text="It snows in June.", id_="one")])
+    retriever = RagCacheRetriever(summary.as_retriever(), embed_model=embedder)
+    assert [item.node.text for item in retriever.retrieve(QUESTION)] == ["It snows in June."]
+    summary.docstore.add_documents([TextNode(text="CHANGED", id_="one")])
+    assert [item.node.text for item in retriever.retrieve(QUESTION)] == ["CHANGED"]
+    vector = RagCacheRetriever(VectorIndexRetriever(index, similarity_top_k=1), embed_model=embedder)
+    first = vector.retrieve(QUESTION)[0].node
+    index.docstore.add_documents([TextNode(text="CHANGED", id_=first.node_id)])
+    vector.retrieve(QUESTION)
+    assert vector._retrieval.stats().hits == 0
+
+
+@pytest.mark.parametrize("k", [0, None, np.int64(2), 2.0])
+def test_numbers_that_the_wrapped_retriever_takes_are_its_own_matter(nodes, embedder, k):
+    inner = Own(nodes)
+    inner.similarity_top_k = k
+    assert users(RagCacheRetriever(inner, embed_model=embedder).retrieve(QUESTION)) == {"a"}
 
 
 @pytest.mark.parametrize("wrap", ["transform", "fusion", "own wrapper"])
@@ -142,8 +182,7 @@ def test_what_cannot_be_read_is_not_cached_and_said_once(nodes, embedder, caplog
         assert users(retriever.retrieve(QUESTION)) == {user}
     assert retriever._retrieval.stats().entries == 0
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "may depend on anything" in record.getMessage()
-    assert "partition=" in record.getMessage()
+    assert "ByFilter may depend on anything" in record.getMessage()
 
 
 def test_a_partition_of_the_users_own(nodes, embedder):
@@ -189,6 +228,7 @@ def test_an_observed_index_stays_what_it_was(index, embedder, tmp_path):
     store = index.vector_store
     assert type(store).__name__ == "SimpleVectorStore"
     assert store.model_dump() == type(store).__mro__[1](data=store.data).model_dump()
+    assert type(pickle.loads(pickle.dumps(store))) is type(store).__mro__[1]
     index.storage_context.persist(tmp_path)
     assert (tmp_path / "default__vector_store.json").exists()
     twin = store.model_copy(deep=True)
@@ -225,7 +265,9 @@ def test_scores_of_a_near_question_are_its_own(index, embedder):
 
 
 def test_scores_that_cannot_be_computed_are_the_old_ones_and_marked(nodes, embedder):
-    retriever = RagCacheRetriever(Own(nodes), embed_model=embedder, tolerance=0.3)
+    retriever = RagCacheRetriever(
+        Own(nodes), embed_model=embedder, tolerance=0.3, partition=lambda bundle: "all"
+    )
     exact = retriever.retrieve(QUESTION)
     near = retriever.retrieve("Where was Ada Lind really born?")
     assert [item.score for item in near] == [item.score for item in exact] == [0.5] * len(FACTS)
@@ -284,7 +326,9 @@ async def test_bad_embeddings_cost_no_answer(nodes, embedder, kind, metric):
             return self.get_agg_embedding_from_queries(queries)
 
     inner = Own(nodes)
-    retriever = RagCacheRetriever(inner, embed_model=Odd(asked=[]), metric=metric)
+    retriever = RagCacheRetriever(
+        inner, embed_model=Odd(asked=[]), metric=metric, partition=lambda bundle: "all"
+    )
     for question in ("good", "bad", "other", "good"):
         assert users(retriever.retrieve(question)) == {"a"}
         assert users(await retriever.aretrieve(QueryBundle(question))) == {"a"}

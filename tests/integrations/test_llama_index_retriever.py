@@ -27,6 +27,9 @@ class Listed(BaseRetriever):
         super().__init__()
         self.nodes, self.asked = nodes, Calls()
 
+    def cache_key_parts(self):
+        return [node.node_id for node in self.nodes], vars(self).get("_filters")
+
     def _retrieve(self, query_bundle):
         self.asked.append(query_bundle)
         return [NodeWithScore(node=node, score=0.5) for node in self.nodes]

@@ -33,6 +33,26 @@ QUESTIONS = [f"where is the {one} of the {other}" for one in WORDS[:2] for other
 NOW = contextvars.ContextVar("user", default=USERS[0])
 
 
+PARTITIONS = {  # of some kinds; the others are of the library, say themselves what counts, or are not cached
+    "alternatives": lambda question, config: (config["configurable"]["who"], NOW.get()),
+}
+
+
+class LibraryStore(InMemoryVectorStore):
+    """A store with a plain user as filter, taken for one of LangChain's own."""
+
+    __module__ = "langchain_core.vectorstores"
+
+    def similarity_search(self, query, k=4, user=None, **kwargs):
+        return super().similarity_search(query, k, filter=self._of(user))
+
+    def similarity_search_by_vector(self, embedding, k=4, user=None, **kwargs):
+        return super().similarity_search_by_vector(embedding, k, filter=self._of(user))
+
+    def _of(self, user):
+        return None if user is None else lambda document: document.metadata["user"] == user
+
+
 @dataclass
 class Run:
     """What one random run saw."""
@@ -46,25 +66,29 @@ class LangChainWorld:
     """One store, and retrievers around it that learn in different ways who asks."""
 
     def __init__(self, rag):
-        self.store = InMemoryVectorStore(WordEmbeddings())
+        self.store = LibraryStore(WordEmbeddings())
         self.documents = {}
         by_field = ByField(store=self.store)
         by_list = ByList(store=self.store)
         inner = self.store.as_retriever(search_kwargs={"k": 3})
-        numbers = ConfigurableField(id="store_kwargs")
+        kwargs = ConfigurableField(id="store_kwargs")
         self.kinds = {
-            "configurable fields": Numbered(store=self.store).configurable_fields(numbers=numbers),
-            "alternatives": ByField(store=self.store).configurable_alternatives(
+            "configurable fields": self.store.as_retriever().configurable_fields(search_kwargs=kwargs),
+            "search arguments": inner,
+            "nested search arguments": EnsembleRetriever(retrievers=[inner], weights=[1.0]),
+            "alternatives": ByField(store=self.store, filter={"user": USERS[0]}).configurable_alternatives(
                 ConfigurableField(id="who"), default_key="list", context=ByContext(store=self.store)
             ),
             "a dict field": by_field,
             "an ensemble": EnsembleRetriever(retrievers=[by_list, by_field], weights=[0.5, 0.5]),
-            "a chain": RunnableLambda(lambda question: question.strip()) | inner,
+            "own code": RunnableLambda(lambda question: question.strip()) | inner,
         }
         self.by_field, self.by_list, self.inner = by_field, by_list, inner
         embeddings = self.store.embeddings
         self.wrapped = {
-            name: langchain_ragcachekit.RagCacheRetriever.wrap(kind, embeddings=embeddings, cache=rag)
+            name: langchain_ragcachekit.RagCacheRetriever.wrap(
+                kind, embeddings=embeddings, cache=rag, partition=PARTITIONS.get(name)
+            )
             for name, kind in self.kinds.items()
         }
         wrap = langchain_ragcachekit.RagCacheRetriever.wrap
@@ -77,7 +101,7 @@ class LangChainWorld:
         else:
             self.by_field.filter = {"user": user}
         self.by_list._acl[:] = [user]
-        self.inner.search_kwargs["k"] = rng.randint(1, 4)
+        self.inner.search_kwargs.update(k=rng.randint(1, 4), user=user)
         NOW.set(user)
 
     def ask(self, rng, name, question, user):
@@ -110,17 +134,7 @@ class OfStore(BaseRetriever):
         raise NotImplementedError
 
     def _get_relevant_documents(self, query, *, run_manager):
-        user = self.who()
-        return self.store.similarity_search(query, k=3, filter=lambda d: d.metadata["user"] == user)
-
-
-class Numbered(OfStore):
-    numbers: dict = {"k": 3, "user": USERS[0]}  # noqa: RUF012
-
-    def _get_relevant_documents(self, query, *, run_manager):
-        user = self.numbers["user"]
-        found = self.store.similarity_search(query, k=9, filter=lambda d: d.metadata["user"] == user)
-        return found[: self.numbers["k"]]
+        return self.store.similarity_search(query, k=3, user=self.who())
 
 
 class ByField(OfStore):
@@ -129,6 +143,9 @@ class ByField(OfStore):
     def who(self):
         return self.filter["user"]
 
+    def cache_key_parts(self):
+        return self.filter, self.store
+
 
 class ByList(OfStore):
     _acl: list = PrivateAttr(default_factory=lambda: [USERS[0]])
@@ -136,10 +153,16 @@ class ByList(OfStore):
     def who(self):
         return self._acl[0]
 
+    def cache_key_parts(self):
+        return self._acl, self.store
+
 
 class ByContext(OfStore):
     def who(self):
         return NOW.get()
+
+
+LLAMA_PARTITIONS = {"a context": lambda bundle: NOW.get()}
 
 
 class LlamaWorld:
@@ -162,7 +185,10 @@ class LlamaWorld:
             "a context": self.context,
         }
         wrap = llama_index_ragcachekit.RagCacheRetriever
-        self.wrapped = {n: wrap(kind, embed_model=embedder, cache=rag) for n, kind in self.kinds.items()}
+        self.wrapped = {
+            n: wrap(kind, embed_model=embedder, cache=rag, partition=LLAMA_PARTITIONS.get(n))
+            for n, kind in self.kinds.items()
+        }
         self.kinds["our own"] = self.inner
         self.wrapped["our own"] = wrap(wrap(self.inner, embed_model=embedder), embed_model=embedder)
 
@@ -212,6 +238,9 @@ class OfIndex(LlamaRetriever):
 class ByAcl(OfIndex):
     def who(self):
         return self._acl[0]
+
+    def cache_key_parts(self):
+        return self._acl, self.index
 
 
 class ByNow(OfIndex):
@@ -264,22 +293,26 @@ def world(request, rag):
     return request.param(rag)
 
 
-def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag):
-    check(world, rag, steps=1_500, seed=0)
+def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag, caplog):
+    check(world, rag, caplog, steps=1_500, seed=0)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_nobody_gets_what_a_bare_retriever_would_not_give_in_10000_steps(world, rag):
-    check(world, rag, steps=10_000, seed=1)
+def test_nobody_gets_what_a_bare_retriever_would_not_give_in_10000_steps(world, rag, caplog):
+    check(world, rag, caplog, steps=10_000, seed=1)
 
 
-def check(world, rag, steps, seed):
+def check(world, rag, caplog, steps, seed):
     run = interleave(world, rag, steps, seed)
     assert run.asked == steps
     assert run.wrong == []
     assert run.returned == []
     assert world.hits() > steps / 10, "a cache that is never hit proves nothing"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said)), "what is not cached is said once"
+    assert all("pass partition=" in message for message in said)
+    caplog.clear()
 
 
 @pytest.mark.parametrize("workers", [8])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,21 +10,8 @@ import pytest
 from ragcachekit.query.base import Partition, freeze
 
 
-class Dumped:
-    """Like a pydantic model: not hashable, but can be dumped."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def model_dump(self) -> dict[str, int]:
-        return {"value": self.value}
-
-
 class Opaque:
-    def __init__(self) -> None:
-        self.state = random.Random(0)  # kept where Python cannot see it
+    """Its methods might read anything."""
 
 
 @dataclass
@@ -51,7 +37,6 @@ def test_equal_arguments_make_one_partition() -> None:
         ({"a": 1}, {"a": 1, "b": None}),
         (np.array([1, 2]), np.array([1, 3])),
         (np.array([1.0]), np.array([1.0], np.float32)),
-        (Dumped(1), Dumped(2)),
         (Mutable([1]), Mutable([2])),
         ("", None),
     ],
@@ -60,7 +45,7 @@ def test_different_values_stay_apart(left: object, right: object) -> None:
     assert freeze(left) != freeze(right)
 
 
-@pytest.mark.parametrize("value", [Dumped(1), Mutable([1]), {"a": {"b": [1]}}, np.array([1, 2]), {1, 2}, len])
+@pytest.mark.parametrize("value", [Mutable([1]), {"a": {"b": [1]}}, np.array([1, 2]), {1, 2}, len])
 def test_frozen_values_hash(value: object) -> None:
     assert hash(freeze(value)) == hash(freeze(value))
 
@@ -90,5 +75,5 @@ def test_k_must_be_an_int() -> None:
 
 
 def test_what_cannot_be_keyed_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Opaque.state: a random.Random does not show its content"):
+    with pytest.raises(TypeError, match=r"a .*Opaque may depend on anything"):
         Partition.of("t", 4, filters=[Opaque()])
