@@ -188,6 +188,10 @@ class IndexRetriever(BaseRetriever):
         self._by_id = {chunk.id: chunk for chunk in self.corpus.chunks}
         super().model_post_init(context)
 
+    def cache_key_parts(self) -> int:
+        """What results depend on: index and corpus stay as they are."""
+        return self.k
+
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
