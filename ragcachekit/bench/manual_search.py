@@ -44,6 +44,10 @@ class ManualRetriever(BaseRetriever):
     room: int
     count: SkipValidation[Callable[[str], int]]
 
+    def cache_key_parts(self) -> int:
+        """What results depend on: index and texts stay as they are."""
+        return self.room
+
     def _get_relevant_documents(
         self,
         query: str,

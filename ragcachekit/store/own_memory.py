@@ -14,7 +14,10 @@ _WASTE = 8
 
 
 def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
-    """``kv``, copied where its tensors keep much more memory alive than they have, and the bytes it holds."""
+    """``kv``, copied where its tensors keep much more memory alive than they have, and the bytes it holds.
+
+    At least its ``nbytes``: what shares memory inside an entry will not do so once it is copied.
+    """
     held: dict[int, int] = {}
     used: Counter[int] = Counter()
     tensors = (*kv.keys, *kv.values, *kv.sums.values())
@@ -24,7 +27,7 @@ def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
         used[storage.data_ptr()] += tensor.nbytes
     wasteful = {at for at, nbytes in held.items() if nbytes > used[at] + used[at] // _WASTE}
     if not wasteful:
-        return kv, sum(held.values())
+        return kv, max(kv.nbytes, sum(held.values()))
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         shared = tensor.untyped_storage().data_ptr() in wasteful
