@@ -15,7 +15,7 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.stores import BaseStore
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
-from ragcachekit import KeyRules, Partition
+from ragcachekit import KeyRules
 
 UNSTATED_K = 1
 """Stands in the partition where nobody said ``k``; that nobody did is part of the partition too."""
@@ -64,14 +64,8 @@ def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]
 
 
 def called_with(overrides: Mapping[str, Any], custom: bool) -> tuple[int, tuple[object, ...] | None]:
-    """``k`` of a call, and its other search arguments; None if what they stand for cannot be known.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For a ``k`` that is no positive integer.
-    """
-    k = Partition.of("any", overrides.get("k", UNSTATED_K)).k
+    """``k`` of a call, and its other search arguments; None if what they stand for cannot be known."""
+    k = overrides.get("k", UNSTATED_K)
     functions = {name for name, value in overrides.items() if _has_function(value)}
     if functions and not custom:  # what a function lets through may depend on who asks
         return k, None

@@ -96,11 +96,16 @@ class Partition(NamedTuple):
         TypeError
             ``k`` is no integer, or a value is a function or does not show its content.
         """
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"k must be an int, not {type(k).__name__}")
-        if k <= 0:
-            raise ValueError(f"k must be > 0, got {k}")
+        check_k(k)
         return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
+
+
+def check_k(k: object) -> None:
+    """ValueError or TypeError if ``k`` is no positive integer."""
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k must be an int, not {type(k).__name__}")
+    if k <= 0:
+        raise ValueError(f"k must be > 0, got {k}")
 
 
 @runtime_checkable

@@ -173,6 +173,9 @@ class _Walk:
             raise TooLarge("there is too much of it to compare at every question")
 
     def _compound(self, kind: type, value: Any) -> Hashable:
+        if kind in _READABLE and kind is not object:
+            extra = self._attributes(kind, value) if hasattr(value, "__dict__") else ()
+            return (kind, *self._items(value), extra)
         if isinstance(value, _FUNCTIONS):
             return self._function(value)
         if isinstance(value, functools.partial):
@@ -183,9 +186,8 @@ class _Walk:
         if (parts := getattr(kind, "cache_key_parts", None)) is not None:
             return kind, self.key(parts(value))
         if isinstance(value, _CONTAINERS):
-            bare = kind in _READABLE or not (hasattr(value, "__dict__") or _Class.of(kind).slots)
-            extra = () if bare else self._attributes(kind, value)
-            return (kind, *self._items(value), extra)
+            bare = not (hasattr(value, "__dict__") or _Class.of(kind).slots)
+            return (kind, *self._items(value), () if bare else self._attributes(kind, value))
         if kind is object or isinstance(value, (*_BY_IDENTITY, *rules.embedders)):
             return Identity(value)
         if rules.is_ignored(value):
@@ -208,7 +210,7 @@ class _Walk:
             content = bytes(value) if isinstance(value, bytearray) else value.tobytes()
             self._count(len(content) / (8 * SCALARS_PER_NODE))
             yield (str(getattr(value, "dtype", "")), getattr(value, "shape", ()), content)
-        else:
+        elif isinstance(value, list | tuple | deque | Set):
             items = [self.key(item) for item in list(value)]
             yield frozenset(items) if isinstance(value, Set) else tuple(items)
 

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcachekit.query.base import Partition
+from ragcachekit.query.base import Partition, check_k
 from ragcachekit.query.key_walk import index_versions, object_key
 from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, TooLarge
 
@@ -69,7 +69,7 @@ class Partitioner:
         ValueError, TypeError
             For a ``k`` that is no positive integer.
         """
-        plain = Partition.of(namespace, k)
+        check_k(k)
         if self._custom is None and Identity(retriever) in self._too_large:
             return None
         try:
@@ -77,13 +77,13 @@ class Partitioner:
             if self._custom is None:
                 found = object_key(retriever, self._rules)
                 run = object_key(configurable, self._rules).key if found.configurable else None
-                return self._same(plain._replace(filters=called, search_kwargs=found.key, index_id=run))
+                return self._same(Partition(namespace, k, called, found.key, run))
             counts = self._custom(*question)
             if counts is None:
                 return None
             versions = index_versions(retriever, self._rules)
             counted = object_key(counts, self._rules).key
-            return self._same(plain._replace(filters=called, search_kwargs=counted, index_id=versions))
+            return self._same(Partition(namespace, k, called, counted, versions))
         except Exception as error:  # of the user's code, too; and other threads may change what is read
             if isinstance(error, TooLarge):
                 self._too_large.add(Identity(retriever))
