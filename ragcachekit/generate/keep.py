@@ -71,7 +71,7 @@ class TreeKeeper:
             offset = generated.width - len(plan.token_ids)
             kvs = captured(plan, generated.cache, item, offset, self._rope)
             new = len(plan.token_ids) - plan.beginning.tokens
-            with self._forgets.storing():
+            with self._forgets.storing_in_tree():
                 if not self._forgot(plan, plan.beginning.members):
                     self.tree.insert(plan.beginning.match, kvs, new=new)
             self._keep_turn(generated, item, offset)
@@ -84,7 +84,7 @@ class TreeKeeper:
         turn = turn_of(plan, answer, generated.cache, item, offset, self._rope, turns.budget)
         if turn is None:
             return
-        with self._forgets.storing():
+        with self._forgets.storing_in_tree():
             if not self._forgot(plan, turn.members):
                 turns.keep(turn, plan.beginning.epoch)
 

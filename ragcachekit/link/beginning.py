@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk
@@ -137,18 +137,26 @@ class BeginningReader:
         return Beginning(match, ms, layerwise, past, members, epoch)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
-        """What the tree knows, without nodes that cannot be this model's, which leave it."""
-        while True:
-            match = self.tree.match(root, path)
-            reasons = [
-                self._layout.misfit(reused.kv, reused.step.tokens) if self._layout is not None else None
-                for reused in match.found
-            ]
-            wrong = next((number for number, reason in enumerate(reasons) if reason), None)
-            if wrong is None:
-                return match
-            log.warning("a node leaves the knowledge tree and is not used: %s", reasons[wrong])
+        """What the tree knows, without nodes that cannot be this model's; those leave it if they can."""
+        match = self.tree.match(root, path)
+        if (wrong := self._first_misfit(match)) is None:
+            return match
+        try:
             self.tree.discard(root, path[: wrong + 1])
+        except Exception:
+            log.warning("a node of another shape cannot be dropped from the knowledge tree", exc_info=True)
+        match = self.tree.match(root, path)
+        wrong = self._first_misfit(match)  # one that cannot be deleted is found again
+        return match if wrong is None else replace(match, found=match.found[:wrong])
+
+    def _first_misfit(self, match: Match) -> int | None:
+        if self._layout is None:
+            return None
+        for number, reused in enumerate(match.found):
+            if reason := self._layout.misfit(reused.kv, reused.step.tokens):
+                log.warning("a node of the knowledge tree is not used: %s", reason)
+                return number
+        return None
 
     def _past(
         self, match: Match, segments: Sequence[TokenSegment], namespace: str

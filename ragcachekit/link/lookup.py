@@ -132,8 +132,11 @@ class Fetch:
         if hit is None or reason is None:
             return hit
         log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
-        with self._patience.held():
-            self._store.discard(key)
+        try:
+            with self._patience.held():
+                self._store.discard(key)
+        except Exception:  # a store of the user's own may fail, or be older than this method
+            log.warning("the entry could not be dropped", exc_info=True)
         return None
 
     def _look(self, key: KVKey) -> Hit | None:

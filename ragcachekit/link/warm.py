@@ -196,7 +196,7 @@ class Warmer:
         where the store raised: so nothing comes back of what is being encoded just now.
         """
         state = self._states.get()
-        with self.forgets.storing():
+        with self.forgets.storing(), self.forgets.storing_in_tree():
             try:
                 yield
             finally:

@@ -53,10 +53,10 @@ class CancelScope:
     def __init__(self, event: threading.Event | None = None, *, on_interrupt: bool = False) -> None:
         self.between_layers = True
         self._event, self._on_interrupt = event, on_interrupt
-        self._cancelled = False  # not an event of its own: a signal handler may come while its lock is held
         self._handler: Any = None
+        self._cancelled = False  # not an event of its own: a signal handler may come while its lock is held
         self._outer = _SCOPE.get()
-        self._token: Token[CancelScope | None] | None = None
+        self._entered = threading.local()  # per thread: its tokens and handlers, the last one entered last
 
     @property
     def requested(self) -> bool:
@@ -70,18 +70,22 @@ class CancelScope:
         self._cancelled = True
 
     def __enter__(self) -> Self:
-        if self._on_interrupt:
-            self._handler = signal.signal(signal.SIGINT, self._interrupted)
-        self._token = _SCOPE.set(self)
+        handler = signal.getsignal(signal.SIGINT) if self._on_interrupt else None
+        if self._on_interrupt and handler != self._interrupted:
+            signal.signal(signal.SIGINT, self._interrupted)
+            self._handler = handler
+        else:
+            handler = None
+        self._stack().append((_SCOPE.set(self), handler))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._token is not None
-        _SCOPE.reset(self._token)
-        if self._handler is not None:  # None: one that was not installed from Python
-            signal.signal(signal.SIGINT, self._handler)
+        token, handler = self._stack().pop()
+        _SCOPE.reset(token)
+        if handler is not None:  # None: one that was not installed from Python, or none of this block
+            signal.signal(signal.SIGINT, handler)
 
     def run(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``work`` inside the scope, in a worker thread, and wait for it.
@@ -115,6 +119,12 @@ class CancelScope:
             self.cancel()
             if isinstance(items, Generator):
                 items.close()
+
+    def _stack(self) -> list[tuple[Token[CancelScope | None], Any]]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        stack: list[tuple[Token[CancelScope | None], Any]] = self._entered.stack
+        return stack
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self.cancel()

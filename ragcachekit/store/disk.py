@@ -179,10 +179,14 @@ class DiskStore:
         )
 
     def discard(self, key: KVKey) -> None:
-        """Delete the entry under ``key``, which nobody could use, and count it as damaged."""
+        """Delete the entry under ``key``, which nobody could use, and count it as damaged.
+
+        One that cannot be deleted is not handed out by this process any more.
+        """
         if key in self:
             self._counters.count("damaged")
-            self._shelf.remove(key.digest())
+            if not self._shelf.remove(key.digest()):
+                self._forgets.hide(key, key.digest())
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

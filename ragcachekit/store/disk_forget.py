@@ -46,6 +46,10 @@ class DiskForgets:
             ) from error
         return self._dropped(sweep, files)
 
+    def hide(self, key: KVKey, digest: str) -> None:
+        """It ought to be gone, and could not be deleted."""
+        self._left.setdefault(digest, set()).add((key.namespace, frozenset({key.chunk_id})))
+
     def hides(self, key: KVKey, digest: str) -> bool:
         """Whether it ought to be gone and cannot be deleted now either."""
         which = self._left.get(digest)

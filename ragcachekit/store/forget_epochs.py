@@ -39,8 +39,9 @@ class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
 
     Work takes :meth:`now` before it looks anything up. Before it stores what came of it, it asks with that
-    number, in one :meth:`storing`. A forget is added when it has reached every tier, in the same
-    :meth:`storing`: so work begun before it returned either is dropped from the tiers or never stored.
+    number, in one :meth:`storing` (or :meth:`storing_in_tree`: a tree that waits for its disk stops no
+    encoding). A forget is added when it has reached every tier, inside both: so work begun before it
+    returned either is dropped from the tiers or never stored.
 
     Parameters
     ----------
@@ -54,12 +55,18 @@ class ForgetEpochs:
         self._epoch = 0
         self._namespaces: dict[str, _Namespace] = {}
         self._locks = PerProcess(Lock)
-        self._storing = PerProcess(Lock)
+        self._storing, self._storing_in_tree = PerProcess(Lock), PerProcess(Lock)
 
     @contextmanager
     def storing(self) -> Iterator[None]:
         """One at a time: an entry is asked about and stored, or some are forgotten in every tier."""
         with self._storing.get():
+            yield
+
+    @contextmanager
+    def storing_in_tree(self) -> Iterator[None]:
+        """As :meth:`storing`, for the knowledge tree; who needs both takes the other one first."""
+        with self._storing_in_tree.get():
             yield
 
     def now(self) -> int:

@@ -50,17 +50,25 @@ def default_disk_bytes(folder: Path) -> int:
     """The budget of a disk tier for which none was given.
 
     64 GiB, or half of what is free and what the folder takes already where that is less; but not less than
-    a sixteenth of the volume, which on a full one is there again when others leave it.
+    a sixteenth of the volume, which on a full one is there again when others leave it, and not less than
+    what the folder has.
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         volume = os.statvfs(existing)
-        taken = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        taken = sum(map(_size, folder.glob("*.safetensors")))
     except OSError:  # the volume cannot say
         return DEFAULT_DISK_BYTES
     free = volume.f_bavail * volume.f_frsize + taken
     least = volume.f_blocks * volume.f_frsize // _SHARE_OF_VOLUME
-    return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least)))
+    return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # another process evicted it just now
+        return 0
 
 
 def _sqlite_code(error: BaseException) -> int | None:
