@@ -29,7 +29,10 @@ LIBRARIES = frozenset(
     langchain_nvidia_ai_endpoints langchain_ollama langchain_openai langchain_opensearch langchain_pinecone
     langchain_postgres langchain_qdrant langchain_ragcachekit langchain_redis langchain_text_splitters
     langchain_unstructured langchain_voyageai langchain_weaviate
-    chromadb faiss hnswlib langgraph langsmith qdrant_client rank_bm25 ragcachekit sklearn tenacity
+    aiohttp asyncpg astrapy bson cassandra chromadb cohere couchbase elastic_transport elasticsearch faiss
+    fsspec hnswlib httpcore httpx langgraph langsmith motor neo4j ollama openai opensearchpy pgvector pinecone
+    psycopg psycopg2 psycopg_pool pymilvus pymongo qdrant_client rank_bm25 ragcachekit redis redisvl requests
+    sklearn sqlalchemy tenacity tiktoken tokenizers torch transformers weaviate
     """.split()  # noqa: SIM905
 )
 """Packages whose retrievers, stores and clients depend on their attributes and on nothing else."""
@@ -42,12 +45,16 @@ RULES = KeyRules(
     opaque=(BaseLanguageModel,),
     ignored=(BaseCallbackHandler, BaseCallbackManager),
     searching=(Runnable, VectorStore, BaseStore),
-    configurable=(DynamicRunnable,),
+    configurable=(Runnable,),
+    unconfigurable=(VectorStoreRetriever,),
     uncached=(RunnableWithFallbacks,),
 )
 
 CustomPartition = Callable[[str, RunnableConfig], object]
 """Gives what counts for a question and the config of its call, or None: do not cache."""
+
+INTERNAL = "__pregel"
+"""Begins the names of what LangGraph keeps for itself among the configurable values of a run."""
 
 
 def prepared(
@@ -63,14 +70,12 @@ def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]
     return {**own, **overrides}
 
 
-def called_with(overrides: Mapping[str, Any], custom: bool) -> tuple[int, tuple[object, ...] | None]:
+def called_with(overrides: Mapping[str, Any]) -> tuple[int, tuple[object, ...] | None]:
     """``k`` of a call, and its other search arguments; None if what they stand for cannot be known."""
     k = overrides.get("k", UNSTATED_K)
-    functions = {name for name, value in overrides.items() if _has_function(value)}
-    if functions and not custom:  # what a function lets through may depend on who asks
+    if any(map(_has_function, overrides.values())):  # what it lets through may depend on who asks
         return k, None
-    plain = {name: value for name, value in overrides.items() if name not in functions}
-    return k, ("k" in overrides, plain)
+    return k, ("k" in overrides, dict(overrides))
 
 
 def with_arguments(

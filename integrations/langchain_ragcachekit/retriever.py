@@ -23,6 +23,7 @@ from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
 from langchain_ragcachekit.arguments import (
+    INTERNAL,
     RULES,
     CustomPartition,
     called_with,
@@ -279,16 +280,17 @@ class _Call:
     def partition(self) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
         wrapper = self.wrapper
-        k, arguments = called_with(self.overrides, wrapper.partition is not None)
+        k, arguments = called_with(self.overrides)
         if arguments is None:
             return None
+        configurable = self.config.get("configurable") or {}
         text = self.query if wrapper.tolerance == 0 and self.search.is_by_text else None
         return wrapper._partitioner.partition(
             wrapper._space(),
             k,
             self.retriever,
             (*arguments, wrapper.embeddings, text),
-            configurable=self.config.get("configurable") or {},
+            configurable={n: value for n, value in configurable.items() if not n.startswith(INTERNAL)},
             question=(self.query, self.config),
         )
 

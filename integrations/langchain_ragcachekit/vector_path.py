@@ -80,7 +80,14 @@ class VectorPath:
         store = retriever.vectorstore
         by_vector = type(store).similarity_search_by_vector is not VectorStore.similarity_search_by_vector
         usable = by_vector and RULES.is_library(type(store).__module__)
-        return store if usable and store.embeddings is self._embeddings else None
+        return store if usable and _embeddings_of(store) is self._embeddings else None
+
+
+def _embeddings_of(store: VectorStore) -> Embeddings | None:
+    try:
+        return store.embeddings
+    except Exception:  # a property of the store, which only this path asks for
+        return None
 
 
 def _contents(documents: list[Document]) -> list[tuple[str | None, str]]:

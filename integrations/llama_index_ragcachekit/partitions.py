@@ -20,17 +20,12 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 from ragcachekit import KeyRules
 
 LIBRARIES = frozenset(
-    {
-        *(
-            "chromadb",
-            "faiss",
-            "hnswlib",
-            "llama_index",
-            "llama_index_instrumentation",
-            "llama_index_ragcachekit",
-        ),
-        *("qdrant_client", "rank_bm25", "ragcachekit", "sklearn", "tenacity", "workflows"),
-    }
+    """
+    asyncpg chromadb elasticsearch faiss fsspec hnswlib httpx llama_index llama_index_instrumentation
+    llama_index_ragcachekit openai pgvector pinecone psycopg psycopg2 pymilvus pymongo qdrant_client rank_bm25
+    ragcachekit redis requests sklearn sqlalchemy tenacity tiktoken tokenizers torch transformers weaviate
+    workflows
+    """.split()  # noqa: SIM905
 )
 """Packages whose retrievers, stores and clients depend on their attributes and on nothing else."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import ArrayLike
@@ -102,7 +103,7 @@ class Partition(NamedTuple):
 
 def check_k(k: object) -> None:
     """ValueError or TypeError if ``k`` is no positive integer."""
-    if isinstance(k, bool) or not isinstance(k, int):
+    if isinstance(k, bool) or not isinstance(k, Integral):
         raise TypeError(f"k must be an int, not {type(k).__name__}")
     if k <= 0:
         raise ValueError(f"k must be > 0, got {k}")

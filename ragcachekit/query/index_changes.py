@@ -9,7 +9,7 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,9 +123,26 @@ def _counted(function: types.FunctionType, changes: IndexChanges) -> Callable[..
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with changes.changing():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if inspect.isawaitable(result):
+            return _counted_await(result, changes)
+        return _counted_steps(result, changes) if inspect.isgenerator(result) else result
 
     return called
+
+
+async def _counted_await(result: Awaitable[Any], changes: IndexChanges) -> Any:
+    with changes.changing():
+        return await result
+
+
+def _counted_steps(steps: Generator[Any, Any, Any], changes: IndexChanges) -> Generator[Any, Any, Any]:
+    try:
+        for step in steps:
+            changes.count()
+            yield step
+    finally:
+        changes.count()
 
 
 def _reduced_as(kind: type) -> Callable[[Any, Any], Any]:

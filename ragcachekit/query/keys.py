@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -40,7 +43,9 @@ class KeyRules:
     searching : tuple of type
         Classes that are never ignored.
     configurable : tuple of type
-        Classes that read the ``configurable`` values of a run.
+        Classes that may read the ``configurable`` values of a run.
+    unconfigurable : tuple of type
+        Those of them that do not; subclasses may.
     uncached : tuple of type
         Classes whose results depend on more than can be read.
     """
@@ -53,6 +58,7 @@ class KeyRules:
     ignored: tuple[type, ...] = ()
     searching: tuple[type, ...] = ()
     configurable: tuple[type, ...] = ()
+    unconfigurable: tuple[type, ...] = ()
     uncached: tuple[type, ...] = ()
 
     def is_known_package(self, module: str | None) -> bool:
@@ -62,11 +68,21 @@ class KeyRules:
 
     def is_library(self, module: str | None) -> bool:
         """Whether the module belongs to one of the libraries or to Python's own."""
-        return self.is_known_package(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
+        return self.is_known_package(module) or _is_of_python((module or "").partition(".")[0])
 
     def is_ignored(self, value: object) -> bool:
         """Whether the object changes no result."""
         return isinstance(value, (*_IGNORED, *self.ignored)) and not isinstance(value, self.searching)
+
+
+@functools.cache
+def _is_of_python(top: str) -> bool:
+    """Whether a module is Python's own, and not one of the user's with such a name."""
+    if top not in sys.stdlib_module_names or top == "types":  # the module of classes made at run time
+        return False
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    return origin in (None, "built-in", "frozen") or Path(origin).is_relative_to(sysconfig.get_path("stdlib"))
 
 
 _LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ragcachekit.query.base import Partition, check_k
 from ragcachekit.query.key_walk import index_versions, object_key
-from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, TooLarge
+from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, ObjectKey, TooLarge
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Partitioner:
         try:
             called = object_key(arguments, self._rules).key
             if self._custom is None:
-                found = object_key(retriever, self._rules)
+                found = self._found(retriever)
                 run = object_key(configurable, self._rules).key if found.configurable else None
                 return self._same(Partition(namespace, k, called, found.key, run))
             counts = self._custom(*question)
@@ -85,10 +85,16 @@ class Partitioner:
             counted = object_key(counts, self._rules).key
             return self._same(Partition(namespace, k, called, counted, versions))
         except Exception as error:  # of the user's code, too; and other threads may change what is read
-            if isinstance(error, TooLarge):
-                self._too_large.add(Identity(retriever))
             self._refused(retriever, error)
             return None
+
+    def _found(self, retriever: object) -> ObjectKey:
+        try:
+            return object_key(retriever, self._rules)
+        except TooLarge:
+            if len(self._too_large) < _MAX_SAID:
+                self._too_large.add(Identity(retriever))  # it took long to find out
+            raise
 
     def is_unchanged(self, before: Partition, after: Partition | None) -> bool:
         """Whether what a search found belongs to the partition that was read before it.

@@ -4,22 +4,28 @@ import array
 import asyncio
 import contextvars
 import copy
+import enum
+import functools
 import gc
 import logging
 import threading
 import types
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import integration_kit
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from integration_kit import Calls, WordEmbeddings
-from langchain_classic.retrievers import EnsembleRetriever
+from langchain_classic.retrievers import EnsembleRetriever, MergerRetriever, MultiVectorRetriever
+from langchain_classic.storage import EncoderBackedStore
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, RunnableLambda, RunnablePassthrough, ensure_config
+from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr
 
@@ -577,6 +583,160 @@ def test_no_value_hides_its_neighbours(store, sibling):
     retriever = RagCacheRetriever.wrap(inner)
     for user in "abab":
         inner.search_kwargs["namespace"] = user
+        assert users(retriever.invoke(QUESTION)) == {user}
+
+
+@dataclass(frozen=True)
+class AllowedForNow:
+    field: str = "user"
+
+    def __call__(self, document):
+        return document.metadata[self.field] == USER.get()
+
+
+class AllowedNow(NamedTuple):
+    field: str = "user"
+
+    def __call__(self, document):
+        return document.metadata[self.field] == USER.get()
+
+
+class CallableDict(dict):
+    def __call__(self, document):
+        return document.metadata["user"] == USER.get()
+
+
+class CallableEnum(enum.Enum):
+    NOW = "now"
+
+    def __call__(self, document):
+        return document.metadata["user"] == USER.get()
+
+
+class CallableEmbeddings(WordEmbeddings):
+    def __call__(self, document):
+        return document.metadata["user"] == USER.get()
+
+
+class CallableHandler(BaseCallbackHandler):
+    def __call__(self, document):
+        return document.metadata["user"] == USER.get()
+
+
+def made_at_run_time():
+    return types.new_class("Made", (), {}, lambda body: body.update(__call__=CallableDict.__call__))()
+
+
+CALLABLES = {
+    "a dataclass": AllowedForNow,
+    "a named tuple": AllowedNow,
+    "a dict": CallableDict,
+    "an enum": lambda: CallableEnum.NOW,
+    "embeddings": CallableEmbeddings,
+    "a handler": CallableHandler,
+    "a class made at run time": made_at_run_time,
+    "a partial": lambda: functools.partial(CallableDict.__call__, {}),
+    "a ufunc": lambda: np.frompyfunc(lambda document: document.metadata["user"] == USER.get(), 1, 1),
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_can_be_called_is_never_taken_for_data(documents, kind, nested):
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_documents(documents)
+    inner = store.as_retriever(search_kwargs={"filter": CALLABLES[kind](), "k": 6})
+    wrapped = EnsembleRetriever(retrievers=[inner], weights=[1.0]) if nested else inner
+    retriever = RagCacheRetriever.wrap(wrapped, embeddings=WordEmbeddings())
+    for user in "abab":
+        USER.set(user)
+        assert users(retriever.invoke(QUESTION)) == {user}
+
+
+def test_functions_among_the_arguments_count_beside_a_partition(documents):
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_documents(documents)
+    retriever = RagCacheRetriever.wrap(store, partition=lambda question, config: "everybody")
+    for user in "abab":
+        found = retriever.invoke(QUESTION, filter=lambda d, user=user: d.metadata["user"] == user)
+        assert users(found) == {user}
+
+
+def test_functions_inside_a_store_are_seen(documents):
+    def of_user(prefix, key):
+        return f"{prefix}/{USER.get()}/{key}"
+
+    raw = InMemoryByteStore()
+    for user in "ab":
+        USER.set(user)
+        raw.mset([(of_user("p", "1"), user.encode())])
+    docs = EncoderBackedStore(
+        raw,
+        functools.partial(of_user, "p"),
+        lambda document: document.page_content.encode(),
+        lambda data: Document(data.decode(), metadata={"user": data.decode()}),
+    )
+    vectors = InMemoryVectorStore(WordEmbeddings())
+    vectors.add_documents([Document("Ada Lind was born in Bern", metadata={"doc_id": "1"})])
+    inner = MultiVectorRetriever(vectorstore=vectors, docstore=docs)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
+    for user in "abab":
+        USER.set(user)
+        assert users(retriever.invoke(QUESTION)) == {user}
+
+
+def test_settings_inside_a_store_are_compared_by_value(documents):
+    class Defaults(Namespaced):
+        __module__ = "langchain_core.vectorstores"
+
+        def __init__(self, embedding):
+            super().__init__(embedding)
+            self.defaults = {"filter": {"user": "a"}}
+
+        def similarity_search(self, query, k=4, **kwargs):
+            return super().similarity_search(query, k, self.defaults["filter"]["user"])
+
+        def similarity_search_by_vector(self, embedding, k=4, **kwargs):
+            return super().similarity_search_by_vector(embedding, k, self.defaults["filter"]["user"])
+
+    store = Defaults(WordEmbeddings())
+    store.add_documents(documents)
+    retriever = RagCacheRetriever.wrap(store)
+    for user in "abab":
+        store.defaults["filter"]["user"] = user
+        assert users(retriever.invoke(QUESTION)) == {user}
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_any_library_runnable_may_read_the_configurable_values(store):
+    class ByConfig(RunnableLambda):
+        """Reads the config as LangChain's configurable models do."""
+
+        __module__ = "langchain_core.runnables.configurable"
+
+        def __init__(self):
+            super().__init__(str)
+
+        def invoke(self, input, config=None, **kwargs):
+            return store.similarity_search(input, 3, config["configurable"]["model"])
+
+    retriever = RagCacheRetriever.wrap(ByConfig(), embeddings=store.embedding)
+    for user in "abab":
+        found = retriever.invoke(QUESTION, {"configurable": {"model": user, "__pregel_read": print}})
+        assert users(found) == {user}
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_a_subclass_of_ours_does_not_inherit_what_ours_says(store):
+    class Mine(RagCacheRetriever):
+        def _get_relevant_documents(self, query, *, run_manager, **kwargs):
+            found = super()._get_relevant_documents(query, run_manager=run_manager, **kwargs)
+            return [d for d in found if d.metadata["user"] == USER.get()]
+
+    inner = MergerRetriever(retrievers=[Mine.wrap(store.as_retriever(search_kwargs={"k": 6}))])
+    retriever = RagCacheRetriever.wrap(inner, embeddings=store.embedding)
+    for user in "abab":
+        USER.set(user)
         assert users(retriever.invoke(QUESTION)) == {user}
 
 

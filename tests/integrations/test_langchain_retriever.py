@@ -54,7 +54,7 @@ class Plain(InMemoryVectorStore):
 
     def __init__(self, embedding):
         super().__init__(embedding)
-        self.by_text, self.by_vector = [], []
+        self.by_text, self.by_vector = Calls(), Calls()
 
     def similarity_search(self, query, k=4, filter=None, **kwargs):
         self.by_text.append((query, k, filter))

@@ -41,6 +41,17 @@ class Store(Base):
             raise ValueError("nothing to delete")
         self.texts = [text for text in self.texts if text not in texts]
 
+    def aadd_later(self, texts: list[str]) -> Any:
+        return self._later(texts)
+
+    async def _later(self, texts: list[str]) -> None:
+        self.texts += texts
+
+    def upsert_stream(self, texts: list[str]) -> Any:
+        for text in texts:
+            self.texts.append(text)
+            yield text
+
     def search(self, text: str) -> list[str]:
         return [one for one in self.texts if text in one]
 
@@ -101,6 +112,23 @@ class Seen(list[str]):
         self.see()
         self.extend(other)
         return self
+
+
+def test_changes_that_come_later_are_counted_then() -> None:
+    store = Store()
+    later = store.aadd_later(["a"]) if version(store) == 0 else None
+    before = version(store)
+    asyncio.run(awaited(later))
+    assert version(store) >= before + 2
+    for _ in store.upsert_stream(["b", "c"]):
+        before, seen = version(store), len(store.texts)
+        assert store.texts[-1] in "bc"
+    assert (len(store.texts), seen) == (3, 3)
+    assert version(store) > before
+
+
+async def awaited(one: Any) -> Any:
+    return await one
 
 
 def test_reading_is_no_change() -> None:

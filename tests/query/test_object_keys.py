@@ -5,13 +5,16 @@ from __future__ import annotations
 import array
 import copy
 import datetime
+import decimal
 import enum
 import functools
 import gc
+import pathlib
 import random
 import re
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,6 +61,10 @@ class Model(BaseModel):
 @dataclass
 class Data:
     items: list[int] = field(default_factory=list)
+
+
+class Named(str):
+    pass
 
 
 class Options(dict[str, int]):
@@ -153,7 +160,7 @@ def written(value: Any) -> object:
     if isinstance(value, list):
         return ["list", *map(written, value)]
     if isinstance(value, dict):
-        return ["dict", *sorted((key, repr(written(one))) for key, one in value.items())]
+        return ["dict", *((key, repr(written(one))) for key, one in value.items())]
     if isinstance(value, Plain):
         return ["Plain", written(value.value)]
     if isinstance(value, Slotted):
@@ -225,9 +232,42 @@ def test_what_is_too_large_is_refused(value: object) -> None:
         key_of(Plain({"content": value}))
 
 
-def test_pure_data_of_anybody_is_compared() -> None:
-    assert freeze(Data([1])) == freeze(Data([1])) != freeze(Data([2]))
-    assert freeze(Point(1)) == freeze(Point(1)) != freeze(Point(2))
+@pytest.mark.parametrize(
+    "value", [Data([1]), Point(1), Options(1), Colour.RED, Named("a"), np.frompyfunc(len, 1, 1)]
+)
+def test_data_of_the_users_own_classes_is_refused(value: object) -> None:
+    """It may be called, or compute what it seems to hold."""
+    with pytest.raises(NotKeyable, match="may depend on anything"):
+        freeze(value)
+
+
+def test_what_a_class_says_does_not_hold_for_subclasses_of_others() -> None:
+    said = type("Library", (), {"__module__": "logging", "cache_key_parts": lambda self: ()})
+    own = type("Own", (said,), {"__module__": "mine"})
+    assert freeze(said()) == freeze(said())
+    with pytest.raises(NotKeyable, match="Own may depend on anything"):
+        freeze(own())
+
+
+DIFFERENT = [
+    ({"a": 1, "b": -1}, {"b": -1, "a": 1}),
+    (0.0, -0.0),
+    (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    (array.array("i", [1065353216]), array.array("f", [1.0])),
+    (defaultdict(int), defaultdict(list)),
+    (pathlib.PureWindowsPath("A"), pathlib.PureWindowsPath("a")),
+    (
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        datetime.datetime(2026, 1, 1, fold=1, tzinfo=datetime.UTC),
+    ),
+    (re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c")),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_values_that_are_equal_and_not_the_same_stay_apart(one: object, other: object) -> None:
+    assert freeze(one) != freeze(other)
+    assert freeze(one) == freeze(copy.deepcopy(one))
 
 
 def test_known_functions_are_themselves() -> None:
