@@ -298,7 +298,8 @@ class RagCache:
         Parameters
         ----------
         ids : iterable of str, optional
-            Chunk ids, as :meth:`encode` returned them.
+            Chunk ids, as :meth:`encode` returned them. Their texts stay known as chunks: a later prompt that
+            has one encodes it again.
         texts : iterable of str, optional
             Chunk texts; also forgets them as chunks to look for, in every form a chain may give them.
         namespace : str, optional

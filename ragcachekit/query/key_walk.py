@@ -26,7 +26,7 @@ from ragcachekit.query.keys import HashedKey, Identity, KeyRules, NotKeyable, Ob
 MAX_NODES = 2_000
 """Objects visited for one key; beyond it, comparing takes longer than many a search."""
 SCALARS_PER_NODE = 16
-MAX_ITEMS = 64
+MAX_ITEMS = 32
 """Objects in an attribute of an index that are compared by value; more are its documents."""
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...)})
