@@ -55,10 +55,10 @@ class RagCacheRetriever(BaseRetriever):
 
     A result is found again only for the same namespace, ``k`` and search arguments, the same state of the
     wrapped retriever (its fields and those of what it wraps, at any depth), and, unless that is a plain
-    vector store retriever, the same ``configurable`` values of the run. Classes and functions of your own may depend on anything:
-    what they find is not cached unless ``partition`` names what counts, or the class does so in a method
-    ``cache_key_parts()``. The same holds for functions as search arguments, and for what has too much
-    content to be compared at every question. The log says so once.
+    vector store retriever, the same ``configurable`` values of the run. Classes and functions of your own
+    may depend on anything: what they find is not cached unless ``partition`` names what counts, or the class
+    does so in a method ``cache_key_parts()``. The same holds for functions as search arguments, and for what
+    has too much content to be compared at every question. The log says so once.
 
     Changes of vector stores and document stores that come through their methods (``add_documents``,
     ``delete``, ...) are seen. Call :meth:`clear` after others, such as those of another process.

@@ -23,6 +23,7 @@ from ragcachekit.types import KVKey
 PATIENCE = 10
 """Deadlines that ``forget`` waits for: no answer is waiting for it."""
 
+_MOST_REMEMBERED = 10_000
 AGAIN_SECONDS = 1.0
 """How often operations on other entries tell a service that is well what it could not forget."""
 
@@ -69,6 +70,7 @@ class RemoteStore:
         self._locks, self._settlings = PerProcess(Lock), PerProcess(Lock)
         self._pending = PendingForgets()
         self._forgets = 0
+        self._kept: dict[str, None] = {}  # digests of puts that were not refused
         # Whoever drops a store without closing it leaves no connection open. Not at exit: that may hang.
         self._end = weakref.finalize(self, _end, guard, backend)
         self._end.atexit = False
@@ -118,6 +120,7 @@ class RemoteStore:
                 awaited.clear()
             self._counters.count("evictions", saved.evicted)
             if saved.kept:
+                self._remember(key)
                 return True
         self._counters.count("failed_writes")
         return False
@@ -210,10 +213,18 @@ class RemoteStore:
         blob = self._seal.sealed(key.digest(), to_bytes(key, kv))
         if len(blob) > limit:  # header and seal made the difference
             return Saved(False)
-        saved = self._backend.save(key, blob, lambda: awaited.is_set() and self._forgets == forgets)
-        if saved.kept and not awaited.is_set():  # it came late, and was refused
+        known = key.digest() in self._kept  # what was kept before stays, however late the same comes again
+        saved = self._backend.save(
+            key, blob, lambda: (known or awaited.is_set()) and self._forgets == forgets
+        )
+        if saved.kept and not known and not awaited.is_set():  # it came late, and was refused
             self._backend.delete(key)
         return saved
+
+    def _remember(self, key: KVKey) -> None:
+        self._kept[key.digest()] = None
+        if len(self._kept) > _MOST_REMEMBERED:
+            self._kept.pop(next(iter(self._kept)), None)
 
     def _ask(self, key: KVKey) -> bool:
         return self._settled(key) and self._backend.exists(key)

@@ -79,3 +79,16 @@ def test_what_a_service_saves_too_late_is_deleted_again(before: bool) -> None:
     assert backend.ended.wait(30)
     assert backend.saved == {}
     store.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_was_kept_before_stays_when_the_same_comes_too_late(before: bool) -> None:
+    backend = SlowToSave(before)
+    store = RemoteStore("slow", backend, Seal(b"a key for tests, nothing more"), Guard("slow", 0.2), 1 << 30)
+    backend.go.set()
+    assert store.put(KEY, kv_of(1))
+    backend.go.clear()
+    assert not store.put(KEY, kv_of(1))
+    backend.go.set()
+    store.close()
+    assert KEY in backend.saved
