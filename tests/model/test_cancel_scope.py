@@ -151,3 +151,14 @@ async def test_to_thread_gives_the_result_and_cancels_with_its_task() -> None:
     left.set()
     await asyncio.get_running_loop().shutdown_default_executor()
     assert found == [True]
+
+
+def test_a_scope_may_be_entered_again_inside_itself() -> None:
+    with CancelScope() as scope:
+        assert scope.run(lambda: 1) == 1
+        with scope:
+            raise_if_cancelled()
+        scope.cancel()
+        with pytest.raises(Cancelled):
+            raise_if_cancelled()
+    raise_if_cancelled()

@@ -116,7 +116,8 @@ class Seen(list[str]):
 
 def test_changes_that_come_later_are_counted_then() -> None:
     store = Store()
-    later = store.aadd_later(["a"]) if version(store) == 0 else None
+    assert version(store) == 0  # observed from here on
+    later = store.aadd_later(["a"])
     before = version(store)
     asyncio.run(awaited(later))
     assert version(store) >= before + 2

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,3 +206,11 @@ def test_a_trees_folder_that_cannot_be_made_is_made_later(tmp_path: Path, code: 
             pass
     with log.writing() as may_write:
         assert may_write
+
+
+def test_the_default_budget_is_not_below_what_is_stored_nor_disturbed_by_what_goes(tmp_path, monkeypatch):
+    (tmp_path / "one.safetensors").write_bytes(b"x" * 5000)
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "evicted just now")
+    full = SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=8000)
+    monkeypatch.setattr("ragcachekit.store.volume.os.statvfs", lambda _: full, raising=True)
+    assert default_disk_bytes(tmp_path) == 5000
