@@ -82,8 +82,7 @@ class StoreConfig:
     bulk_url : str or None
         A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for everything; None: off.
     bulk_bytes : int
-        Budget of that tier. With ``redis_url`` all processes together keep it, by books on that server;
-        without, each keeps it for what it knows of.
+        Budget of that tier, which each process keeps for itself: give each its own folder, or its share.
     remote_key : str or None
         Name of the environment variable that holds the key which remote entries are signed with;
         needed with ``redis_url`` and ``bulk_url``. The key itself never leaves the process.

@@ -1,7 +1,7 @@
-"""Leaving a service alone after failures in a row, or too many among its last answers.
+"""A circuit breaker: a service that keeps failing is left alone for a while.
 
-Fifty lines of our own rather than pybreaker, which has no clock that tests can set and lets concurrent
-callers all try at the same time.
+Written here rather than taken from pybreaker, which has no clock that tests can set and lets concurrent
+callers all make the trial call.
 """
 
 from __future__ import annotations
@@ -11,77 +11,62 @@ from collections import deque
 from collections.abc import Callable
 from threading import Lock
 
-_MANY, _AMONG = 2, 4
-
 
 class Breaker:
-    """Closed: all may pass. Open: nobody; after ``cooldown`` seconds one may try.
+    """Closed: every call passes. Open: none does; after ``cooldown`` seconds one trial call may.
 
-    It opens after ``failures`` in a row, and when twice as many are among the last four times as many
-    outcomes: a service that answers every other time costs nearly as much as a dead one.
+    It opens after ``failures`` in a row, and when ``2 * failures`` of the last ``4 * failures`` calls failed:
+    a service that answers every other call costs nearly as much as a dead one.
 
     Parameters
     ----------
     failures : int
     cooldown : float
+        Seconds.
     clock : callable
-        Seconds that only grow.
+        Monotonic seconds.
     """
 
     def __init__(self, failures: int, cooldown: float, clock: Callable[[], float] = time.monotonic) -> None:
         if failures < 1 or cooldown < 0:
             raise ValueError(f"failures must be >= 1 and cooldown >= 0, got {failures} and {cooldown}")
-        self._limit, self._cooldown, self._clock = failures, cooldown, clock
+        self._failures, self._cooldown, self._clock = failures, cooldown, clock
         self._lock = Lock()
-        self._row = 0
-        self._last: deque[bool] = deque(maxlen=_AMONG * failures)
-        self._failed = 0  # of the last ones
-        self._until: float | None = None
-        self._trying = False
+        self._in_a_row = 0
+        self._recent: deque[bool] = deque(maxlen=4 * failures)
+        self._open_until: float | None = None
+        self._on_trial = False
         self.opened = 0
         """Times that it opened, or stayed open after a trial."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the last word was a failure too many."""
-        return self._until is not None
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`allow` would say yes now; asking changes nothing."""
-        with self._lock:
-            return self._until is None or not (self._trying or self._clock() < self._until)
+        """Whether calls are refused, but for trials."""
+        return self._open_until is not None
 
     def allow(self) -> bool:
-        """Whether an operation may pass; whoever may, has to :meth:`record` how it went."""
+        """Whether a call may pass; the outcome of one that may has to be passed to :meth:`record`."""
         with self._lock:
-            if self._until is None:
+            if self._open_until is None:
                 return True
-            if self._trying or self._clock() < self._until:
+            if self._on_trial or self._clock() < self._open_until:
                 return False
-            self._trying = True
+            self._on_trial = True
             return True
 
     def record(self, success: bool) -> bool:
-        """Hear how an operation went; True if that has just opened a closed breaker."""
+        """Count an outcome; True if it has just opened a closed breaker."""
         with self._lock:
-            self._trying = False
-            closed = self._until is None
-            self._note(success)
+            was_open, self._on_trial = self.is_open, False
+            self._recent.append(success)
+            self._in_a_row = 0 if success else self._in_a_row + 1
             if success:
-                self._until = None
+                self._open_until = None
                 return False
-            if closed and self._row < self._limit and self._failed < _MANY * self._limit:
+            failed = self._recent.count(False)
+            if not was_open and self._in_a_row < self._failures and failed < 2 * self._failures:
                 return False
-            self._last.clear()
-            self._failed = 0
-            self._until = self._clock() + self._cooldown
+            self._recent.clear()
+            self._open_until = self._clock() + self._cooldown
             self.opened += 1
-            return closed
-
-    def _note(self, success: bool) -> None:
-        self._row = 0 if success else self._row + 1
-        if len(self._last) == self._last.maxlen:
-            self._failed -= not self._last[0]
-        self._last.append(success)
-        self._failed += not success
+            return not was_open

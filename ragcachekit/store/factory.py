@@ -68,6 +68,5 @@ def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
     if config.bulk_url is not None:
         from ragcachekit.store.fsspec_store import FsspecStore
 
-        books: dict[str, Any] = {"books_url": config.redis_url, "books_deadline": config.remote_deadline}
         deadline = config.bulk_deadline
-        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **books, **signed)
+        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **signed)

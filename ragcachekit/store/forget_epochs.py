@@ -1,15 +1,14 @@
-"""When each chunk was last forgotten, so that work begun before that does not bring it back."""
+"""The epoch of each chunk's last forget, so that work begun before it does not bring the chunk back."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
 
-from ragcachekit.store.process import PerProcess
 from ragcachekit.types import KVKey
 
 MOST_NAMES = 100_000
@@ -38,45 +37,40 @@ class _Namespace:
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
 
-    Work takes :meth:`now` before it looks anything up. Before it stores what came of it, it asks with that
-    number, in one :meth:`storing` (or :meth:`storing_in_tree`: a tree that waits for its disk stops no
-    encoding). A forget is added when it has reached every tier, inside both: so work begun before it
-    returned either is dropped from the tiers or never stored.
+    Work takes :meth:`now` before it looks anything up. Before it stores a result it asks with that number,
+    inside :meth:`storing` (or :meth:`storing_in_tree`: a tree that waits for its disk delays no encoding).
+    A forget is added when it has reached every tier, inside both. So the results of work begun before it are
+    dropped from the tiers or never stored.
 
     Parameters
     ----------
     most : int
-        Names of one namespace that are remembered. The oldest are given up by taking the whole namespace
-        for forgotten at that time, which costs work in progress but never brings anything back.
+        Names of one namespace that are remembered. When the oldest are dropped, the whole namespace counts
+        as forgotten at that epoch, which costs work in progress but never brings anything back.
     """
 
     def __init__(self, most: int = MOST_NAMES) -> None:
         self._most = most
         self._epoch = 0
         self._namespaces: dict[str, _Namespace] = {}
-        self._locks = PerProcess(Lock)
-        self._storing, self._storing_in_tree = PerProcess(Lock), PerProcess(Lock)
+        self._lock, self._storing, self._storing_in_tree = Lock(), Lock(), Lock()
 
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """One at a time: an entry is asked about and stored, or some are forgotten in every tier."""
-        with self._storing.get():
-            yield
+    def storing(self) -> AbstractContextManager[object]:
+        """The lock around asking and storing, and around forgetting in every tier."""
+        return self._storing
 
-    @contextmanager
-    def storing_in_tree(self) -> Iterator[None]:
+    def storing_in_tree(self) -> AbstractContextManager[object]:
         """As :meth:`storing`, for the knowledge tree; who needs both takes the other one first."""
-        with self._storing_in_tree.get():
-            yield
+        return self._storing_in_tree
 
     def now(self) -> int:
         """The number of forgets so far."""
         return self._epoch
 
     def add(self, namespace: str, chunk_ids: Iterable[str] | None = None, texts: Iterable[str] = ()) -> None:
-        """These were forgotten; without ids, the whole namespace."""
+        """Count a forget of chunks and texts; without ids, of the whole namespace."""
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
-        with self._locks.get():
+        with self._lock:
             epoch = self._epoch + 1
             self._namespaces.setdefault(namespace, _Namespace()).add(names, epoch, self._most)
             self._epoch = epoch
@@ -93,7 +87,7 @@ class ForgetEpochs:
         """As :meth:`forgot`, for any of several chunk ids."""
         if self._epoch == since:
             return False
-        with self._locks.get():
+        with self._lock:
             known = self._namespaces.get(namespace)
             if known is None:
                 return False
@@ -101,5 +95,5 @@ class ForgetEpochs:
 
 
 def _name(text: str) -> str:
-    """A digest: what was forgotten is not kept in clear. No chunk id has this form."""
+    """The digest of a text, which is not kept in clear. No chunk id has this form."""
     return "text:" + blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

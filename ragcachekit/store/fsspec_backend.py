@@ -1,4 +1,4 @@
-"""The bulk tier of a process that keeps its own books."""
+"""The objects of the bulk tier within this process's byte budget."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from fsspec.spec import AbstractFileSystem
 
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.fsspec_objects import Objects, group_of, name_of
-from ragcachekit.store.process import PerProcess
-from ragcachekit.store.remote_base import Saved, Usage, Writes, hashed
+from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.fsspec_objects import Objects, name_of
+from ragcachekit.store.remote_base import Saved, Usage, hashed
 from ragcachekit.types import KVKey
+
+_MOST_WRITTEN = 1 << 16
 
 
 class FsspecBackend:
     """Objects on a file system; sizes and the order of use in memory, from one listing on.
 
-    The objects are the truth: a read asks for the object whatever the bookkeeping says, and ``forget``
-    lists. Objects of other processes count from their first read here. Where processes have a Redis
-    server in common, :class:`~ragcachekit.store.booked_backend.BookedBackend` keeps one account for all.
+    The objects are the truth: a read asks for the object whatever the index says, and ``forget`` lists.
+    Objects that other processes write count from their first read here. Another process may finish writing
+    an entry after it was forgotten here, so what was forgotten is a miss until this process writes it again.
 
     Parameters
     ----------
@@ -29,12 +31,12 @@ class FsspecBackend:
     root : str
         A folder of it, without protocol.
     budget : int
+        Bytes of the objects in the index.
     quotas : mapping of str to int
+        Bytes that single namespaces may take; ``*`` stands for every other one.
     patience : float
         Seconds that a write waits for another one to end.
     """
-
-    hears = True
 
     def __init__(
         self, fs: AbstractFileSystem, root: str, budget: int, quotas: Mapping[str, int], patience: float
@@ -44,24 +46,25 @@ class FsspecBackend:
         self._quotas = {hashed(name): quota for name, quota in quotas.items() if name != "*"}
         self._other_quota = quotas.get("*")
         self._index: Ranking[str] = Ranking(Lru(), groups=True)
-        self._locks = PerProcess(Lock)  # around the bookkeeping, never while waiting for the file system
-        self._changing = PerProcess(Lock)  # around writes and forgets
+        self._lock = Lock()  # around the index, never while waiting for the file system
+        self._changing = Lock()  # around writes and forgets
         self._listed = False
+        self._forgets = ForgetEpochs()
+        self._written: dict[str, int] = {}  # name → epoch of the last write here
 
     def load(self, key: KVKey) -> bytes | None:
         name = name_of(key)
+        if self._hidden(key):
+            return None
         try:
             blob = self._objects.read(name)
         except FileNotFoundError:
             self._gone(name)
             return None
-        with self._locks.get():
+        with self._lock:
             if name in self._index:
                 self._index.touch(name)
-                return blob
-        # Another process wrote it. It counts from now on, unless that costs somebody else's place.
-        with self._locks.get():
-            if self._index.nbytes + len(blob) <= self._budget:
+            elif self._index.nbytes + len(blob) <= self._budget:  # another process's, if there is room
                 self._add(name, len(blob))
         return blob
 
@@ -78,7 +81,8 @@ class FsspecBackend:
                 if name not in self._index:
                     self._remove_or_count(name, len(blob))
                 raise
-            with self._locks.get():
+            self._wrote(name)
+            with self._lock:
                 self._add(name, len(blob))
             return Saved(True, evicted + self._make_room(name, len(blob)))  # reads may have added some
 
@@ -86,30 +90,25 @@ class FsspecBackend:
         self._discard(name_of(key))
 
     def exists(self, key: KVKey) -> bool:
-        return self._objects.exists(name_of(key))
+        return not self._hidden(key) and self._objects.exists(name_of(key))
 
-    def forget(
-        self,
-        namespace: str,
-        chunk_ids: frozenset[str] | None,
-        dropped: set[str],
-        awaits: Writes = frozenset(),
-    ) -> None:
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
         def removed(name: str) -> None:
             self._gone(name)
             dropped.add(name.partition("/")[2])
 
         with self._alone():
+            self._forgets.add(namespace, chunk_ids)
             self._objects.remove_all(self._objects.concerned(namespace, chunk_ids), removed)
 
     def usage(self) -> Usage:
         if not self._listed:
             self.open()
-        with self._locks.get():
+        with self._lock:
             return Usage(len(self._index), self._index.nbytes)
 
     def open(self) -> int:
-        """List what is there, drop what exceeds the budget and what dead writers left; returns how many."""
+        """List what is there and delete what exceeds the budget; returns how many."""
         with self._alone():
             return self._list()
 
@@ -118,13 +117,21 @@ class FsspecBackend:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        changing = self._changing.get()
-        if not changing.acquire(timeout=self._patience):
+        if not self._changing.acquire(timeout=self._patience):
             raise TimeoutError("an earlier write has not ended")
         try:
             yield
         finally:
-            changing.release()
+            self._changing.release()
+
+    def _hidden(self, key: KVKey) -> bool:
+        """Whether the entry was forgotten after this process last wrote it."""
+        return self._forgets.forgot(key, self._written.get(name_of(key), 0))
+
+    def _wrote(self, name: str) -> None:
+        self._written[name] = self._forgets.now()
+        if len(self._written) > _MOST_WRITTEN:
+            self._written.pop(next(iter(self._written)), None)
 
     def _make_room(self, name: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
@@ -133,41 +140,38 @@ class FsspecBackend:
             try:
                 self._discard(victim)  # it counts until the object has gone
             except BaseException:
-                with self._locks.get():
-                    self._index.touch(victim)  # one that cannot be deleted is not asked for every time
+                with self._lock:
+                    self._index.touch(victim)  # one that cannot be deleted is not tried every time
                 raise
             evicted += 1
         return evicted
 
     def _victim(self, name: str, nbytes: int) -> str | None:
-        """Who has to leave next for ``nbytes`` under ``name``; None once they fit."""
-        group = group_of(name)
+        """The next entry to evict for ``nbytes`` under ``name``; None once they fit."""
+        group = _group_of(name)
         quota = self._quotas.get(group, self._other_quota)
-        with self._locks.get():
+        with self._lock:
             self._index.touch(name)  # now last in line: what it has now is not evicted for itself
             own = self._index.size(name) if name in self._index else 0
             if quota and self._index.nbytes_of(group) - own + nbytes > quota:
-                victim = self._index.lowest(group)
-            elif self._index.nbytes - own + nbytes > self._budget:
-                victim = self._index.lowest()
-            else:
-                return None
-        assert victim is not None, "an entry within its limits never has to leave for itself"
-        return victim
+                return self._index.lowest(group)
+            if self._index.nbytes - own + nbytes > self._budget:
+                return self._index.lowest()
+            return None
 
     def _add(self, name: str, nbytes: int) -> None:
-        self._index.add(name, nbytes, group=group_of(name))
+        self._index.add(name, nbytes, group=_group_of(name))
 
     def _gone(self, name: str) -> None:
-        with self._locks.get():
+        with self._lock:
             self._index.remove(name)
 
     def _remove_or_count(self, name: str, nbytes: int) -> None:
-        """After a failed write: an object that nobody accounts for would escape the budget."""
+        """Undo a failed write: an object outside of the index would escape the budget."""
         try:
             self._objects.remove(name)
         except Exception:
-            with self._locks.get():
+            with self._lock:
                 self._add(name, nbytes)
 
     def _discard(self, name: str) -> None:
@@ -175,12 +179,17 @@ class FsspecBackend:
         self._gone(name)
 
     def _list(self) -> int:
-        """Take in what earlier runs left, oldest first; once."""
+        """Add what earlier runs left, oldest first; once."""
         if self._listed:
             return 0
         found = self._objects.listing()
-        with self._locks.get():
+        with self._lock:
             for name, nbytes in found.items():
                 self._add(name, nbytes)
-        self._listed = True  # also if not all of what is too much can be deleted: the next write goes on
+        self._listed = True  # also if not all that is too much can be deleted: the next write goes on
         return self._make_room("", 0)
+
+
+def _group_of(name: str) -> str:
+    """The hash of the namespace that an object belongs to."""
+    return name.partition("/")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections import OrderedDict
@@ -18,25 +17,23 @@ from fsspec.spec import AbstractFileSystem
 from ragcachekit.store.base import concerns
 from ragcachekit.store.entry_bytes import key_in
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.process import PerProcess
 from ragcachekit.store.remote_base import Left, hashed
 from ragcachekit.store.seal import OVERHEAD, body
 from ragcachekit.types import KVKey
 
 _ENDING = ".kv"
 _TEMP = "tmp"
-_MARK = "books.id"
 _BEGINNING = 64 << 10  # bytes that hold most headers
-_ABANDONED = 3600.0  # seconds after which a temporary file has no writer any more
+_ABANDONED = 3600.0  # seconds after which the writer of a temporary file counts as dead
 _KNOWN = 1 << 16  # keys that are remembered; of other objects, forgetting reads the header
-_HOPELESS = 8  # objects that cannot be deleted, one after the other, before the rest is not tried
+_HOPELESS = 8  # failed deletions in a row before the rest is not tried
 
 
 class Objects:
     """One immutable object per entry, ``{root}/{hash of the namespace}/{digest}.kv``.
 
-    Named ``{hash of the namespace}/{digest}`` here. Whoever deletes, forgets or lists sees what is there,
-    whoever wrote it.
+    Its name here is ``{hash of the namespace}/{digest}``. Listing, deleting and forgetting include objects
+    that other processes wrote.
 
     Parameters
     ----------
@@ -46,11 +43,12 @@ class Objects:
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
-        self._fs, self.root = fs, root.rstrip("/")
+        self._fs, self._root = fs, root.rstrip("/")
+        self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         # File systems with a rename of their own show half-written files; object stores do neither.
-        self.renames = type(fs).mv is not AbstractFileSystem.mv
+        self._renames = type(fs).mv is not AbstractFileSystem.mv
         self._keys: OrderedDict[str, KVKey] = OrderedDict()
-        self._locks = PerProcess(Lock)  # around the keys, never while waiting for the file system
+        self._lock = Lock()  # around the keys, never while waiting for the file system
 
     def read(self, name: str) -> bytes:
         """The object; FileNotFoundError if there is none."""
@@ -58,27 +56,31 @@ class Objects:
         return blob
 
     def write(self, key: KVKey, blob: memoryview) -> None:
-        """Write the object of ``key`` in place of the one that is there, whole where the system renames."""
-        # Files take the buffer as it is; who sends requests may not, and copies before it sends.
-        self._put(self._path(name_of(key)), blob if "file" in _protocols(self._fs) else bytes(blob))
+        """Replace the object of ``key``; atomically where the file system has a rename."""
+        path = self._path(name_of(key))
+        if self._renames:
+            # Files take the buffer as it is; who sends requests may not, and copies before it sends.
+            self._rename_into(path, blob if self._local else bytes(blob))
+        else:
+            self._fs.pipe_file(path, bytes(blob))
         self._remember(name_of(key), key)
 
     def remove(self, name: str) -> None:
         """Delete the object, if it is there."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        with self._locks.get():
+        with self._lock:
             self._keys.pop(name, None)
 
     def remove_all(self, names: Iterable[str], removed: Callable[[str], object]) -> None:
-        """Delete objects, telling each that went.
+        """Delete objects, and call ``removed`` with each that is gone.
 
         Raises
         ------
         Left
             At the end, if some could not be deleted.
         Exception
-            What the file system raises, if it is so for eight in a row.
+            The file system's, after eight failures in a row.
         """
         left: Exception | None = None
         row = 0
@@ -106,21 +108,21 @@ class Objects:
                 yield name
 
     def listing(self, group: str = "") -> dict[str, int]:
-        """Name → size of every object, of one namespace where its hash is given, the last written last.
+        """Name → size of every object (of the namespace with that hash), the last written last.
 
-        Temporary files of writers that are long dead go.
+        Temporary files of dead writers are deleted.
         """
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(f"{self.root}/{group}" if group else self.root, detail=True)
+            found = self._fs.find(f"{self._root}/{group}" if group else self._root, detail=True)
         except FileNotFoundError:
             return {}
         finally:
             self._fs.invalidate_cache()  # or `exists` would answer from this listing for ever
         rows = []
         for path, info in found.items():
-            # Exactly as deep as our own: the root may be a folder that others use as well.
-            folder, _, file = path.removeprefix(self.root).strip("/").partition("/")
+            # Exactly as deep as our own: others may use the folder as well.
+            folder, _, file = path.removeprefix(self._root).strip("/").partition("/")
             if file.endswith(_ENDING) and "/" not in file:
                 rows.append((_written(info), f"{folder}/{file.removesuffix(_ENDING)}", int(info["size"])))
             elif folder == _TEMP and file and _written(info) < time.time() - _ABANDONED:
@@ -128,35 +130,15 @@ class Objects:
                     self._fs.rm_file(path)
         return {name: nbytes for _, name, nbytes in sorted(rows)}
 
-    def mark(self) -> str | None:
-        """What tells this folder from all others, however it is reached; None if it has no (whole) mark."""
-        try:
-            text = self._fs.cat_file(f"{self.root}/{_MARK}").decode("ascii", "replace")
-        except FileNotFoundError:
-            return None
-        return text if re.fullmatch("[0-9a-f]{32}", text) else None
-
-    def make_mark(self) -> str:
-        """Mark the folder, unless another process was quicker; the mark that it has now."""
-        path, mark = f"{self.root}/{_MARK}", secrets.token_hex(16)
-        if "file" in _protocols(self._fs) and self._made(path, mark):
-            return mark
-        there = self.mark()
-        if there is None:  # none, or the half of one
-            self._put(path, mark.encode())
-            there = self.mark()
-        return there or mark
-
     def _path(self, name: str) -> str:
-        return f"{self.root}/{name}{_ENDING}"
+        return f"{self._root}/{name}{_ENDING}"
 
-    def _put(self, path: str, blob: bytes | memoryview) -> None:
-        if not self.renames:
-            self._fs.pipe_file(path, blob)
-            return
-        temp = f"{self.root}/{_TEMP}/{secrets.token_hex(16)}"
+    def _rename_into(self, path: str, blob: bytes | memoryview) -> None:
+        temp = f"{self._root}/{_TEMP}/{secrets.token_hex(16)}"
+        if self._local:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)  # text can be recovered from KV
         for file in (temp, path):
-            self._make_folder(file.rpartition("/")[0])
+            self._fs.makedirs(file.rpartition("/")[0], exist_ok=True)
         try:
             self._fs.pipe_file(temp, blob)
             self._fs.mv(temp, path)
@@ -165,41 +147,19 @@ class Objects:
                 self._fs.rm_file(temp)
             raise
 
-    def _made(self, path: str, text: str) -> bool:
-        """Make a file whole and only if there is none; False if there is, or the file system cannot."""
-        temp = f"{self.root}/{_TEMP}/{secrets.token_hex(16)}"
-        self._make_folder(temp.rpartition("/")[0])
-        try:
-            self._fs.pipe_file(temp, text.encode())
-            os.link(temp, path)
-        except OSError:
-            return False
-        finally:
-            with suppress(OSError):
-                os.unlink(temp)
-        return True
-
     def _remember(self, name: str, key: KVKey) -> None:
-        with self._locks.get():
+        with self._lock:
             self._keys[name] = key
             self._keys.move_to_end(name)
             if len(self._keys) > _KNOWN:
                 self._keys.popitem(last=False)
 
-    def _make_folder(self, path: str) -> None:
-        if "file" in _protocols(self._fs):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)  # KV says what the documents say
-        self._fs.makedirs(path, exist_ok=True)
-
     def _concerned(self, name: str, nbytes: int, namespace: str, chunk_ids: frozenset[str]) -> bool:
-        """Whether the object is to be forgotten; one that cannot be read as an entry is nobody's loss."""
-        with self._locks.get():
-            key = self._keys.get(name)
+        """Whether the object is to be forgotten; True for one that cannot be read as an entry."""
         try:
-            try:
-                key = key or self._key_of(name, nbytes)
-            except OSError:
-                key = self._key_of(name, nbytes)
+            with self._lock:
+                key = self._keys.get(name)
+            key = key or self._key_of(name, nbytes)
         except FileNotFoundError:
             return False
         except Exception:  # it may be about anything
@@ -208,7 +168,7 @@ class Objects:
         return concerns(key, namespace, chunk_ids)
 
     def _key_of(self, name: str, nbytes: int) -> KVKey:
-        """What the object says of itself. Its seal is not checked: if this is a lie, it is never served."""
+        """The key in the object's header. Its seal is not checked: if this is a lie, it is never served."""
         path = self._path(name)
         beginning = memoryview(self._fs.cat_file(path, start=0, end=min(nbytes, _BEGINNING)))
         key = key_in(body(beginning), nbytes - OVERHEAD)
@@ -220,17 +180,8 @@ class Objects:
 
 
 def name_of(key: KVKey) -> str:
-    """What the object of ``key`` is named."""
+    """The name of the object of ``key``."""
     return f"{hashed(key.namespace)}/{key.digest()}"
-
-
-def group_of(name: str) -> str:
-    """The hash of the namespace that an object belongs to."""
-    return name.partition("/")[0]
-
-
-def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 def _written(info: Mapping[str, Any]) -> float:

@@ -1,36 +1,30 @@
-"""Operations on something that may hang: a deadline for each, and an end to asking after failures.
+"""Operations on a service that may hang: a deadline for each, a bound on hanging threads, a circuit breaker.
 
-Threads of our own rather than a thread pool of the standard library: that one waits at the end of the
-process for every thread, and a thread that hangs in a dead file system never ends.
+Daemon threads rather than ``concurrent.futures.ThreadPoolExecutor``: at exit that one joins all its threads,
+and a thread that hangs in a dead file system never ends.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread, current_thread
+from threading import Thread
 from typing import Any, TypeVar
 
 from ragcachekit.store.breaker import Breaker
 from ragcachekit.store.condition import Condition
 from ragcachekit.store.patience import patience
-from ragcachekit.store.process import PerProcess
 
 _log = logging.getLogger(__name__)
-
-IDLE_SECONDS = 0.5
-"""How long a thread waits for more before it ends: a store that is dropped may never have been closed."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GuardStats:
-    """What a guard has seen.
+    """Counts of a guard since it was made.
 
     Attributes
     ----------
@@ -39,12 +33,11 @@ class GuardStats:
     timeouts, errors : int
         How many of them took too long, or raised.
     refused : int
-        How many were not tried, because the breaker was open, every thread hung, or the plan that asked
-        had waited enough.
+        How many were not tried: the breaker was open, every thread hung, or the plan had waited enough.
     opened : int
         Times that the breaker opened.
     stuck : int
-        Threads that still wait for an operation that was given up.
+        Threads that still hang in an operation whose caller has given up.
     is_open : bool
         Whether operations are refused at present.
     """
@@ -58,40 +51,33 @@ class GuardStats:
     is_open: bool
 
 
-class _Job:
-    """An operation and what became of it. Guarded by the guard's condition.
+@dataclass(eq=False)
+class _Call:
+    """One operation. ``begun`` and ``done`` are set by its thread, ``given_up`` by its caller."""
 
-    Not a :class:`concurrent.futures.Future`, whose locks an interrupt may leave locked.
-    """
-
-    def __init__(
-        self, operation: Callable[[], Any], then: Callable[[BaseException | None], object] | None = None
-    ) -> None:
-        self.operation, self.then = operation, then
-        self.begun = self.done = self.given_up = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+    operation: Callable[[], Any]
+    begun: bool = False
+    done: bool = False
+    given_up: bool = False
+    result: Any = None
+    error: BaseException | None = None
 
 
 class Guard:
-    """Runs operations in a few daemon threads, there while needed, and answers in time, whatever they do.
-
-    An operation that is late is given up, not stopped: its thread goes on, and is replaced as long as
-    there are no more than ``spares`` such threads. After that everything is refused at once. Operations
-    therefore have to bear that nobody waits for them any more.
+    """Runs each operation in a thread of its own and waits for it until a deadline. Thread safe.
 
     Parameters
     ----------
     name : str
-        For the log.
+        Of the tier, for the log.
     deadline : float
         Seconds that :meth:`run` waits for an operation; > 0.
     failures, cooldown, clock
         As in :class:`~ragcachekit.store.breaker.Breaker`.
     workers : int
-        Operations that run at the same time.
+        Operations that run at the same time; others wait, within their deadline.
     spares : int
-        Threads that may hang beyond those.
+        Threads that may hang beyond those. When all hang, operations are refused at once.
     """
 
     def __init__(
@@ -108,196 +94,112 @@ class Guard:
         if not deadline > 0:
             raise ValueError(f"the deadline must be > 0 seconds, got {deadline}")
         self.deadline = deadline
-        self._name = name
-        self._workers, self._spares = workers, spares
-        self._breakers = PerProcess(lambda: Breaker(failures, cooldown, clock))
+        self._name, self._workers, self._threads = name, workers, workers + spares
+        self._breaker = Breaker(failures, cooldown, clock)
+        self._changed = Condition()
+        self._calls: set[_Call] = set()  # those that have a thread
         self._counts = {"calls": 0, "timeouts": 0, "errors": 0, "refused": 0}
-        self._closed = self._warned = False
-        self._start()
+        self._closed = False
 
     def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
-        """What ``operation`` returns, or ``default`` if it raises, is late, or is not worth trying."""
-        self._own()
+        """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
         self._count("calls")
-        # Not a success unless it returns: an interrupt while waiting must not leave a trial open for ever.
-        failure: str | None = "interrupted"
-        result = default
+        if self._closed or not self._breaker.allow():
+            self._count("refused")
+            return default
+        failure, result = "interrupted", default  # not a success unless it returns
         try:
-            if self._closed or not self._breaker.allow():
-                failure = None
-                self._count("refused")
-            else:
-                failure, result = self._outcome(operation, default, deadline or self.deadline)
+            failure, result = self._outcome(operation, default, deadline or self.deadline)
         finally:
-            if failure is not None:
-                self._record(failure)
+            if self._breaker.record(not failure):
+                _log.warning("%s tier: not used for a while after too many failures: %s", self._name, failure)
         return result
 
     def look(self, operation: Callable[[], T], default: T) -> T:
-        """As :meth:`run`, and not tried if the plan that asks has waited enough here."""
+        """As :meth:`run`, but refused if the plan that asks has waited enough for this service."""
         plan = patience()
         if plan is None:
             return self.run(operation, default)
         if not plan.lasts(self, self.deadline):
-            self._own()
             self._count("calls")
             self._count("refused")
             return default
         with plan.spending(self):
             return self.run(operation, default)
 
-    def post(self, operation: Callable[[], object]) -> bool:
-        """Run ``operation`` behind the caller's back; False if it is not worth trying.
-
-        It has to end by itself (give its sockets time-outs): nobody gives it up. What it raises is a
-        failure like any other; after failures in a row others than it try first.
-        """
-        self._own()
-        self._count("calls")
-        if self._closed or self._breaker.is_open or not self._submit(_Job(operation, self._posted)):
-            self._count("refused")
-            return False
-        return True
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`run` would try an operation now."""
-        return not self._closed and self._breaker.ready
-
     def stats(self) -> GuardStats:
-        """Counts since it was made."""
-        self._own()
-        with self._ready:
+        """Counts so far."""
+        with self._changed:
             return GuardStats(
-                **self._counts, opened=self._breaker.opened, stuck=self._stuck, is_open=self._breaker.is_open
+                **self._counts,
+                opened=self._breaker.opened,
+                stuck=sum(call.given_up for call in self._calls),
+                is_open=self._breaker.is_open,
             )
 
     def close(self) -> None:
-        """Let idle threads end; further operations are refused."""
+        """Refuse further operations."""
         self._closed = True
-        self._own()
-        with self._ready:
-            self._ready.notify_all()
-
-    @property
-    def _breaker(self) -> Breaker:
-        return self._breakers.get()
-
-    def _own(self) -> None:
-        """A fork took the threads away, and perhaps left the lock held: begin anew."""
-        if self._pid != os.getpid():
-            self._start()
-
-    def _start(self) -> None:
-        self._ready = Condition()
-        self._jobs: deque[_Job] = deque()
-        self._threads: set[Thread] = set()
-        self._idle = self._stuck = 0
-        self._pid = os.getpid()  # last: whoever sees it finds the rest
 
     def _count(self, event: str) -> None:
-        with self._ready:
+        with self._changed:
             self._counts[event] += 1
 
     def _outcome(self, operation: Callable[[], T], default: T, deadline: float) -> tuple[str, T]:
         """Why it failed (empty: it did not), and what to return."""
-        job = _Job(operation)
-        try:
-            if not self._submit(job):
-                self._count("refused")
-                return "every thread hangs", default
-            self._ready.wait_for(lambda: job.done, deadline)
-        finally:
-            late = self._give_up(job)
-        if late:
+        call = _Call(operation)
+        hopeless = self._wait_for(call, deadline)
+        if hopeless:
+            self._count("refused")
+            return hopeless, default
+        if call.given_up:
             self._count("timeouts")
             return f"no answer within {deadline:g} s", default
-        if job.error is None:
-            return "", job.result
-        self._count("errors")
-        return f"{type(job.error).__name__}: {job.error}", default
-
-    def _record(self, failure: str) -> None:
-        if self._breaker.record(not failure):
-            _log.warning("%s tier: left alone for a while after too many failures: %s", self._name, failure)
-
-    def _posted(self, error: BaseException | None) -> None:
-        if error is not None:
+        if call.error is not None:
             self._count("errors")
-        self._record("" if error is None else f"{type(error).__name__}: {error}")
+            return f"{type(call.error).__name__}: {call.error}", default
+        return "", call.result
 
-    def _submit(self, job: _Job) -> bool:
-        """Have it run; False if every thread hangs."""
-        with self._ready:
-            if self._idle <= len(self._jobs):
-                self._add_thread()
-            if len(self._threads) == self._stuck:
-                return False
-            self._jobs.append(job)
-            self._ready.notify_all()
-        return True
-
-    def _add_thread(self) -> None:
-        threads = len(self._threads)
-        if threads - self._stuck >= self._workers or threads >= self._workers + self._spares:
-            return
-        thread = Thread(target=self._work, args=(self._ready,), name=f"ragcachekit-{self._name}", daemon=True)
+    def _wait_for(self, call: _Call, deadline: float) -> str:
+        """Run a call and wait until it is done or late; why it could not be run, if so."""
+        end = time.monotonic() + deadline
         try:
-            self._threads.add(thread)
-            thread.start()
+            if self._changed.wait_for(lambda: self._admit(call), deadline):
+                if call not in self._calls:
+                    return "every thread hangs"
+                name = f"ragcachekit-{self._name}"
+                Thread(target=self._work, args=(call,), name=name, daemon=True).start()
+                self._changed.wait_for(lambda: call.done, end - time.monotonic())
+            return ""
         except RuntimeError as error:
-            self._threads.discard(thread)
-            _log.warning("%s tier: no thread to be had: %s", self._name, error)
-        except BaseException:  # interrupted: if it runs all the same, it adds itself
-            self._threads.discard(thread)
-            raise
+            return f"no thread: {error}"
+        finally:
+            with self._changed:  # as its thread does: a call is either done or given up
+                call.given_up = not call.done
+                if not call.begun:
+                    self._calls.discard(call)
+                self._changed.notify_all()  # there may be a place for another one
 
-    def _give_up(self, job: _Job) -> bool:
-        """Stop waiting for a job; False if it is done."""
-        with self._ready:
-            if job.done or job.given_up:
-                return not job.done
-            job.given_up = True
-            self._stuck += job.begun  # one that waits in the queue costs no thread
-            return True
+    def _admit(self, call: _Call) -> bool:
+        """Give a call a thread's place; False if it is worth waiting for one (not if all threads hang)."""
+        running = sum(not other.given_up for other in self._calls)
+        if len(self._calls) == self._threads:
+            return not running
+        if running < self._workers:
+            self._calls.add(call)
+        return running < self._workers
 
-    def _work(self, ready: Condition) -> None:
-        while (job := self._next(ready)) is not None:
-            self._finish(job, ready)
-            del job  # it may hold the last reference to a store: not while waiting
-
-    def _next(self, ready: Condition) -> _Job | None:
-        """The next job for the thread that asks; None if it is to end."""
-        me = current_thread()
-        while True:
-            with ready:
-                self._threads.add(me)
-                # Asked before waiting, not after: a thread that was woken for a job has to take it.
-                if len(self._threads) - self._stuck > self._workers:
-                    self._threads.discard(me)
-                    return None
-                self._idle += 1
-            woken = ready.wait_for(lambda: self._jobs or self._closed, IDLE_SECONDS)
-            with ready:
-                self._idle -= 1
-                while self._jobs and not self._closed:
-                    job = self._jobs.popleft()
-                    if not job.given_up:
-                        job.begun = True
-                        return job
-                if self._closed or not woken:
-                    self._threads.discard(me)
-                    return None
-
-    def _finish(self, job: _Job, ready: Condition) -> None:
-        result, raised = None, None
+    def _work(self, call: _Call) -> None:
+        with self._changed:
+            call.begun = True
+            if call.given_up:
+                return
+        result, error = None, None
         try:
-            result = job.operation()
-        except BaseException as error:
-            raised = error
-        with ready:  # whoever gives a job up holds this too, so that it is either done or given up
-            self._stuck -= job.given_up
-            job.result, job.error, job.done = result, raised, True
-            ready.notify_all()
-        if job.then is not None:
-            job.then(raised)
+            result = call.operation()
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            call.result, call.error, call.done = result, error, True
+            self._calls.discard(call)
+            self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""How long one plan waits for the services behind its store, all of its look-ups together."""
+"""How long the look-ups of one plan may wait for each remote service, all together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PLAN_DEADLINES = 3
-"""Deadlines of a service that one plan's look-ups may take there."""
+"""Deadlines of a service that the look-ups of one plan may take there."""
 
-# Not an argument of `open`: every store would have to hand it on, and only what waits needs it.
-_held: ContextVar[Patience | None] = ContextVar("ragcachekit_patience", default=None)
+# Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
+_current: ContextVar[Patience | None] = ContextVar("ragcachekit_patience", default=None)
 
 
 class Patience:
@@ -20,7 +20,7 @@ class Patience:
     Parameters
     ----------
     clock : callable
-        Seconds that only grow.
+        Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,20 +29,20 @@ class Patience:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What this thread looks up inside counts."""
-        token = _held.set(self)
+        """Count what this thread looks up inside the ``with`` block."""
+        token = _current.set(self)
         try:
             yield
         finally:
-            _held.reset(token)
+            _current.reset(token)
 
     def lasts(self, service: object, deadline: float) -> bool:
-        """Whether another look-up with this deadline ends in time, whatever it does."""
+        """Whether a whole deadline is left for another look-up."""
         return self._spent.get(service, 0.0) <= (PLAN_DEADLINES - 1) * deadline
 
     @contextmanager
     def spending(self, service: object) -> Iterator[None]:
-        """Count what a look-up takes."""
+        """Count the time of one look-up."""
         begun = self._clock()
         try:
             yield
@@ -51,5 +51,5 @@ class Patience:
 
 
 def patience() -> Patience | None:
-    """That of the plan which this thread is making; None outside of plans."""
-    return _held.get()
+    """The budget of the plan that this thread is making; None outside of plans."""
+    return _current.get()

@@ -1,10 +1,9 @@
-"""What the Redis server does in one step each (Lua, atomic): no crash or race leaves sums wrong.
+"""Atomic Lua scripts of the Redis tier: no crash or race leaves the sums wrong.
 
-One hash ``info`` knows of each entry its namespace, size and the ids it holds traces of; from it follow
-the order of use (sorted sets over all and per namespace), the sums of sizes and the sets of entries per
-id. Namespaces and ids are hashed, so that they are single words. ``gen`` holds a token per namespace that
-every forget changes: a write that was sent before a forget and arrives after it (a hung server still
-works off what its socket holds) brings an outdated token and is refused.
+The hash ``info`` holds namespace, size and chunk ids of each entry. Derived from it are the order of use
+(sorted sets, over all and per namespace), the sums of sizes, and the sets of entries per id. Namespaces and
+ids are hashed, so that they are single words. ``gen`` holds a token per namespace that every forget changes:
+a write that was sent before a forget and arrives after it brings an outdated token and is refused.
 
 All keys share one hash tag, so that a cluster keeps them in one slot.
 """
@@ -96,7 +95,7 @@ drop(ARGV[1])
 return 0
 """
 )
-"""ARGV: digest. 1 if the entry is whole; else what is left of it goes: its forget would not be known."""
+"""ARGV: digest. 1 if the entry is whole; else its rest is dropped: no forget would find it."""
 
 DROP = _COMMON + "drop(ARGV[1])"
 """ARGV: digest."""
@@ -122,4 +121,4 @@ for _, digest in ipairs(found) do drop(digest) end
 return found
 """
 )
-"""ARGV: namespace, new token, most at once, ids (none: all). Returns digests; again until there is none."""
+"""ARGV: namespace, new token, most at once, ids (none: all). Returns digests; repeat until there is none."""

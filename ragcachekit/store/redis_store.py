@@ -11,23 +11,23 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.guard import Guard
 from ragcachekit.store.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
-from ragcachekit.store.remote_base import Saved, Usage, Writes, hashed
+from ragcachekit.store.remote_base import Saved, Usage, hashed
 from ragcachekit.store.remote_store import RemoteStore
 from ragcachekit.store.seal import Seal
 from ragcachekit.types import KVKey
 
 DEFAULT_ENTRY_BYTES = 1 << 20
 _LARGEST = 256 << 20  # Redis takes strings of up to 512 MB
-_READ = 1 << 20  # a megabyte in one piece comes ten times as fast as in redis-py's 64 KiB
+_READ = 1 << 20  # reading a megabyte at once is ten times as fast as redis-py's 64 KiB
 _AT_ONCE = 500  # entries per forgetting step: other clients wait that long
 
 
 class RedisStore(RemoteStore):
     """Chunk KV in a Redis or Valkey server, within a byte budget that all processes share.
 
-    The server evicts nothing by itself (``maxmemory-policy noeviction``, the default of Redis) and has
-    room for the budget, the keys (some hundred bytes per entry) and the one entry being written. Opening
-    does not fail if the server is down: until it answers, everything is a miss.
+    The server must not evict by itself (``maxmemory-policy noeviction``, the default of Redis). It needs
+    memory for the budget, some hundred bytes per entry, and the entry being written. If the server is down,
+    opening succeeds and everything is a miss.
 
     Parameters
     ----------
@@ -46,8 +46,7 @@ class RedisStore(RemoteStore):
     quotas : mapping of str to int
         Bytes that single namespaces may take; ``*`` stands for every other one.
     failures, cooldown, clock
-        After how many failures in a row (or twice as many among the last four times as many) the server is
-        left alone, and for how many seconds.
+        As in :class:`~ragcachekit.store.breaker.Breaker`.
 
     Raises
     ------
@@ -85,9 +84,7 @@ class RedisStore(RemoteStore):
 
 
 class RedisBackend:
-    """Names, sizes, order of use and entries, all on the server."""
-
-    hears = True
+    """Entries, their sizes and the order of use, all on the server."""
 
     def __init__(
         self, url: str, prefix: str, budget: int, quotas: Mapping[str, int], deadline: float
@@ -101,7 +98,7 @@ class RedisBackend:
         digest = key.digest()
         both = self._client.pipeline(transaction=False)
         both.get(self._blob(digest))
-        # The script's text each time, not its hash: a kilobyte more, and a restarted server knows it.
+        # The script's text each time, not its hash, which a restarted server does not know.
         both.eval(TOUCH, 1, self._root, digest)
         blob, known = both.execute()
         return blob if known else None
@@ -112,7 +109,7 @@ class RedisBackend:
         ids = sorted({hashed(name) for name in (key.chunk_id, *key.context)})
         token = self._tokens.get(namespace, "")
         for _ in range(2):
-            # Asked after the token was learnt: if that is the one of a later forget, this says no.
+            # Asked after the token was read: if it is that of a later forget, this is False.
             if not wanted():
                 break
             reply = self._eval(SAVE, key.digest(), namespace, token, blob, self._budget, quota, *ids)
@@ -127,13 +124,7 @@ class RedisBackend:
     def exists(self, key: KVKey) -> bool:
         return bool(self._client.exists(self._blob(key.digest())))
 
-    def forget(
-        self,
-        namespace: str,
-        chunk_ids: frozenset[str] | None,
-        dropped: set[str],
-        awaits: Writes = frozenset(),
-    ) -> None:
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
         if chunk_ids is not None and not chunk_ids:
             return
         ids = sorted(hashed(name) for name in chunk_ids or ())
@@ -163,7 +154,7 @@ class RedisBackend:
 
 
 def connect(url: str, deadline: float) -> Any:
-    """A client whose every wait ends after ``deadline`` seconds; nothing is asked yet."""
+    """A client whose every wait ends after ``deadline`` seconds; it does not connect yet."""
     try:
         import redis
         from redis.backoff import NoBackoff

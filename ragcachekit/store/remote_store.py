@@ -1,4 +1,4 @@
-"""A tier on a service that may be slow, dead or hostile: sealed entries, deadlines, forgetting that lasts."""
+"""A tier on a service that may be slow, dead or hostile: sealed entries, deadlines, forgets that last."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from ragcachekit.store.entry_bytes import from_bytes, to_bytes
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.entry_layout import storable
 from ragcachekit.store.guard import Guard, GuardStats
-from ragcachekit.store.pending import Forget, PendingForgets
-from ragcachekit.store.process import PerProcess
-from ragcachekit.store.remote_base import Backend, Left, NotHeard, Saved, Usage
+from ragcachekit.store.pending import PendingForgets
+from ragcachekit.store.remote_base import Backend, Left, Saved, Usage
 from ragcachekit.store.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
 PATIENCE = 10
-"""Deadlines that ``forget`` waits for: no answer is waiting for it."""
+"""Deadlines that ``forget`` and opening may take: no answer waits for them."""
 
 _MOST_REMEMBERED = 10_000
 AGAIN_SECONDS = 1.0
-"""How often operations on other entries tell a service that is well what it could not forget."""
+"""How often operations on other entries retry deletions that a working service refused."""
 
 
 class RemoteStore:
     """Sealed chunk KV on a :class:`~ragcachekit.store.remote_base.Backend`, behind a guard.
 
     A method returns within the guard's deadline (``forget``: ten of them), with a miss, False or nothing
-    if the service does not answer. What was forgotten while it did not answer is remembered: this store
-    neither reads nor writes such entries, and forgets them there when it answers again.
+    if the service does not answer. A forget that the service has not confirmed stays pending: this store
+    neither reads nor writes such entries, and every operation first tries to delete them there.
 
     Parameters
     ----------
@@ -67,34 +66,33 @@ class RemoteStore:
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
-        self._locks, self._settlings = PerProcess(Lock), PerProcess(Lock)
         self._pending = PendingForgets()
-        self._forgets = 0
+        self._telling = Lock()
+        self._dropping: list[str] = []  # namespaces of forgets under way, which count what they drop
+        self._again: dict[str, float] = {}  # namespace → monotonic seconds of the next try
         self._kept: dict[str, None] = {}  # digests of puts that were not refused
-        # Whoever drops a store without closing it leaves no connection open. Not at exit: that may hang.
-        self._end = weakref.finalize(self, _end, guard, backend)
+        # A store that is dropped without close leaves no connection open. Not at exit: that may hang.
+        self._end = weakref.finalize(self, backend.close)
         self._end.atexit = False
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, its seal verified, now the most recently used one, or None."""
-        kv = None
-        if not self._closed:
-            kv = self._guard.look(lambda: self._load(key), None)
-        if kv is None or self._forgotten(key):  # if meanwhile, it is not handed out any more
+        kv = None if self._closed else self._guard.look(lambda: self._load(key), None)
+        if kv is None or self._pending.concern(key):  # forgotten while it was read
             self._counters.count("misses")
             return None
         self._counters.count("hits")
         return Found(kv, self._tier)
 
     def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`: the seal stands over the whole entry, so no layer can be used before the last."""
+        """As :meth:`get`: the seal is over the whole entry, so no layer can be used before the last."""
         return self.get(key, worth)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Seal ``kv`` and keep it, evicting least recently used entries.
 
         False, with all other entries whole, if the entry is too large, the service does not answer in
-        time (what arrives late is deleted again), or it has not yet heard that this was forgotten.
+        time (what arrives late is deleted again), or a forget of it is pending.
 
         Raises
         ------
@@ -103,7 +101,6 @@ class RemoteStore:
         """
         for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
             storable(tensor.dtype)
-        forgets = self._forgets  # before asking whether it is forgotten: no forget slips in between
         if self._closed:
             return False
         limit = min(self._budget, quota_of(self._quotas, key.namespace) or self._budget)
@@ -111,56 +108,48 @@ class RemoteStore:
             self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
         elif self._largest is not None and kv.nbytes > self._largest:
             return False
-        else:
-            awaited = Event()
-            awaited.set()
-            try:
-                saved = self._guard.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
-            finally:
-                awaited.clear()
-            self._counters.count("evictions", saved.evicted)
-            if saved.kept:
-                self._remember(key)
-                return True
+        elif self._put(key, kv, limit):
+            return True
         self._counters.count("failed_writes")
         return False
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`; nobody is handed down."""
+        """As :meth:`put`; evicted entries are not handed down."""
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and self._guard.look(lambda: self._ask(key), False)
+        return not self._closed and self._guard.look(
+            lambda: self._settled(key) and self._backend.exists(key), False
+        )
 
     def discard(self, key: KVKey) -> None:
-        """Have the entry under ``key`` deleted, which nobody could use, and count it as damaged."""
+        """Delete an entry that cannot be used, and count it as damaged."""
         if key in self:
             self._counters.count("damaged")
             self._guard.run(lambda: self._backend.delete(key), None)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
-        if self._closed:
+        dropped: set[str] = set()
+        if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        with self._locks.get():
-            self._forgets += 1
-            forget = self._pending.add(namespace, chunk_ids)
         patience = PATIENCE * self._guard.deadline
+        self._dropping.append(namespace)
         try:
-            self._guard.run(lambda: self._forget(forget, patience), None, patience)
+            self._pending.add(namespace, chunk_ids)
+            self._guard.run(lambda: self._forget(namespace, dropped, patience), None, patience)
         finally:
-            self._pending.leave(forget)
-        if not (forget.done or forget.again):
+            self._dropping.remove(namespace)
+        if namespace in self._pending:
             self._counters.warn_once(
-                "forget", "does not answer; nothing forgotten is read from it, and it will be told later"
+                "forget", "a forget is not done; nothing of it is read here, and it is tried again"
             )
-        return frozenset(forget.dropped)
+        return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries; returns how many went at once.
+        """Drop entries; returns how many went at once, those of earlier forgets of the namespace included.
 
-        If the service does not answer, or another process is still writing in this namespace, the rest
-        goes later (see :attr:`pending_forgets`).
+        What the service does not confirm goes later (see :attr:`pending_forgets`).
         """
         return len(self.drop(namespace, chunk_ids))
 
@@ -178,20 +167,14 @@ class RemoteStore:
 
     @property
     def pending_forgets(self) -> int:
-        """Namespaces with forgets that are not done: the service has not heard of them, something could not
-        be deleted, or a write that they refused has not ended.
-
-        They are lost if this process ends before.
-        """
+        """Namespaces with forgets that the service has not confirmed. They are lost if this process ends."""
         return len(self._pending)
 
     def close(self) -> None:
-        """Let go of connections; further calls are misses."""
+        """Close connections; further calls are misses."""
         self._closed = True
+        self._guard.close()
         self._end()
-
-    def _forgotten(self, key: KVKey) -> bool:
-        return self._pending.concern(key)
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self._backend.load(key) if self._settled(key) else None
@@ -207,6 +190,21 @@ class RemoteStore:
             self._backend.delete(key)
         return None
 
+    def _put(self, key: KVKey, kv: ChunkKV, limit: int) -> bool:
+        # Counted before asking whether the entry is forgotten: no forget slips in between.
+        forgets, awaited = self._pending.count, Event()
+        awaited.set()
+        try:
+            saved = self._guard.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
+        finally:
+            awaited.clear()
+        self._counters.count("evictions", saved.evicted)
+        if saved.kept:
+            self._kept[key.digest()] = None
+            if len(self._kept) > _MOST_REMEMBERED:
+                self._kept.pop(next(iter(self._kept)), None)
+        return saved.kept
+
     def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int, awaited: Event) -> Saved:
         if not self._settled(key):
             return Saved(False)
@@ -215,65 +213,47 @@ class RemoteStore:
             return Saved(False)
         known = key.digest() in self._kept  # what was kept before stays, however late the same comes again
         saved = self._backend.save(
-            key, blob, lambda: (known or awaited.is_set()) and self._forgets == forgets
+            key, blob, lambda: (known or awaited.is_set()) and self._pending.count == forgets
         )
         if saved.kept and not known and not awaited.is_set():  # it came late, and was refused
             self._backend.delete(key)
         return saved
 
-    def _remember(self, key: KVKey) -> None:
-        self._kept[key.digest()] = None
-        if len(self._kept) > _MOST_REMEMBERED:
-            self._kept.pop(next(iter(self._kept)), None)
-
-    def _ask(self, key: KVKey) -> bool:
-        return self._settled(key) and self._backend.exists(key)
-
     def _settled(self, key: KVKey) -> bool:
-        """Tell the service what it has missed; whether it may be asked about ``key`` now."""
-        self._settle(key)
-        return not self._forgotten(key)
+        """Retry pending forgets, unless another thread does; whether ``key`` may be asked for."""
+        if self._pending and self._telling.acquire(blocking=False):
+            try:
+                for namespace in self._pending.namespaces():
+                    self._retry(namespace, key)
+            finally:
+                self._telling.release()
+        return not self._pending.concern(key)
 
-    def _forget(self, forget: Forget, patience: float) -> None:
-        errors = self._settle(None, patience)
-        if errors and not forget.done:
-            raise errors[0]
+    def _retry(self, namespace: str, key: KVKey) -> None:
+        if namespace in self._dropping:
+            return
+        concerned = key.namespace == namespace and self._pending.concern(key)
+        if concerned or time.monotonic() >= self._again.get(namespace, 0.0):
+            try:
+                self._tell(namespace, set())
+            except Exception as error:  # it keeps no other namespace, and is tried again
+                self._counters.warn_once("forget", "a forget is not done: %s", error)
 
-    def _settle(self, key: KVKey | None, patience: float = 0) -> list[Exception]:
-        """Tell the service what to forget before ``key`` is asked for, unless another thread is at it for
-        longer than ``patience``. What cannot be told keeps none of the others; returns why."""
-        errors: list[Exception] = []
-        settling = self._settlings.get()
-        if not self._pending or not settling.acquire(timeout=patience):
-            return errors
+    def _forget(self, namespace: str, dropped: set[str], patience: float) -> None:
+        if not self._telling.acquire(timeout=patience):
+            raise TimeoutError("an earlier forget has not ended")
         try:
-            for forget in self._pending.all():
-                if self._due(forget, key):
-                    try:
-                        self._tell(forget)
-                    except Exception as error:
-                        errors.append(error)
+            self._tell(namespace, dropped)
         finally:
-            settling.release()
-        return errors
+            self._telling.release()
 
-    def _due(self, forget: Forget, key: KVKey | None) -> bool:
-        if forget.swept and not self._backend.hears:
-            return False
-        return forget.again <= time.monotonic() or (key is not None and forget.concerns(key))
-
-    def _tell(self, forget: Forget) -> None:
+    def _tell(self, namespace: str, dropped: set[str]) -> None:
+        chunk_ids, number = self._pending.of(namespace)
         try:
-            with self._pending.telling(forget) as chunk_ids:
-                self._backend.forget(forget.namespace, chunk_ids, forget.dropped, forget.awaits)
-        except NotHeard as unheard:
-            forget.swept, forget.awaits = True, unheard.awaits
-            forget.again = time.monotonic() + AGAIN_SECONDS if unheard.awaits else 0.0
+            self._backend.forget(namespace, chunk_ids, dropped)
         except Left as left:
-            forget.awaits, forget.again = frozenset(), time.monotonic() + AGAIN_SECONDS
-            self._counters.warn_once("left", "not all could be forgotten; it is tried again: %s", left)
-
-
-def _end(guard: Guard, backend: Backend) -> None:
-    guard.close()
-    backend.close()
+            self._again[namespace] = time.monotonic() + AGAIN_SECONDS
+            self._counters.warn_once("left", "could not delete all that was forgotten: %s", left)
+        else:
+            self._pending.confirm(namespace, number)
+            self._again.pop(namespace, None)

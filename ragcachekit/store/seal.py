@@ -1,7 +1,6 @@
-"""What a store that others can write to returns is used only if our key says that we wrote it.
+"""The seal of entries on services that others can write to: HMAC-SHA256 over the entry and its name.
 
-HMAC-SHA256 with a key that never leaves this process, over the entry and the name it was stored under.
-Confidentiality is not what it gives: KV lies in the remote store as it is.
+The key never leaves the deployment's processes. The seal gives no confidentiality.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _HOW = (
 
 
 class OtherKey(EntryDamaged):
-    """The entry was sealed with another key (of another deployment, or before the key was changed)."""
+    """The entry was sealed with the key of another deployment, or an earlier key of this one."""
 
 
 def load_key(source: bytes | str | None) -> bytes:
-    """The key itself: ``source`` if it is bytes, else what the environment variable of that name holds.
+    """The key: ``source`` if it is bytes, else the value of the environment variable of that name.
 
     Raises
     ------
     ValueError
-        If there is no key or it is shorter than 16 bytes. The message says what to do, and never
-        repeats ``source``: it might be the key, given by mistake in place of a name.
+        If there is no key or it is shorter than 16 bytes. The message does not repeat ``source``, which
+        might be the key, given by mistake in place of a name.
     """
     if source is None:
         raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
@@ -67,25 +66,25 @@ class Seal:
 
     def __init__(self, key: bytes | str | None) -> None:
         self._key = load_key(key)
-        # Tells entries of another key from damaged ones, and says nothing about the key.
+        # Distinguishes entries of another key from damaged ones; reveals nothing about the key.
         self._id = hmac.digest(self._key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
 
     def __repr__(self) -> str:
         return f"Seal(id={self._id.hex()})"
 
     def sealed(self, digest: str, parts: Sequence[bytes | memoryview]) -> memoryview:
-        """``parts`` behind their seal, to be stored under ``digest`` and no other name."""
+        """The seal and ``parts`` in one buffer, to be stored under the name ``digest``."""
         head = _MAGIC + self._id + self._mac(digest, parts)
         blob = np.empty(len(head) + sum(len(part) for part in parts), np.uint8)
         at = 0
         for part in (head, *parts):
-            # By numpy, which lets other threads run while it copies; joining bytes does not.
+            # By numpy, which releases the GIL while it copies; joining bytes does not.
             blob[at : at + len(part)] = np.frombuffer(part, np.uint8)
             at += len(part)
         return blob.data
 
     def opened(self, digest: str, blob: bytes | bytearray | memoryview) -> memoryview:
-        """What was sealed into ``blob`` under the name ``digest``.
+        """The entry in ``blob``, verified for the name ``digest``.
 
         Raises
         ------
@@ -111,7 +110,7 @@ class Seal:
 
 
 def body(view: memoryview) -> memoryview:
-    """What follows the seal, not verified; EntryDamaged if there is no seal."""
+    """The entry behind the seal, not verified; EntryDamaged if there is no seal."""
     if len(view) < OVERHEAD or view[: len(_MAGIC)] != _MAGIC:
         raise EntryDamaged("no sealed entry")
     return view[OVERHEAD:]

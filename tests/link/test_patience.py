@@ -25,8 +25,6 @@ CHUNKS = 20
 class Slow:
     """Has every entry, and takes its time for each: a clock that goes on with every answer."""
 
-    hears = True
-
     def __init__(self, seconds: float) -> None:
         self.seconds, self.now, self.loads = seconds, 0.0, 0
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import redis
 
-from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.redis_store import RedisStore
 
 KEY_BYTES = b"a key for tests, nothing more"
@@ -106,9 +105,3 @@ def redis_store(server: RedisServer, **changes: Any) -> RedisStore:
     settings: dict[str, Any] = {"key": KEY_BYTES, "entry_bytes": REDIS_BUDGET, "deadline": 20.0}
     budget = changes.pop("budget", REDIS_BUDGET)
     return RedisStore(server.url, budget, **(settings | changes))
-
-
-def booked_store(server: RedisServer, url: str, budget: int = REDIS_BUDGET, **changes: Any) -> FsspecStore:
-    """A bulk tier whose books lie on the server."""
-    settings: dict[str, Any] = {"key": KEY_BYTES, "deadline": 40.0, "books_deadline": 10.0}
-    return FsspecStore(url, budget, books_url=server.url, **(settings | changes))

@@ -270,7 +270,8 @@ def test_forgets_that_a_dead_service_has_not_heard_are_held_once_per_namespace(t
     assert store.forget("globex") == 0
     assert store.forget("globex", frozenset({"chunk-7"})) == 0
     assert store.pending_forgets == 2
-    assert len(store._pending.all()) <= 4
+    assert store._pending.of("acme/docs")[0] == {"chunk-0", "chunk-1", "chunk-2"}
+    assert store._pending.of("globex")[0] is None
     assert store.get(key_of(0)) is None
     assert store.get(key_of(0, namespace="globex")) is None
     assert not store.put(key_of(9, namespace="globex"), kv_of(9))
@@ -290,7 +291,7 @@ def test_a_forget_that_comes_while_the_service_hears_of_another_is_told_too(
     hangs.names = {"find"}
     for number in range(3):  # the first is being told, and hangs, when the others come
         assert store.forget("acme/docs", frozenset({f"chunk-{number}"})) == 0
-    assert len(store._pending.all()) == 2
+    assert store._pending.of("acme/docs")[0] == {"chunk-0", "chunk-1", "chunk-2"}
     hangs.names = set()
     hangs.go_on.set()
     while store.pending_forgets:
@@ -393,24 +394,6 @@ def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.
     assert store.forget("acme/docs", frozenset({"chunk-1", "chunk-9"})) == 2
 
 
-def test_a_folder_is_marked_once_however_long_that_takes(tmp_path: Path) -> None:
-    """Another process marks it while the first one's mark is on its way."""
-    other = fsspec_objects.Objects(LocalFileSystem(), str(tmp_path))
-    theirs = []
-
-    class Slow(LocalFileSystem):
-        cachable = False
-
-        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
-            super().pipe_file(path, value, **options)
-            theirs.append(other.make_mark())
-
-    assert fsspec_objects.Objects(Slow(), str(tmp_path)).make_mark() == theirs[0] == other.mark()
-    (tmp_path / "books.id").write_bytes(b"half")
-    assert other.make_mark() == other.mark() != theirs[0]
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
 def test_a_file_is_written_from_the_sealed_memory_itself(tmp_path: Path) -> None:
     written = []
 
@@ -482,14 +465,14 @@ def test_a_store_that_is_dropped_without_close_lets_go_of_its_service(tmp_path: 
         backend = CountsCloses(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
         store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("lettinggo", 20.0), BUDGET)
         assert store.put(KEY, kv_of(1))
+        for thread in threading.enumerate():
+            if thread.name == "ragcachekit-lettinggo":
+                thread.join(60)
         return store
 
     store = used()
-    threads = [thread for thread in threading.enumerate() if thread.name == "ragcachekit-lettinggo"]
-    assert threads
+    assert CountsCloses.closed == 0
     del store
-    for thread in threads:
-        thread.join(60)
     gc.collect()
     assert CountsCloses.closed == 1
     closed = used()
@@ -498,6 +481,46 @@ def test_a_store_that_is_dropped_without_close_lets_go_of_its_service(tmp_path: 
     del closed
     gc.collect()
     assert CountsCloses.closed == 2
+
+
+def test_a_write_of_another_process_that_ends_after_a_forget_is_not_read_here(
+    tmp_path: Path, hangs: Hangs
+) -> None:
+    theirs = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), failures=100)
+    ours = opened(tmp_path)
+    hangs.names = {"mv"}
+    writing = threading.Thread(target=theirs.put, args=(KEY, kv_of(1)))
+    writing.start()
+    assert hangs.inside.wait(60)
+    assert ours.forget(KEY.namespace, frozenset({KEY.chunk_id})) == 0
+    hangs.go_on.set()
+    writing.join()
+    assert len(files(tmp_path)) == 1
+    assert theirs.get(KEY) is not None
+    assert ours.get(KEY) is None
+    assert KEY not in ours
+    assert ours.get(key_of(5)) is None
+    assert theirs.put(key_of(5), kv_of(5))
+    assert ours.get(key_of(5)) is not None, "only what was forgotten"
+    assert ours.put(KEY, kv_of(2))
+    found = ours.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(2))
+
+
+def test_writers_of_one_folder_keep_each_to_its_own_budget(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, 3 * ONE), opened(tmp_path, 3 * ONE)
+    for number in range(6):
+        assert one.put(key_of(number, namespace="one"), kv_of(number))
+        assert two.put(key_of(number, namespace="two"), kv_of(number))
+    assert [one.stats()[0].nbytes, two.stats()[0].nbytes] == [3 * ONE] * 2
+    assert len(files(tmp_path)) == 6
+    found = one.get(key_of(5, namespace="two"))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(5))
+    assert one.stats()[0].nbytes == 3 * ONE, "what another process wrote evicts nothing of ours"
+    third = opened(tmp_path, 3 * ONE)
+    assert third.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * ONE
 
 
 def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:

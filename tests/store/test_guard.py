@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from ragcachekit.store import guard as guard_module
 from ragcachekit.store.breaker import Breaker
 from ragcachekit.store.guard import Guard
 
@@ -146,8 +144,7 @@ class Owner:
         return "answer"
 
 
-def test_who_is_dropped_without_close_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "IDLE_SECONDS", 0.01)
+def test_who_is_dropped_without_close_is_freed() -> None:
     owner = Owner("dropped")
     assert owner.guard.run(owner.operation, "") == "answer"
     gone = weakref.ref(owner)
@@ -159,8 +156,7 @@ def test_who_is_dropped_without_close_is_freed(monkeypatch: pytest.MonkeyPatch) 
     assert gone() is None
 
 
-def test_a_thread_that_waits_for_more_does_not_hold_what_it_did_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "IDLE_SECONDS", LONG)
+def test_a_guard_does_not_hold_what_it_did_last() -> None:
     guard, owner = Guard("waiting", LONG), Owner("unused")
     assert guard.run(owner.operation, "") == "answer"
     freed = threading.Event()
@@ -170,11 +166,22 @@ def test_a_thread_that_waits_for_more_does_not_hold_what_it_did_last(monkeypatch
     guard.close()
 
 
-def test_threads_that_went_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "IDLE_SECONDS", 0.0)
-    guard = Guard("returning", LONG, workers=2, spares=0)
+def test_one_thread_after_the_other() -> None:
+    guard = Guard("returning", LONG, workers=1, spares=0)
     assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
     assert guard.stats().refused == 0
+
+
+def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guard = Guard("test", LONG, workers=1, spares=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert guard.run(lambda: 1, 0) == 0
+    assert (guard.stats().refused, guard.stats().stuck) == (1, 0)
+    assert guard.run(lambda: 1, 0) == 1, "the place is free again"
 
 
 def test_many_callers_share_few_threads() -> None:
@@ -213,41 +220,6 @@ def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> N
     first.join()
     assert guard.run(lambda: "next", "default") == "next"
     assert ran == []
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that it is asked for is the point here
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    guard = Guard("test", LONG)
-    assert guard.run(lambda: 1, 0) == 1
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, b"%d" % guard.run(lambda: 7, 0, 10.0))
-        os._exit(0)
-    os.close(write)
-    assert os.read(read, 10) == b"7"
-    os.waitpid(child, 0)
-    os.close(read)
-
-
-def test_what_is_posted_runs_behind_the_back_and_its_failures_count(hanging: Hanging) -> None:
-    clock = Clock()
-    guard = Guard("test", LONG, failures=2, cooldown=5, clock=clock)
-    assert guard.post(failing)
-    assert guard.post(failing)
-    while guard.ready:
-        pass
-    assert (guard.stats().errors, guard.stats().opened) == (2, 1)
-    assert not guard.post(lambda: None), "left alone"
-    clock.now += 6
-    assert guard.ready
-    assert not guard.post(lambda: None), "somebody who waits for the outcome has to try first"
-    assert guard.run(lambda: 1, 0) == 1
-    assert guard.post(hanging)
-    assert hanging.inside.acquire(timeout=LONG), "it runs, and nobody waits for it"
-    guard.close()
-    assert not guard.ready
-    assert not guard.post(failing)
 
 
 def test_opens_when_too_many_of_the_last_ones_failed() -> None:

@@ -35,8 +35,6 @@ def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path: Path) -> None:
 class SlowToSave:
     """Waits for ``go`` before, or after, an entry is there."""
 
-    hears = True
-
     def __init__(self, before: bool) -> None:
         self.before, self.go, self.ended = before, threading.Event(), threading.Event()
         self.saved: dict[KVKey, bytes] = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_kit import KEY_BYTES, RedisServer, booked_store, redis_store, running_server
+from redis_kit import KEY_BYTES, RedisServer, redis_store, running_server
 from test_store_conformance import (  # noqa: F401
     BUDGET,
     test_budget_holds_and_the_newest_stays,
@@ -37,23 +37,21 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-@pytest.fixture(params=["redis", "memory", "file", "host and file", "books", "redis and books"])
+@pytest.fixture(params=["redis", "memory", "file", "host and file", "redis and file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
     if request.param == "redis":
         server = request.getfixturevalue("server")
         server.empty()
         store: KVStore = redis_store(server, budget=BUDGET)
-    elif "books" in request.param:
-        server = request.getfixturevalue("server")
-        server.empty()
-        store = booked = booked_store(server, tmp_path.as_uri(), BUDGET)
-        if request.param == "redis and books":
-            store = TieredStore([redis_store(server, budget=BUDGET // 2), booked])
     else:
         url = f"memory://{tmp_path}" if request.param == "memory" else tmp_path.as_uri()
         store = bulk = FsspecStore(url, BUDGET, key=KEY_BYTES, deadline=20)
         if request.param == "host and file":
             store = TieredStore([HostStore(BUDGET // 4), bulk])
+        elif request.param == "redis and file":
+            server = request.getfixturevalue("server")
+            server.empty()
+            store = TieredStore([redis_store(server, budget=BUDGET // 2), bulk])
     yield store
     store.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from redis_kit import KEY_BYTES, booked_store, redis_store, running_server
+from redis_kit import KEY_BYTES, redis_store, running_server
 from store_kit import contents, key_of, kv_of
 
 from ragcachekit.model.kv import ChunkKV
@@ -22,14 +22,11 @@ pytestmark = pytest.mark.soak
 BUDGET, ROUNDS = 1 << 30, 31
 
 
-@pytest.fixture(params=["redis", "file", "file with books"])
+@pytest.fixture(params=["redis", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteStore]:
     if request.param == "redis":
         with running_server(tcp=True) as server:
             yield redis_store(server, budget=BUDGET, entry_bytes=16 << 20)
-    elif "books" in request.param:
-        with running_server(tcp=True) as server:
-            yield booked_store(server, tmp_path.as_uri(), BUDGET)
     else:
         yield FsspecStore(tmp_path.as_uri(), BUDGET, key=KEY_BYTES, deadline=20)
 

@@ -7,10 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from redis_kit import RedisServer, booked_store, redis_store, running_server
+from redis_kit import RedisServer, redis_store, running_server
 from store_kit import contents, key_of, kv_of
 
 from ragcachekit.store.remote_store import RemoteStore
@@ -36,9 +35,9 @@ class Requests:
         self.store, self.before = store, before
         self.random = random.Random(seed)
         self.lock = threading.Lock()
-        self.answered = self.hits = self.started = self.gets = 0
+        self.answered = self.hits = self.started = 0
         self.wrong: list[object] = []
-        self.longest = self.longest_get = 0.0
+        self.longest = 0.0
 
     def run(self, requests: int, threads: int) -> None:
         workers = [threading.Thread(target=self.work, args=(requests,)) for _ in range(threads)]
@@ -66,9 +65,6 @@ class Requests:
                 self.answered += 1
                 self.hits += hit
                 self.longest = max(self.longest, took)
-                if kind >= 0.4:
-                    self.gets += 1
-                    self.longest_get = max(self.longest_get, took)
 
     def request(self, key: KVKey, chunk: int, kind: float) -> bool:
         if kind < 0.3:
@@ -110,31 +106,6 @@ def test_every_request_is_answered_through_an_outage(server: RedisServer) -> Non
     assert health.timeouts > 0
     assert store.put(key_of(0), kv_of(0, tokens=32))
     assert store.get(key_of(0)) is not None
-    store.close()
-
-
-@pytest.mark.soak
-def test_reads_of_the_bulk_tier_wait_for_no_books(server: RedisServer, tmp_path: Path) -> None:
-    """The server of its books killed, hung and restarted: what lies there is read every time, and in time."""
-    store = booked_store(
-        server, tmp_path.as_uri(), 1 << 24, deadline=1.0, books_deadline=DEADLINE, cooldown=0.1
-    )
-    while not all(store.put(key_of(chunk), kv_of(chunk, tokens=32)) for chunk in range(KEYS)):
-        pass
-    over, turns = threading.Event(), Turns(server)
-    disturbing = threading.Thread(target=turns.until, args=(over,))
-    disturbing.start()
-    requests = Requests(store, 3, lambda number: time.sleep(0.02))
-    requests.run(1_000, 2)
-    over.set()
-    disturbing.join()
-    longest = f"longest get {requests.longest_get * 1e3:.1f} ms, of all {requests.longest * 1e3:.1f} ms"
-    sys.stdout.write(f"\n{turns.count} turns, {requests.hits} hits of {requests.gets}, {longest}\n")
-    assert (requests.answered, requests.wrong) == (1_000, [])
-    assert turns.count >= 8
-    assert requests.hits == requests.gets > 500
-    assert requests.longest_get <= DEADLINE
-    assert requests.longest <= 1.0 + LATE
     store.close()
 
 
