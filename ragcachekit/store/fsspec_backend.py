@@ -25,17 +25,8 @@ class FsspecBackend:
     Objects that other processes write count from their first read here. Another process may finish writing
     an entry after it was forgotten here, so what was forgotten is a miss until this process writes it again.
 
-    Parameters
-    ----------
-    fs : fsspec.AbstractFileSystem
-    root : str
-        A folder of it, without protocol.
-    budget : int
-        Bytes of the objects in the index.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
-    patience : float
-        Seconds that a write waits for another one to end.
+    ``root`` is a folder of the file system, without protocol. A write waits ``patience`` seconds for another
+    one to end.
     """
 
     def __init__(

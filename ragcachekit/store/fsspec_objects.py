@@ -34,12 +34,6 @@ class Objects:
 
     Its name here is ``{hash of the namespace}/{digest}``. Listing, deleting and forgetting include objects
     that other processes wrote.
-
-    Parameters
-    ----------
-    fs : fsspec.AbstractFileSystem
-    root : str
-        A folder of it, without protocol.
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:

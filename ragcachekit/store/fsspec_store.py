@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ragcachekit.errors import StoreError
@@ -33,8 +32,6 @@ class FsspecStore(RemoteStore):
         Bytes that single namespaces may take; ``*`` stands for every other one.
     options : mapping
         For the file system (``endpoint_url`` of S3 and the like).
-    failures, cooldown, clock
-        As in :class:`~ragcachekit.store.breaker.Breaker`.
 
     Raises
     ------
@@ -53,9 +50,6 @@ class FsspecStore(RemoteStore):
         deadline: float = 2.0,
         quotas: Mapping[str, int] | None = None,
         options: Mapping[str, Any] | None = None,
-        failures: int = 3,
-        cooldown: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget <= 0:
             raise ValueError(
@@ -73,7 +67,7 @@ class FsspecStore(RemoteStore):
                 f"the bulk tier needs fsspec and what it names for this url ({error}): "
                 "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
             ) from error
-        guard = Guard("bulk", deadline, failures=failures, cooldown=cooldown, clock=clock)
+        guard = Guard("bulk", deadline)
         backend = FsspecBackend(fs, root, budget, dict(quotas or {}), deadline)
         super().__init__("bulk", backend, seal, guard, budget, quotas=quotas)
         guard.run(backend.open, 0, PATIENCE * deadline)

@@ -74,10 +74,9 @@ class Guard:
         Seconds that :meth:`run` waits for an operation; > 0.
     failures, cooldown, clock
         As in :class:`~ragcachekit.store.breaker.Breaker`.
-    workers : int
-        Operations that run at the same time; others wait, within their deadline.
-    spares : int
-        Threads that may hang beyond those. When all hang, operations are refused at once.
+    threads : int
+        Operations that run, or hang, at the same time. Others wait within their deadline; when all hang,
+        they are refused at once.
     """
 
     def __init__(
@@ -87,14 +86,13 @@ class Guard:
         *,
         failures: int = 3,
         cooldown: float = 5.0,
-        workers: int = 4,
-        spares: int = 12,
+        threads: int = 16,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not deadline > 0:
             raise ValueError(f"the deadline must be > 0 seconds, got {deadline}")
         self.deadline = deadline
-        self._name, self._workers, self._threads = name, workers, workers + spares
+        self._name, self._threads = name, threads
         self._breaker = Breaker(failures, cooldown, clock)
         self._changed = Condition()
         self._calls: set[_Call] = set()  # those that have a thread
@@ -182,12 +180,10 @@ class Guard:
 
     def _admit(self, call: _Call) -> bool:
         """Give a call a thread's place; False if it is worth waiting for one (not if all threads hang)."""
-        running = sum(not other.given_up for other in self._calls)
-        if len(self._calls) == self._threads:
-            return not running
-        if running < self._workers:
+        if len(self._calls) < self._threads:
             self._calls.add(call)
-        return running < self._workers
+            return True
+        return all(other.given_up for other in self._calls)
 
     def _work(self, call: _Call) -> None:
         with self._changed:

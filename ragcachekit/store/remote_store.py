@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import Event, Lock
 
 from ragcachekit.model.kv import ChunkKV
@@ -24,7 +25,7 @@ PATIENCE = 10
 
 _MOST_REMEMBERED = 10_000
 AGAIN_SECONDS = 1.0
-"""How often operations on other entries retry deletions that a working service refused."""
+"""How long after a forget that failed operations try it again."""
 
 
 class RemoteStore:
@@ -32,7 +33,7 @@ class RemoteStore:
 
     A method returns within the guard's deadline (``forget``: ten of them), with a miss, False or nothing
     if the service does not answer. A forget that the service has not confirmed stays pending: this store
-    neither reads nor writes such entries, and every operation first tries to delete them there.
+    neither reads nor writes such entries, and operations try the forget again, once a second at most.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class RemoteStore:
         self._pending = PendingForgets()
         self._telling = Lock()
         self._dropping: list[str] = []  # namespaces of forgets under way, which count what they drop
-        self._again: dict[str, float] = {}  # namespace → monotonic seconds of the next try
+        self._retry_at = 0.0  # monotonic seconds
         self._kept: dict[str, None] = {}  # digests of puts that were not refused
         # A store that is dropped without close leaves no connection open. Not at exit: that may hang.
         self._end = weakref.finalize(self, backend.close)
@@ -141,9 +142,7 @@ class RemoteStore:
         finally:
             self._dropping.remove(namespace)
         if namespace in self._pending:
-            self._counters.warn_once(
-                "forget", "a forget is not done; nothing of it is read here, and it is tried again"
-            )
+            self._counters.warn_once("pending", "a forget is pending; nothing of it is read by this process")
         return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
@@ -220,30 +219,25 @@ class RemoteStore:
         return saved
 
     def _settled(self, key: KVKey) -> bool:
-        """Retry pending forgets, unless another thread does; whether ``key`` may be asked for."""
-        if self._pending and self._telling.acquire(blocking=False):
+        """Retry pending forgets if it is time; whether the service may be asked for ``key``."""
+        due = self._pending and time.monotonic() >= self._retry_at
+        if due and self._telling.acquire(blocking=False):  # else another thread does
             try:
                 for namespace in self._pending.namespaces():
-                    self._retry(namespace, key)
+                    if namespace not in self._dropping:
+                        with suppress(Exception):  # it keeps no other namespace, and is tried again
+                            self._tell(namespace, set())
             finally:
                 self._telling.release()
         return not self._pending.concern(key)
-
-    def _retry(self, namespace: str, key: KVKey) -> None:
-        if namespace in self._dropping:
-            return
-        concerned = key.namespace == namespace and self._pending.concern(key)
-        if concerned or time.monotonic() >= self._again.get(namespace, 0.0):
-            try:
-                self._tell(namespace, set())
-            except Exception as error:  # it keeps no other namespace, and is tried again
-                self._counters.warn_once("forget", "a forget is not done: %s", error)
 
     def _forget(self, namespace: str, dropped: set[str], patience: float) -> None:
         if not self._telling.acquire(timeout=patience):
             raise TimeoutError("an earlier forget has not ended")
         try:
             self._tell(namespace, dropped)
+        except Left:
+            pass  # no failure of the service
         finally:
             self._telling.release()
 
@@ -251,9 +245,8 @@ class RemoteStore:
         chunk_ids, number = self._pending.of(namespace)
         try:
             self._backend.forget(namespace, chunk_ids, dropped)
-        except Left as left:
-            self._again[namespace] = time.monotonic() + AGAIN_SECONDS
-            self._counters.warn_once("left", "could not delete all that was forgotten: %s", left)
-        else:
-            self._pending.confirm(namespace, number)
-            self._again.pop(namespace, None)
+        except BaseException as error:
+            self._retry_at = time.monotonic() + AGAIN_SECONDS
+            self._counters.warn_once("forget", "a forget is not done, and is tried again: %s", error)
+            raise
+        self._pending.confirm(namespace, number)

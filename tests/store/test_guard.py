@@ -120,7 +120,7 @@ def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
 
 
 def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Hanging) -> None:
-    guard = Guard("bounded", SHORT, failures=10**6, workers=2, spares=3)
+    guard = Guard("bounded", SHORT, failures=10**6, threads=5)
     assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
     assert len(threads_of("bounded")) == 5
     stats = guard.stats()
@@ -167,7 +167,7 @@ def test_a_guard_does_not_hold_what_it_did_last() -> None:
 
 
 def test_one_thread_after_the_other() -> None:
-    guard = Guard("returning", LONG, workers=1, spares=0)
+    guard = Guard("returning", LONG, threads=1)
     assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
     assert guard.stats().refused == 0
 
@@ -176,7 +176,7 @@ def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyP
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard = Guard("test", LONG, workers=1, spares=0)
+    guard = Guard("test", LONG, threads=1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert guard.run(lambda: 1, 0) == 0
@@ -185,7 +185,7 @@ def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_many_callers_share_few_threads() -> None:
-    guard = Guard("test", LONG, workers=2, spares=0)
+    guard = Guard("test", LONG, threads=2)
     most, here, lock = [0], [0], threading.Lock()
 
     def operation() -> int:
@@ -210,7 +210,7 @@ def test_many_callers_share_few_threads() -> None:
 
 
 def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> None:
-    guard = Guard("test", LONG, workers=1, spares=0)
+    guard = Guard("test", LONG, threads=1)
     ran: list[str] = []
     first = threading.Thread(target=guard.run, args=(hanging, ""))
     first.start()
