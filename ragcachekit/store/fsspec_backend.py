@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from fsspec.spec import AbstractFileSystem
@@ -12,10 +12,11 @@ from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.fsspec_objects import Objects, name_of
-from ragcachekit.store.remote_base import Saved, Usage, hashed
+from ragcachekit.store.remote_base import Left, Saved, Usage, hashed
 from ragcachekit.types import KVKey
 
-_MOST_WRITTEN = 1 << 16
+_MOST_WRITTEN = 1 << 16  # entries whose last write is remembered
+_HOPELESS = 8  # failed deletions in a row before the rest is not tried
 
 
 class FsspecBackend:
@@ -70,7 +71,10 @@ class FsspecBackend:
                 self._objects.write(key, blob)
             except BaseException:
                 if name not in self._index:
-                    self._remove_or_count(name, len(blob))
+                    with self._lock:
+                        self._add(name, len(blob))  # what may be there now counts until it is deleted
+                    with suppress(Exception):
+                        self._discard(name)
                 raise
             self._wrote(name)
             with self._lock:
@@ -84,13 +88,22 @@ class FsspecBackend:
         return not self._hidden(key) and self._objects.exists(name_of(key))
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        def removed(name: str) -> None:
-            self._gone(name)
-            dropped.add(name.partition("/")[2])
-
+        left: Exception | None = None
+        in_a_row = 0
         with self._alone():
             self._forgets.add(namespace, chunk_ids)
-            self._objects.remove_all(self._objects.concerned(namespace, chunk_ids), removed)
+            for name in self._objects.concerned(namespace, chunk_ids):
+                try:
+                    self._discard(name)
+                except Exception as error:  # it keeps no other
+                    left, in_a_row = error, in_a_row + 1
+                    if in_a_row == _HOPELESS:
+                        raise
+                else:
+                    in_a_row = 0
+                    dropped.add(name.partition("/")[2])
+        if left is not None:
+            raise Left(f"{type(left).__name__}: {left}") from left
 
     def usage(self) -> Usage:
         if not self._listed:
@@ -156,14 +169,6 @@ class FsspecBackend:
     def _gone(self, name: str) -> None:
         with self._lock:
             self._index.remove(name)
-
-    def _remove_or_count(self, name: str, nbytes: int) -> None:
-        """Undo a failed write: an object outside of the index would escape the budget."""
-        try:
-            self._objects.remove(name)
-        except Exception:
-            with self._lock:
-                self._add(name, nbytes)
 
     def _discard(self, name: str) -> None:
         self._objects.remove(name)

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from threading import Lock
@@ -17,7 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from ragcachekit.store.base import concerns
 from ragcachekit.store.entry_bytes import key_in
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.remote_base import Left, hashed
+from ragcachekit.store.remote_base import hashed
 from ragcachekit.store.seal import OVERHEAD, body
 from ragcachekit.types import KVKey
 
@@ -26,7 +26,6 @@ _TEMP = "tmp"
 _BEGINNING = 64 << 10  # bytes that hold most headers
 _ABANDONED = 3600.0  # seconds after which the writer of a temporary file counts as dead
 _KNOWN = 1 << 16  # keys that are remembered; of other objects, forgetting reads the header
-_HOPELESS = 8  # failed deletions in a row before the rest is not tried
 
 
 class Objects:
@@ -65,31 +64,6 @@ class Objects:
             self._fs.rm_file(self._path(name))
         with self._lock:
             self._keys.pop(name, None)
-
-    def remove_all(self, names: Iterable[str], removed: Callable[[str], object]) -> None:
-        """Delete objects, and call ``removed`` with each that is gone.
-
-        Raises
-        ------
-        Left
-            At the end, if some could not be deleted.
-        Exception
-            The file system's, after eight failures in a row.
-        """
-        left: Exception | None = None
-        row = 0
-        for name in names:
-            try:
-                self.remove(name)
-            except Exception as error:
-                left, row = error, row + 1
-                if row == _HOPELESS:
-                    raise
-            else:
-                row = 0
-                removed(name)
-        if left is not None:
-            raise Left(f"{type(left).__name__}: {left}") from left
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""

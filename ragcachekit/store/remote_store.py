@@ -135,12 +135,13 @@ class RemoteStore:
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
         patience = PATIENCE * self._guard.deadline
-        self._dropping.append(namespace)
         try:
+            self._dropping.append(namespace)
             self._pending.add(namespace, chunk_ids)
             self._guard.run(lambda: self._forget(namespace, dropped, patience), None, patience)
         finally:
-            self._dropping.remove(namespace)
+            with suppress(ValueError):  # interrupted before it was in there
+                self._dropping.remove(namespace)
         if namespace in self._pending:
             self._counters.warn_once("pending", "a forget is pending; nothing of it is read by this process")
         return frozenset(dropped)
