@@ -147,10 +147,7 @@ class RemoteStore:
         return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries; returns how many went at once, those of earlier forgets of the namespace included.
-
-        What the service does not confirm goes later (see :attr:`pending_forgets`).
-        """
+        """Drop entries; returns how many went at once. The rest is pending (:attr:`pending_forgets`)."""
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
