@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.checks import Float32
-from ragcachekit.search.labelled import LabelledIndex
-from ragcachekit.search.optional import load_library
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.checks import Float32, load_library
 
 
-class FaissFlatIndex(LabelledIndex):
+class FaissFlatIndex(VectorIndex):
     """Faiss's exact scan. Needs the extra ``faiss``."""
 
     kind: ClassVar[str] = "faiss-flat"

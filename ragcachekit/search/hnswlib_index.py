@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,48 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.checks import Float32, positive
-from ragcachekit.search.labelled import LabelledIndex
-from ragcachekit.search.optional import load_library
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.checks import Float32, GraphOptions, load_library
 
-_ROOM = 1024  # elements the empty index has room for; doubled when full
+_START = 1024  # capacity of the empty index; doubled when full
 
 
-class HnswlibIndex(LabelledIndex):
+class HnswlibIndex(VectorIndex):
     """hnswlib's HNSW. Removed vectors are marked and skipped. Needs the extra ``hnswlib``.
 
     Parameters
     ----------
-    links : int
-        Neighbours per node (M).
-    ef_construction, ef_search : int
-        Breadth while building and while searching (at least the number of results asked for).
     seed : int
         Of the random levels.
+    **options
+        See :class:`~ragcachekit.search.checks.GraphOptions`.
     """
 
     kind: ClassVar[str] = "hnswlib"
 
-    def __init__(
-        self,
-        dim: int,
-        metric: str = "cosine",
-        *,
-        links: int = 32,
-        ef_construction: int = 200,
-        ef_search: int = 64,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, dim: int, metric: str = "cosine", *, seed: int = 0, **options: int) -> None:
         super().__init__(dim, metric)
-        self._links = positive("links", links)
-        self._ef_construction = positive("ef_construction", ef_construction)
-        self._ef_search = positive("ef_search", ef_search)
+        self._graph = GraphOptions(**options)
         self._seed = int(seed)
-        self._ef = self._ef_search
+        self._ef = self._graph.ef_search
         self._ef_lock = threading.Lock()
         self._library = load_library("hnswlib", "hnswlib")
         self._index = self._make()
-        self._index.init_index(_ROOM, self._links, self._ef_construction, self._seed)
+        self._index.init_index(_START, self._graph.links, self._graph.ef_construction, self._seed)
         self._index.set_ef(self._ef)
 
     def _make(self) -> Any:
@@ -91,12 +78,7 @@ class HnswlibIndex(LabelledIndex):
             self._index.mark_deleted(label)
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "links": self._links,
-            "ef_construction": self._ef_construction,
-            "ef_search": self._ef_search,
-            "seed": self._seed,
-        }
+        return {**asdict(self._graph), "seed": self._seed}
 
     def _write(self, path: Path) -> None:
         self._index.save_index(str(path))
