@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ragcachekit.query.base import Partition, check_k
-from ragcachekit.query.key_walk import index_versions, object_key
+from ragcachekit.query.key_walk import object_key
 from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, ObjectKey, TooLarge
+from ragcachekit.query.object_parts import index_versions
 
 log = logging.getLogger(__name__)
 
