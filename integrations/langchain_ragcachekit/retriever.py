@@ -155,19 +155,20 @@ class RagCacheRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        epoch, search = self._retrieval.epoch, self._search(query, kwargs, run_manager.get_child)
+        retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
+        epoch = retrieval.epoch
         place, embedding = self._partition(search), None
         try:
             embedding = self.embeddings.embed_query(query)
         except Exception:
-            self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+            retrieval.not_embedded()
+        asked = retrieval.ask(embedding, place)
         if asked is None:
             return self._handed_out(search.by_text(), epoch)
         result = asked.result
         if not result.hit:
             found = search.by_text() if result.note else search.run(embedding)
-            result = self._retrieval.answer(asked, found, self._partition(search))
+            result = retrieval.answer(asked, found, self._partition(search))
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             dispatch_custom_event(_event(result.hit), _measured(result), config=config)
@@ -176,19 +177,20 @@ class RagCacheRetriever(BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        epoch, search = self._retrieval.epoch, self._search(query, kwargs, run_manager.get_child)
+        retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
+        epoch = retrieval.epoch
         place, embedding = self._partition(search), None
         try:
             embedding = await self.embeddings.aembed_query(query)
         except Exception:
-            self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+            retrieval.not_embedded()
+        asked = retrieval.ask(embedding, place)
         if asked is None:
             return self._handed_out(await search.aby_text(), epoch)
         result = asked.result
         if not result.hit:
             found = await (search.aby_text() if result.note else search.arun(embedding))
-            result = self._retrieval.answer(asked, found, self._partition(search))
+            result = retrieval.answer(asked, found, self._partition(search))
         if run_manager.handlers:
             config: RunnableConfig = {"callbacks": run_manager.get_child()}
             await adispatch_custom_event(_event(result.hit), _measured(result), config=config)
@@ -208,9 +210,10 @@ class RagCacheRetriever(BaseRetriever):
         if arguments is None:
             return None
         configurable = search.config.get("configurable") or {}
+        retrieval = self._retrieval
         text = search.query if self.tolerance == 0 and search.is_by_text else None
-        return self._retrieval.partitioner.partition(
-            self._retrieval.namespace_of(self.cache, self.namespace),
+        return retrieval.partitioner.partition(
+            retrieval.namespace_of(self.cache, self.namespace),
             k,
             search.retriever,
             (*arguments, self.embeddings, text),
@@ -222,8 +225,9 @@ class RagCacheRetriever(BaseRetriever):
         """Copies of the documents, registered with the engine."""
         # The text is immutable and shared; model_copy keeps the id and the fields of subclasses.
         copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
-        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        self._retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)
+        retrieval = self._retrieval
+        namespace = retrieval.namespace_of(self.cache, self.namespace)
+        retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)
         return copies
 
 

@@ -16,10 +16,9 @@ ResultId: TypeAlias = str | int
 
 
 class Hit(NamedTuple):
-    """A cached answer: ordered result ids, and how far its query lies from this one.
+    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric.
 
-    ``distance`` has the unit of the cache's metric (``ragcachekit.query.metrics``). Scores of the
-    cached search are not kept: they belong to the old query.
+    Scores of the cached search are not part of it: they belong to the old query.
     """
 
     ids: tuple[ResultId, ...]
@@ -119,7 +118,7 @@ class QueryCache(Protocol):
     - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
       than float64 rounding).
     - Never more than ``capacity`` entries over all partitions.
-    - All methods are thread safe; embeddings are copied, never kept or written to.
+    - All methods are thread safe; embeddings are copied, never written to.
     - An embedding with NaN or infinite numbers, or of another width than the first, raises
       :class:`~ragcachekit.errors.RetrievalError` and changes nothing.
     """
@@ -131,7 +130,7 @@ class QueryCache(Protocol):
     def insert(
         self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
     ) -> tuple[Entry, ...]:
-        """Keep ``ids`` for this embedding; returns the entries that left (replaced or evicted).
+        """Insert ``ids`` for this embedding; returns the entries that left (replaced or evicted).
 
         An equal embedding of the same partition is replaced and becomes the newest entry.
         """

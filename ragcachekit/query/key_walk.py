@@ -31,6 +31,7 @@ from ragcachekit.query.object_parts import (
     SCALARS,
     ClassParts,
     attributes_of,
+    class_with_parts,
     closure_of,
 )
 
@@ -42,6 +43,7 @@ _VALUES = (
 )
 """Types whose ``repr`` shows all that there is of a value."""
 _BYTES = (bytearray, array.array, np.ndarray)
+_BARE = frozenset({dict, list, tuple, set, frozenset})
 _TOO_LARGE = "there is too much of it to compare at every question"
 _RULES = KeyRules()
 
@@ -146,16 +148,22 @@ class _Reader:
         form = str(getattr(value, "dtype", "")) + getattr(value, "typecode", "")
         return kind, form, getattr(value, "shape", ()), content, self._state(kind, value)
 
-    def container(self, kind: type, value: Any) -> Hashable:
-        """The items of a container, and its attributes where it has some."""
-        if self._in_index and len(value) > MAX_ITEMS:
-            raise TooLarge(_TOO_LARGE)
-        if isinstance(value, Mapping):  # in order: it decides, where a filter language sorts by it
-            items: Hashable = tuple([(self.key(k), self.key(v)) for k, v in list(value.items())])
-            extra = self.key(getattr(value, "default_factory", None))
-            return kind, items, extra, self._state(kind, value)
+    def mapping(self, kind: type, value: Any) -> Hashable:
+        """The items in order, which decides where a filter language sorts by it."""
+        self._check_length(value)
+        items = tuple([(self.key(k), self.key(one)) for k, one in list(value.items())])
+        factory = getattr(value, "default_factory", None)
+        return kind, items, None if factory is None else self.key(factory), self._state(kind, value)
+
+    def items(self, kind: type, value: Any) -> Hashable:
+        """The items of a list, a tuple or a set."""
+        self._check_length(value)
         keys = [self.key(item) for item in list(value)]
         return kind, frozenset(keys) if isinstance(value, Set) else tuple(keys), self._state(kind, value)
+
+    def _check_length(self, value: Any) -> None:
+        if self._in_index and len(value) > MAX_ITEMS:
+            raise TooLarge(_TOO_LARGE)
 
     def opaque(self, kind: type, value: object) -> Hashable:
         """An object by identity and its scalar settings: a language model."""
@@ -181,7 +189,9 @@ class _Reader:
 
     def _state(self, kind: type, value: object) -> Hashable:
         """Attributes of a container; most have none."""
-        return self.attributes(kind, value) if hasattr(value, "__dict__") or ClassParts.of(kind).slots else ()
+        if kind in _BARE or not (hasattr(value, "__dict__") or ClassParts.of(kind).slots):
+            return ()
+        return self.attributes(kind, value)
 
     def _attribute(self, kind: type, name: str, value: object) -> Hashable:
         try:
@@ -194,13 +204,13 @@ class _Reader:
         changes = observe(value, self._rules.delegating)
         if changes is None:
             raise NotKeyable(f"changes of a {_name(kind)} cannot be seen")
-        if _parts_class(kind, self._rules) is not None:
+        if class_with_parts(kind, self._rules) is not None:
             return Identity(value), changes.version, self.key(_parts(kind, value))
         settings: list[Hashable] = []
         content: dict[str, object] = {}
         for name, one in sorted(attributes_of(value).items()):
             nodes, limit, in_index = self._nodes, self._limit, self._in_index
-            is_index = isinstance(one, self._rules.indexes)
+            is_index = type(one) not in SCALARS and isinstance(one, self._rules.indexes)
             if not is_index:
                 self._limit, self._in_index = min(limit, nodes + MAX_ITEMS), True
             try:
@@ -237,7 +247,8 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], _Read], ...] = (
     (np.ufunc, _Reader.ufunc),
     (SCALAR_BASES, _Reader.scalar),
     (_BYTES, _Reader.array),
-    (CONTAINERS, _Reader.container),
+    (Mapping, _Reader.mapping),
+    (CONTAINERS, _Reader.items),
 )
 
 
@@ -246,14 +257,14 @@ def _read_of(kind: type, rules: KeyRules) -> _Read:
     if kind is types.SimpleNamespace:
         return lambda reader, kind, value: (kind, reader.attributes(kind, value))
     if kind in READABLE:
-        return _Reader.array if kind in _BYTES else _Reader.container
+        return next(read for base, read in _BY_BASE if issubclass(kind, base))
     if issubclass(kind, FUNCTIONS):
         return _Reader.function
     if kind is functools.partial:
         return lambda reader, kind, value: (
             (kind, reader.key(value.func), reader.key(value.args), reader.key(value.keywords))
         )
-    parts = _parts_class(kind, rules)
+    parts = class_with_parts(kind, rules)
     if parts is None and not rules.is_library(kind.__module__):
         return _read_of_others(kind, rules)
     if issubclass(kind, rules.indexes):
@@ -281,14 +292,6 @@ def _read_of_others(kind: type, rules: KeyRules) -> _Read:
         if rules.is_ignored(kind):
             return _NOTHING
     return _Reader.refused
-
-
-def _parts_class(kind: type, rules: KeyRules) -> type | None:
-    """The class with ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
-    by = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
-    if by is None or rules.is_library(kind.__module__) or not rules.is_library(by.__module__):
-        return by
-    return None
 
 
 def _parts(kind: type, value: Any) -> object:

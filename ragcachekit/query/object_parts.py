@@ -67,6 +67,14 @@ def attributes_of(value: object) -> dict[str, Any]:
     return attributes
 
 
+def class_with_parts(kind: type, rules: KeyRules) -> type | None:
+    """The class with ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
+    by = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
+    if by is None or rules.is_library(kind.__module__) or not rules.is_library(by.__module__):
+        return by
+    return None
+
+
 def closure_of(function: Any) -> Iterator[object]:
     """What the closure of a function holds."""
     for cell in getattr(function, "__closure__", None) or ():
