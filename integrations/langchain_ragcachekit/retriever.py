@@ -157,7 +157,8 @@ class RagCacheRetriever(BaseRetriever):
     ) -> list[Document]:
         retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
         epoch = retrieval.epoch
-        place, embedding = self._partition(search), None
+        place = self._partition(search)
+        embedding: Any = None
         try:
             embedding = self.embeddings.embed_query(query)
         except Exception:
@@ -179,7 +180,8 @@ class RagCacheRetriever(BaseRetriever):
     ) -> list[Document]:
         retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
         epoch = retrieval.epoch
-        place, embedding = self._partition(search), None
+        place = self._partition(search)
+        embedding: Any = None
         try:
             embedding = await self.embeddings.aembed_query(query)
         except Exception:

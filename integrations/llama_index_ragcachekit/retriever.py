@@ -89,10 +89,11 @@ class RagCacheRetriever(BaseRetriever):
         self._custom = settings.get("partition")
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
-        self._namespace = settings.pop("namespace", None)
+        self._namespace = settings.get("namespace")
         self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
-        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(RULES, _kept_text, **settings)
+        others: Any = {name: value for name, value in settings.items() if name != "namespace"}
+        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(RULES, _kept_text, **others)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model

@@ -120,7 +120,7 @@ class _Reader:
 
     def scalar(self, kind: type, value: Any) -> Hashable:
         """A number or string of a subclass, whatever that makes of its ``repr``."""
-        base = next(base for base in SCALAR_BASES if isinstance(value, base))
+        base: Any = next(base for base in SCALAR_BASES if isinstance(value, base))
         return kind, base.__repr__(value), self._state(kind, value)
 
     def ufunc(self, kind: type, value: Any) -> Hashable:
@@ -170,7 +170,7 @@ class _Reader:
         scalars = [(n, one) for n, one in sorted(attributes_of(value).items()) if type(one) in SCALARS]
         return Identity(value), tuple([(name, self.key(one)) for name, one in scalars])
 
-    def object(self, kind: type, value: object) -> Hashable:
+    def library_object(self, kind: type, value: object) -> Hashable:
         """An object of a library by its attributes; part of an index (a client, a splitter) by identity."""
         if self._in_index:
             return Identity(value)
@@ -280,7 +280,7 @@ def _read_of(kind: type, rules: KeyRules) -> _Read:
         return _NOTHING
     if issubclass(kind, rules.uncached):
         return _Reader.refused
-    return _Reader.opaque if issubclass(kind, rules.opaque) else _Reader.object
+    return _Reader.opaque if issubclass(kind, rules.opaque) else _Reader.library_object
 
 
 def _read_of_others(kind: type, rules: KeyRules) -> _Read:

@@ -107,7 +107,8 @@ class RetrieverCache(CachedRetrieval[Document]):
             try:
                 return self.lookup(np.asarray(embedding, np.float32), partition)  # once for both halves
             except (TypeError, ValueError):
-                return self.not_embedded()
+                self.not_embedded()
+                return None
 
     def not_embedded(self) -> None:
         """Log the present exception: the question has no embedding."""
