@@ -36,7 +36,7 @@ HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
 
 CONFIG = "_run_config"
-"""Keyword under which ``invoke`` hands its config on: LangChain gives a retriever only the callbacks."""
+"""Keyword under which ``invoke`` passes its config on: LangChain gives a retriever only the callbacks."""
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -50,7 +50,7 @@ class RagCacheRetriever(BaseRetriever):
     vector store retriever, the same ``configurable`` values of the run. Classes and functions of your own
     may depend on anything: what they find is not cached unless ``partition`` names what counts, or the class
     does so in a method ``cache_key_parts()``. The same holds for functions as search arguments, and for what
-    has too much content to be compared at every question. The log says so once.
+    has too much content to be compared at every question. This is logged once.
 
     Changes of vector stores and document stores that come through their methods (``add_documents``,
     ``delete``, ...) are seen. Call :meth:`clear` after others, such as those of another process.

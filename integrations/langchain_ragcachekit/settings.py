@@ -21,7 +21,7 @@ class EngineSettings(BaseModel):
     """The engine, and the generation settings that every call starts from.
 
     ``cache=`` takes the :class:`ragcachekit.RagCache`. LangChain has a field of the same name for its
-    own cache of whole answers: a ``BaseCache`` or a bool given there keeps that meaning, and the
+    own cache of whole answers: a ``BaseCache`` or a bool given there has that meaning, and the
     engine is then passed as ``rag=``.
 
     Attributes

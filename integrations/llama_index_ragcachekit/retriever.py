@@ -51,7 +51,7 @@ class RagCacheRetriever(BaseRetriever):
     attributes and those of what it wraps, at any depth). Classes and functions of your own may depend on
     anything: what they find is not cached unless ``partition`` names what counts, or the class does so in a
     method ``cache_key_parts()``. The same holds for what has too much content to be compared at every
-    question. The log says so once.
+    question. This is logged once.
 
     Changes of indexes, vector stores and document stores that come through their methods (``insert``,
     ``delete_ref_doc``, ``refresh``, ``add``, ...) are seen. Call :meth:`clear` after others, such as those
@@ -93,7 +93,7 @@ class RagCacheRetriever(BaseRetriever):
         self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
         others: Any = {name: value for name, value in settings.items() if name != "namespace"}
-        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(RULES, _kept_text, **others)
+        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(RULES, _text_of, **others)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -201,5 +201,5 @@ def _text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
-def _kept_text(kept: ScoredNode) -> str:
-    return _text(kept.node)
+def _text_of(scored: ScoredNode) -> str:
+    return _text(scored.node)

@@ -49,7 +49,7 @@ class ChunkFinder(Protocol):
 
     - Only chunks of the ``namespace`` asked for are found, never another tenant's.
     - The time is linear in ``len(text)`` whatever is registered; a search that would take longer
-      ends before the end of the text and says where.
+      ends before the end of the text and reports where.
     - ``find`` is thread safe and may run beside registrations.
     """
 

@@ -13,7 +13,7 @@ from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, pl
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 MARK = "chunk"
-"""Key of a content block that says whether the block's text is a chunk."""
+"""Key of a content block: whether the block's text is a chunk."""
 
 Message = Mapping[str, Any]
 Render = Callable[[list[dict[str, Any]]], str]

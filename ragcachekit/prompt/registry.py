@@ -68,7 +68,7 @@ class ChunkRegistry:
     Parameters
     ----------
     max_chunks : int
-        Texts kept per namespace (a text with outer whitespace counts twice, see :func:`forms`).
+        Texts per namespace (a text with outer whitespace counts twice, see :func:`forms`).
     min_chars : int
         Shortest text registered, in characters, outer whitespace aside.
 

@@ -17,7 +17,7 @@ from ragcachekit.prompt.nested import common_length
 from ragcachekit.types import Chunk, Segment, Text
 
 MOST_TEXTS = 1024
-"""Texts kept per namespace, those registered or retrieved last."""
+"""Texts per namespace, those registered or retrieved last."""
 
 MOST_COMPARISONS = 1 << 16
 """Occurrences in a prompt times texts; beyond that every occurrence is plain text."""

@@ -26,7 +26,7 @@ class Hit(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A cached entry as seen from outside: its partition and its ordered result ids."""
+    """A cached entry: its partition and its ordered result ids."""
 
     partition: Hashable
     ids: tuple[ResultId, ...]
@@ -65,10 +65,9 @@ class Partition(NamedTuple):
         Tenant and corpus.
     k : int
         Number of results asked for.
-    filters, search_kwargs : hashable
-        Whatever else changes the answer. Use :meth:`of`, which takes dicts, lists and objects apart.
-    index_id : hashable
-        Identity of the index and of the embedding model: a name, a digest, a version.
+    filters, search_kwargs, index_id : hashable
+        Whatever else changes the answer, such as versions of the index and of the embedding model. Use
+        :meth:`of`, which takes dicts, lists and objects apart.
     """
 
     namespace: str
@@ -114,7 +113,7 @@ class QueryCache(Protocol):
 
     - ``lookup`` returns only what was inserted under an equal ``partition``; the partition is
       checked before any similarity.
-    - An embedding equal to an inserted one hits at any tolerance, while its entry is kept.
+    - An embedding equal to an inserted one hits at any tolerance, while its entry is cached.
     - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
       than float64 rounding).
     - Never more than ``capacity`` entries over all partitions.

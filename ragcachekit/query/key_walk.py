@@ -140,7 +140,6 @@ class _Reader:
         return Identity(function) if owner is None else (str(function.__name__), self.key(owner))
 
     def array(self, kind: type, value: Any) -> Hashable:
-        """The bytes of an array, with its shape and type."""
         if getattr(getattr(value, "dtype", None), "hasobject", False):
             raise NotKeyable("an array of objects does not show its content")
         content = bytes(value) if isinstance(value, bytearray) else value.tobytes()
@@ -156,7 +155,6 @@ class _Reader:
         return kind, items, None if factory is None else self.key(factory), self._state(kind, value)
 
     def items(self, kind: type, value: Any) -> Hashable:
-        """The items of a list, a tuple or a set."""
         self._check_length(value)
         keys = [self.key(item) for item in list(value)]
         return kind, frozenset(keys) if isinstance(value, Set) else tuple(keys), self._state(kind, value)
@@ -188,7 +186,6 @@ class _Reader:
         return tuple([(name, self._attribute(kind, name, one)) for name, one in attributes])
 
     def _state(self, kind: type, value: object) -> Hashable:
-        """Attributes of a container; most have none."""
         if kind in _BARE or not (hasattr(value, "__dict__") or ClassParts.of(kind).slots):
             return ()
         return self.attributes(kind, value)

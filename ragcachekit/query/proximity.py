@@ -170,7 +170,7 @@ class ProximityCache:
             for slot, key in enumerate(self._keys):
                 code, number = self._partitions[self._entries[slot].partition]
                 assert self._slots[key] == slot, "a key points to another slot"
-                assert number > 0, "an empty partition is kept"
+                assert number > 0, "an empty partition is listed"
                 assert self._matrix is not None
                 assert code == key[0], "a key has another partition's code"
                 assert self._matrix.row(slot) == (key[1], code), "a row has another key or partition"

@@ -49,5 +49,5 @@ class FaissFlatIndex(VectorIndex):
     def _read(self, path: Path, count: int) -> None:
         index = self._faiss.read_index(str(path))
         if index.d != self._dim or index.ntotal != count or index.metric_type != self._faiss_metric():
-            raise RetrievalError(f"{path} holds another index than its manifest says; build it anew")
+            raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
         self._index = index
