@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ragcachekit.query.keys import Identity, KeyRules
     from ragcachekit.query.partitioning import Partitioner
     from ragcachekit.query.proximity import ProximityCache
-    from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
+    from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
+    from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "KeyRules",
     "LinkReport",
     "LoadConfig",
+    "Lookup",
     "ModelNotSupported",
     "Neighbours",
     "Partition",
@@ -46,6 +48,8 @@ __all__ = [
     "RagCache",
     "RagCacheError",
     "Retrieved",
+    "RetrieverCache",
+    "RetrieverSettings",
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
@@ -65,6 +69,7 @@ _LAZY = {
     "CoRetrieved": "ragcachekit.link.neighbours",
     "Identity": "ragcachekit.query.keys",
     "KeyRules": "ragcachekit.query.keys",
+    "Lookup": "ragcachekit.query.retrieval",
     "Neighbours": "ragcachekit.link.neighbours",
     "Partition": "ragcachekit.query.base",
     "Partitioner": "ragcachekit.query.partitioning",
@@ -72,6 +77,8 @@ _LAZY = {
     "ProximityCache": "ragcachekit.query.proximity",
     "RagCache": "ragcachekit.engine",
     "Retrieved": "ragcachekit.query.retrieval",
+    "RetrieverCache": "ragcachekit.query.retriever_cache",
+    "RetrieverSettings": "ragcachekit.query.retriever_cache",
     "SimilarChunks": "ragcachekit.link.neighbours",
     "agenerate": "ragcachekit.aio",
     "astream": "ragcachekit.aio",

@@ -18,7 +18,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from ragcachekit import KeyRules
 
 UNSTATED_K = 1
-"""Stands in the partition where nobody said ``k``; that nobody did is part of the partition too."""
+"""``k`` of a partition where none was given; that none was is part of the partition too."""
 
 LIBRARIES = frozenset(
     """
@@ -54,7 +54,7 @@ CustomPartition = Callable[[str, RunnableConfig], object]
 """Gives what counts for a question and the config of its call, or None: do not cache."""
 
 INTERNAL = "__pregel"
-"""Begins the names of what LangGraph keeps for itself among the configurable values of a run."""
+"""Prefix of LangGraph's own names among the configurable values of a run."""
 
 
 def prepared(
@@ -71,9 +71,9 @@ def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]
 
 
 def called_with(overrides: Mapping[str, Any]) -> tuple[int, tuple[object, ...] | None]:
-    """``k`` of a call, and its other search arguments; None if what they stand for cannot be known."""
+    """``k`` of a call, and its other search arguments; None if their content cannot be read."""
     k = overrides.get("k", UNSTATED_K)
-    if any(map(_has_function, overrides.values())):  # what it lets through may depend on who asks
+    if any(map(_has_function, overrides.values())):  # what it lets through may depend on anything
         return k, None
     return k, ("k" in overrides, dict(overrides))
 
@@ -83,8 +83,8 @@ def with_arguments(
 ) -> tuple[Runnable[Any, Any], dict[str, Any]]:
     """The retriever to ask, and the keyword arguments of its ``invoke``.
 
-    LangChain drops keyword arguments that a retriever does not take without a word. Here ``k`` is set
-    as a field of a copy where the retriever has one.
+    LangChain silently drops keyword arguments that a retriever does not take. Here ``k`` is set as a field
+    of a copy where the retriever has one.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def with_arguments(
 
 
 def vector_store_of(retriever: Any) -> VectorStore | None:
-    """The store behind a vector store's own retriever, configurable or not."""
+    """The store of a vector store's own retriever, configurable or not."""
     while isinstance(retriever, DynamicRunnable):
         retriever = retriever.default
     return retriever.vectorstore if isinstance(retriever, VectorStoreRetriever) else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
 
 from langchain_ragcachekit.messages import to_dicts
 from langchain_ragcachekit.settings import EngineSettings
@@ -37,28 +35,11 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     """
 
     def batch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
+        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
     ) -> list[AIMessage]:
         """Answer several prompts, each in a thread; Ctrl-C ends those that run and those that wait."""
         options = {"return_exceptions": return_exceptions, **kwargs}
         return CancelScope().run(super().batch, inputs, config, **options)
-
-    def batch_as_completed(  # type: ignore[override]
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, AIMessage | Exception]]:
-        """As :meth:`batch`, each answer when it is there; ending early ends the others too."""
-        options = {"return_exceptions": return_exceptions, **kwargs}
-        return CancelScope().iterate(super().batch_as_completed(inputs, config, **options))
 
     def _generate(
         self,
@@ -111,50 +92,30 @@ class ChatRagCache(EngineSettings, BaseChatModel):
             yield self._last_chunk(stream.answer)
 
     def _result(self, answer: Answer) -> ChatResult:
-        message = AIMessage(
-            content=answer.text,
-            usage_metadata=_usage(answer),
-            response_metadata=self._response_metadata(answer),
-        )
+        message = AIMessage(content=answer.text, **self._metadata(answer))
         info = {"finish_reason": answer.report.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
     def _last_chunk(self, answer: Answer) -> ChatGenerationChunk:
-        message = AIMessageChunk(
-            content="",
-            usage_metadata=_usage(answer),
-            response_metadata=self._response_metadata(answer),
-            chunk_position="last",
-        )
+        message = AIMessageChunk(content="", chunk_position="last", **self._metadata(answer))
         return ChatGenerationChunk(message=message)
 
-    def _response_metadata(self, answer: Answer) -> dict[str, Any]:
-        return {
+    def _metadata(self, answer: Answer) -> dict[str, Any]:
+        link, output = answer.report.link, answer.report.output_tokens
+        usage = UsageMetadata(
+            input_tokens=link.prompt_tokens,
+            output_tokens=output,
+            total_tokens=link.prompt_tokens + output,
+            input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
+        )
+        response = {
             "model_name": self.model_name,
             "model_provider": "ragcachekit",
             "finish_reason": answer.report.finish_reason,
             "ragcachekit": answer.report.to_dict(),
         }
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = "ragcachekit"
-        return params
-
-    def get_num_tokens(self, text: str) -> int:
-        """Tokens of ``text`` under the model's own tokenizer."""
-        return int(self.rag.count_tokens(text))
+        return {"usage_metadata": usage, "response_metadata": response}
 
     @property
     def _llm_type(self) -> str:
         return "ragcachekit-chat"
-
-
-def _usage(answer: Answer) -> UsageMetadata:
-    link, output = answer.report.link, answer.report.output_tokens
-    return UsageMetadata(
-        input_tokens=link.prompt_tokens,
-        output_tokens=output,
-        total_tokens=link.prompt_tokens + output,
-        input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
-    )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.runnables import RunnableConfig
 
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import CancelScope, agenerate, astream, to_thread
+from ragcachekit import agenerate, astream, to_thread
 
 if TYPE_CHECKING:
     from ragcachekit import Answer
@@ -29,18 +27,6 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
-
-    def batch_as_completed(  # type: ignore[override]
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, str | Exception]]:
-        """Answer several prompts, each in a thread; Ctrl-C, or ending early, ends those that run or wait."""
-        options = {"return_exceptions": return_exceptions, **kwargs}
-        return CancelScope().iterate(super().batch_as_completed(inputs, config, **options))
 
     def _generate(
         self,
@@ -108,15 +94,6 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         return LLMResult(
             generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name}
         )
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = "ragcachekit"
-        return params
-
-    def get_num_tokens(self, text: str) -> int:
-        """Tokens of ``text`` under the model's own tokenizer."""
-        return int(self.rag.count_tokens(text))
 
     @property
     def _llm_type(self) -> str:

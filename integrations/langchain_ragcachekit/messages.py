@@ -19,7 +19,7 @@ ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (AIMessage, "assistant"),
 )
 NOT_REPEATED = frozenset({"reasoning", "thinking"})
-"""Blocks of an earlier answer that chat models do not want to see again."""
+"""Blocks of an earlier answer that are not sent to chat models."""
 
 
 def to_dicts(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def _block(block: str | dict[str, Any]) -> dict[str, Any] | None:
         return None
     if kind != "text":
         raise ValueError(f"content block of type {kind!r} cannot be used: this chat model reads text only")
-    # LangChain's standard blocks put what they do not know themselves under "extras".
+    # LangChain's standard blocks put unknown keys under "extras".
     marked = block.get("chunk") or (block.get("extras") or {}).get("chunk")
     plain = {"type": "text", "text": block["text"]}
     return {**plain, "chunk": True} if marked else plain

@@ -1,11 +1,15 @@
-"""What the chat model and the plain language model share: the engine and how it generates."""
+"""The engine and how it generates: what the chat model and the plain language model share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from langchain_core.caches import BaseCache
+from langchain_core.language_models.base import LangSmithParams
 from pydantic import BaseModel, Field, SkipValidation, model_validator
+
+from ragcachekit import CancelScope
 
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
@@ -17,7 +21,7 @@ class EngineSettings(BaseModel):
     """The engine, and the generation settings that every call starts from.
 
     ``cache=`` takes the :class:`ragcachekit.RagCache`. LangChain has a field of the same name for its
-    own cache of whole answers: a ``BaseCache`` or a bool given there keeps that meaning, and the
+    own cache of whole answers: a ``BaseCache`` or a bool given there has that meaning, and the
     engine is then passed as ``rag=``.
 
     Attributes
@@ -79,6 +83,24 @@ class EngineSettings(BaseModel):
         if not all(callable(getattr(self.rag, name, None)) for name in ("generate", "stream")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
         return self
+
+    def batch_as_completed(
+        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """Answer several prompts, each in a thread; Ctrl-C, or ending early, ends those that run or wait."""
+        options = {"return_exceptions": return_exceptions, **kwargs}
+        batch: Any = super()
+        return CancelScope().iterate(batch.batch_as_completed(inputs, config, **options))
+
+    def get_num_tokens(self, text: str) -> int:
+        """Tokens of ``text`` under the model's own tokenizer."""
+        return int(self.rag.count_tokens(text))
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        model: Any = super()
+        params: LangSmithParams = model._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = "ragcachekit"
+        return params
 
     @property
     def model_name(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from langchain_core.documents import Document
@@ -17,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class VectorPath:
-    """Decides whether ``similarity_search_by_vector`` may stand in for a retriever's own search.
+    """Decides whether ``similarity_search_by_vector`` may replace a retriever's own search.
 
     The store must be of a known library and embed with the very same object: a search of one's own may
-    leave out documents that its search by vector gives. And its two searches must be shown to agree:
-    stores exist whose text search adds keywords to the vectors. For every store and set of argument names
-    the first search therefore goes both ways, and only after equal results does the vector alone do.
+    leave out documents that its search by vector gives. Its two searches must also be shown to agree,
+    since the text search of some stores adds keywords to the vectors. For every store and set of argument
+    names the first search therefore goes both ways.
 
     Parameters
     ----------
@@ -41,37 +42,30 @@ class VectorPath:
     def store_for(self, retriever: Any, kwargs: Mapping[str, Any]) -> VectorStore | None:
         """The store to search by vector with these arguments, or None where only text will do."""
         store = self._store_of(retriever)
-        return store if store is not None and self._verdict(store, frozenset(kwargs)) else None
+        return store if store is not None and self._agrees.get(_searched(store, kwargs)) else None
 
     def candidate_for(self, retriever: Any, kwargs: Mapping[str, Any]) -> VectorStore | None:
         """The store if it is yet to be shown that its two searches agree under these arguments."""
-        names, store = frozenset(kwargs), self._store_of(retriever)
-        if store is None or self._verdict(store, names) is not None:
+        store = self._store_of(retriever)
+        if store is None or _searched(store, kwargs) in self._agrees:
             return None
-        return store if takes(store.similarity_search_by_vector, names) else None
+        return store if takes(store.similarity_search_by_vector, frozenset(kwargs)) else None
 
-    def compare(
-        self,
-        store: VectorStore,
-        kwargs: Mapping[str, Any],
-        by_text: list[Document],
-        by_vector: list[Document],
-    ) -> None:
-        """Remember whether both searches found the same."""
+    @contextmanager
+    def comparing(
+        self, store: VectorStore, kwargs: Mapping[str, Any], by_text: list[Document]
+    ) -> Iterator[list[Document]]:
+        """Compare ``by_text`` with what the block adds to the list; text alone from now on if it fails."""
+        by_vector: list[Document] = []
+        try:
+            yield by_vector
+        except Exception as error:
+            logger.info("searching by vector failed, searching by text from now on: %s", error)
+            self._agrees[_searched(store, kwargs)] = False
+            return
         agrees = _contents(by_text) == _contents(by_vector)
-        if by_text or not agrees:  # two empty results prove nothing: compare again next time
-            self._remember(store, kwargs, agrees)
-
-    def give_up(self, store: VectorStore, kwargs: Mapping[str, Any], error: Exception) -> None:
-        """Search by text from now on: the store cannot search by vector with these arguments."""
-        logger.info("searching by vector failed, searching by text from now on: %s", error)
-        self._remember(store, kwargs, False)
-
-    def _verdict(self, store: VectorStore, names: frozenset[str]) -> bool | None:
-        return self._agrees.get((Identity(store), names))
-
-    def _remember(self, store: VectorStore, kwargs: Mapping[str, Any], agrees: bool) -> None:
-        self._agrees[Identity(store), frozenset(kwargs)] = agrees
+        if by_text or not agrees:  # two empty results prove nothing: compare at the next search, too
+            self._agrees[_searched(store, kwargs)] = agrees
 
     def _store_of(self, retriever: Any) -> VectorStore | None:
         """The retriever's store, where a search by vector could be the same; its fields may change."""
@@ -83,10 +77,14 @@ class VectorPath:
         return store if usable and _embeddings_of(store) is self._embeddings else None
 
 
+def _searched(store: VectorStore, kwargs: Mapping[str, Any]) -> tuple[Identity, frozenset[str]]:
+    return Identity(store), frozenset(kwargs)
+
+
 def _embeddings_of(store: VectorStore) -> Embeddings | None:
     try:
         return store.embeddings
-    except Exception:  # a property of the store, which only this path asks for
+    except Exception:  # a property of the store, which is read here alone
         return None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.callbacks import CallbackManager
@@ -11,7 +9,6 @@ from llama_index.core.callbacks.base_handler import BaseCallbackHandler
 from llama_index.core.graph_stores.types import PropertyGraphStore
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
-from llama_index.core.schema import QueryBundle
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.storage.index_store.types import BaseIndexStore
 from llama_index.core.storage.kvstore.types import BaseKVStore
@@ -41,9 +38,6 @@ RULES = KeyRules(
     ignored=(CallbackManager, BaseCallbackHandler),
     searching=(BaseRetriever, BaseIndex),
 )
-
-CustomPartition = Callable[[QueryBundle], object]
-"""Gives what counts for a question, or None: do not cache."""
 
 
 def is_by_embedding(retriever: BaseRetriever, embed_model: BaseEmbedding) -> bool:

@@ -66,13 +66,8 @@ def scored_nodes(
 ) -> list[ScoredNode]:
     """Copies of what a search found, with what is needed to score them for other questions.
 
-    Parameters
-    ----------
-    found : sequence of NodeWithScore
-    question : numpy.ndarray
-        Embedding of the question that was searched, float32 ``[dim]``.
-    vector_of : callable, optional
-        Gives a node's embedding, or None; without it scores are not computed anew.
+    ``question`` is the embedding that was searched, float32 ``[dim]``; ``vector_of`` gives a node's
+    embedding, or None. Without it scores are not computed anew.
     """
     return [_scored(item, question, vector_of) for item in found]
 

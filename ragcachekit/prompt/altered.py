@@ -1,4 +1,4 @@
-"""Chunks that were retrieved and stand in a prompt in other words than their own: why nothing was reused."""
+"""Retrieved chunks that stand altered in a prompt: why nothing was reused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MOST_SEARCHED = 1 << 18
 
 
 class Retrieved:
-    """How the chunks begin that were retrieved last in each namespace, whitespace and case aside."""
+    """Beginnings of the chunks retrieved last in each namespace, whitespace and case aside."""
 
     def __init__(self) -> None:
         self._begin: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._lock = threading.Lock()
 
     def saw(self, namespace: str, texts: Iterable[str]) -> None:
-        """These were retrieved."""
+        """Add texts that were retrieved."""
         last = list(texts)[-MOST_CHUNKS:]
         begin = [beginning for text in last if len(beginning := _beginning(text)) >= SHORTEST]
         with self._lock:
@@ -48,11 +48,7 @@ class Retrieved:
             self._begin.pop(namespace, None)
 
     def altered(self, namespace: str, prompt: Prompt) -> tuple[str, ...]:
-        """The note for a segmented prompt; none where no retrieved chunk stands in its fixed text.
-
-        A chunk counts only if the fixed text has its beginning once whitespace and case are put aside, so
-        chunks that the chain left out say nothing, and neither do those that were found.
-        """
+        """The note for a prompt whose fixed text has a retrieved chunk, whitespace and case aside."""
         with self._lock:
             begin = set(self._begin.get(namespace, ()))
         if begin:

@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
 
 class AnchorSnapshot(NamedTuple):
-    """What a search reads; automata never change, and what hangs on an anchor is replaced as a whole."""
+    """What a search reads: automata never change, and an anchor's candidates are replaced as a whole."""
 
     automata: tuple[Any, ...]
     buckets: Mapping[str, tuple[_Anchored, ...]]
@@ -62,7 +62,7 @@ class AnchorSnapshot(NamedTuple):
 
 
 class _Search:
-    """One pass over the places of one text, from left to right."""
+    """One pass over candidate places of a text, from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -72,15 +72,15 @@ class _Search:
         self._overlapped: list[Match] = []
 
     def over(self, places: Iterable[_Place]) -> Matches:
-        """What these places hold, which must be in the order of their starts."""
+        """The matches at these places, which must be in the order of their starts."""
         for start, here in groupby(places, lambda place: place.start):
             if self._steps > self._budget:
                 return Matches(tuple(self._found), tuple(self._overlapped), start, self._steps)
-            if self._is_worth_comparing(start):
+            if self._may_begin(start):
                 self._take({match for place in here for match in self._matches(place)})
         return Matches(tuple(self._found), tuple(self._overlapped), None, self._steps)
 
-    def _is_worth_comparing(self, start: int) -> bool:
+    def _may_begin(self, start: int) -> bool:
         # No chunk can begin inside of another. Half of the budget stays for places where one can.
         inside = bool(self._found) and start < self._found[-1].end
         if inside and (len(self._overlapped) >= MOST_OVERLAPPED or 2 * self._steps > self._budget):

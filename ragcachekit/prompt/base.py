@@ -1,4 +1,4 @@
-"""The contracts of this room: who finds registered chunks in a text, and what a segmentation is."""
+"""The contracts of chunk finders and of segmentations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """What a search found.
+    """Result of a search.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Matches:
     searched : int or None
         Characters searched, where that is not the whole text; ``found`` is complete up to there.
     steps : int
-        What the search cost: comparisons, each counted once per 64 characters begun.
+        Comparisons, each counted once per 64 characters begun.
     """
 
     found: tuple[Match, ...]
@@ -49,7 +49,7 @@ class ChunkFinder(Protocol):
 
     - Only chunks of the ``namespace`` asked for are found, never another tenant's.
     - The time is linear in ``len(text)`` whatever is registered; a search that would take longer
-      ends before the end of the text and says where.
+      ends before the end of the text and reports where.
     - ``find`` is thread safe and may run beside registrations.
     """
 

@@ -1,4 +1,4 @@
-"""Chat messages: where the chunks are after the chat template has been rendered."""
+"""Chunks of chat messages, located in the text that the chat template renders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, pl
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 MARK = "chunk"
-"""Key of a content block that says whether the block's text is a chunk."""
+"""Key of a content block: whether the block's text is a chunk."""
 
 Message = Mapping[str, Any]
 Render = Callable[[list[dict[str, Any]]], str]
 
-# What stands in for a chunk. Plain letters and digits, so that no template escapes or reformats it;
+# The start of a chunk's sentinel. Plain letters and digits, so that no template escapes or reformats it;
 # its Z stands first and only there, so that no occurrence can begin in the text before it.
 _SENTINEL_START = "Zq7xChunk"
 
@@ -39,13 +39,12 @@ def segment_messages(
 
     Marked blocks (:func:`marked`) are chunks as they are; the other text is searched for registered
     chunks as :func:`~ragcachekit.prompt.segment.segment_text` does. Every chunk is replaced by a
-    sentinel, the messages are rendered, and the chunks are put back; only if that gives exactly what
-    the template makes of the messages themselves is the result used. A template that trims, escapes,
-    drops, repeats or reorders contents, or looks into them, or prints the time, thus leads to a plain
-    prefill with the reason in ``fallback``.
+    sentinel, the messages are rendered, and the chunks are put back. The result is used only if it
+    equals the rendered messages; else (a template trims, escapes, reorders or prints the time) the prompt
+    is a plain prefill with the reason in ``fallback``.
 
-    Special-token strings in contents become plain text where a retrieved text has them, in chunks also
-    where the template leads to a plain prefill. The template's own stay control tokens.
+    Special-token strings in contents become plain text where a retrieved text has them, also in a plain
+    prefill. The template's own stay control tokens.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ def segment_messages(
     registry, namespace
         Whose chunks to look for.
     special_tokens : SpecialTokenTexts, optional
-        Knows the retrieved texts that hold special-token strings.
+        The retrieved texts that have special-token strings.
 
     Returns
     -------
@@ -102,7 +101,7 @@ def _without_chunks(
     special: SpecialTokenTexts,
     namespace: str,
 ) -> list[Segment]:
-    """The prompt without chunks, whose special-token strings are plain text all the same."""
+    """The prompt without chunks, special-token strings of retrieved texts read as plain text."""
     chunks = [s.text for content in contents for s in content if isinstance(s, Chunk) and s.text]
     texts = [merge_texts(Text(s.text or "") for s in content) for content in contents]
     split = special.split_contents(namespace, texts, chunks)
@@ -167,11 +166,7 @@ def _search(
 
 
 def _attempts(contents: list[list[Segment]]) -> Iterable[list[list[Segment]]]:
-    """The contents, then (if it differs) with the whitespace at a message's ends left out of its chunks.
-
-    Many templates trim messages. A chunk at the end of one then loses its last newline, and is still
-    the chunk.
-    """
+    """The contents, then with the whitespace at a message's ends left out of its chunks: templates trim."""
     yield contents
     trimmed = [_edges_outside(content) for content in contents]
     if trimmed != contents:
@@ -229,5 +224,5 @@ def _stand_in(segment: Segment, salt: int, chunks: dict[str, Segment]) -> Segmen
 
 
 def _stands_apart(segment: Segment) -> bool:
-    """Whether it is no ordinary text: a chunk, or what is tokenised without special tokens."""
+    """Whether the segment is a chunk, or tokenised without special tokens."""
     return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)

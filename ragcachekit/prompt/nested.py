@@ -1,4 +1,4 @@
-"""Texts that begin alike: which of them does a text go on with, in a logarithmic number of comparisons?"""
+"""Texts that begin alike, found in a logarithmic number of comparisons."""
 
 from __future__ import annotations
 

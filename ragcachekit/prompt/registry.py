@@ -1,4 +1,4 @@
-"""The chunks that a prompt may contain: those the retriever returned or that were encoded."""
+"""Registered chunks: those the retriever returned or that were encoded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ DEFAULT_MIN_CHARS = 16
 
 
 def forms(text: str) -> tuple[str, ...]:
-    """The forms under which a chunk text is looked for: itself, then itself without outer whitespace.
+    """Forms under which a chunk text is searched for: itself, then itself without outer whitespace.
 
-    Chains and templates strip documents or keep them as they are. The longest form that a prompt holds
-    is the one found; where they begin with whitespace, the two forms are two chunks (their tokens differ).
+    Chains and templates may strip documents. The longest form that a prompt has is the one found.
     """
     stripped = text.strip()
     return (text,) if stripped == text else (text, stripped)
@@ -26,15 +25,10 @@ def forms(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Registered:
-    """What became of the texts given to :meth:`ChunkRegistry.add`.
+    """Result of :meth:`ChunkRegistry.add`: numbers of new and of known texts.
 
-    Attributes
-    ----------
-    added, known : int
-        Texts that are new, and texts that were registered before.
-    refused : tuple of str
-        Texts not registered because, outer whitespace aside, they are shorter than ``min_chars``:
-        they would be found everywhere. Such a chunk can still be marked explicitly.
+    ``refused`` are the texts shorter than ``min_chars``, outer whitespace aside, which would be found
+    everywhere. Such a chunk can still be marked explicitly.
     """
 
     added: int
@@ -69,12 +63,12 @@ class ChunkRegistry:
     """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
 
     Namespaces are separate indexes: a text registered by one tenant is never found in another
-    tenant's prompt. When a namespace is full, the chunk neither registered nor found for longest leaves.
+    tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
 
     Parameters
     ----------
     max_chunks : int
-        Texts kept per namespace (a text with outer whitespace counts twice, see :func:`forms`).
+        Texts per namespace (a text with outer whitespace counts twice, see :func:`forms`).
     min_chars : int
         Shortest text registered, in characters, outer whitespace aside.
 
@@ -99,7 +93,7 @@ class ChunkRegistry:
         self._refused: set[str] = set()
 
     def add(self, namespace: str, texts: Iterable[str]) -> Registered:
-        """Register chunk texts; registering a text again keeps it from being evicted.
+        """Register chunk texts; those of a known text count as used just now.
 
         Raises
         ------
@@ -114,34 +108,32 @@ class ChunkRegistry:
                 self._refused.add(namespace)
             if not taken:
                 return Registered(0, 0, refused)
-            space = self._namespaces.setdefault(namespace, _Namespace())
-            added = sum(self._put(space, text) for text in taken)
+            registered = self._namespaces.setdefault(namespace, _Namespace())
+            added = sum(self._put(registered, text) for text in taken)
         return Registered(added, len(taken) - added, refused)
 
     def discard(self, namespace: str, texts: Iterable[str]) -> int:
         """Forget texts and their stripped forms; returns how many of ``texts`` were registered."""
         wanted = _strings(texts)
         with self._lock:
-            space = self._namespaces.get(namespace)
-            if space is None:
-                return 0
-            return sum(self._drop(space, text) for text in wanted)
+            known = self._namespaces.get(namespace)
+            return sum(self._drop(known, text) for text in wanted) if known else 0
 
     def clear(self, namespace: str) -> int:
         """Forget the whole namespace; returns how many texts (all forms) it held."""
         with self._lock:
             self._refused.discard(namespace)
-            space = self._namespaces.pop(namespace, None)
-            return len(space.lru) if space else 0
+            known = self._namespaces.pop(namespace, None)
+            return len(known.lru) if known else 0
 
     def size(self, namespace: str) -> int:
         """Texts registered in the namespace, all forms counted."""
         with self._lock:
-            space = self._namespaces.get(namespace)
-            return len(space.lru) if space else 0
+            known = self._namespaces.get(namespace)
+            return len(known.lru) if known else 0
 
     def nothing_found(self, namespace: str) -> str:
-        """Why a prompt has no chunk of the namespace, and what to do; other namespaces do not count."""
+        """Why a prompt has no chunk of the namespace, and what to do."""
         with self._lock:
             registered, refused = namespace in self._namespaces, namespace in self._refused
         if registered and self.size(namespace):
@@ -160,30 +152,29 @@ class ChunkRegistry:
     def find(self, namespace: str, text: str) -> Matches:
         """The leftmost, longest occurrences of the namespace's chunks; these count as used just now."""
         with self._lock:
-            space = self._namespaces.get(namespace)
-            if space is None:
+            known = self._namespaces.get(namespace)
+            if known is None:
                 return Matches(())
-            snapshot = space.index.snapshot()
+            snapshot = known.index.snapshot()
         matches = snapshot.find(text)  # outside the lock: prompts of several threads search at once
         with self._lock:
             for start, end in matches.found:
                 for form in reversed(forms(text[start:end])):
-                    if form in space.lru:
-                        space.lru.move_to_end(form)
+                    if form in known.lru:
+                        known.lru.move_to_end(form)
         return matches
 
-    def _put(self, space: _Namespace, text: str) -> bool:
-        new = text not in space.lru
+    def _put(self, known: _Namespace, text: str) -> bool:
+        new = text not in known.lru
         if not new:
-            space.lru.move_to_end(text)  # or making room for its stripped form could evict it
+            known.lru.move_to_end(text)  # or the insert of its stripped form could evict it
         for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
-            space.put(form, self.max_chunks)
+            known.put(form, self.max_chunks)
         return new
 
-    def _drop(self, space: _Namespace, text: str) -> bool:
-        for form in forms(text)[1:]:
-            space.drop(form)
-        return space.drop(text)
+    def _drop(self, known: _Namespace, text: str) -> bool:
+        dropped = [known.drop(form) for form in forms(text)]
+        return dropped[0]
 
 
 def _strings(texts: Iterable[str]) -> list[str]:

@@ -12,10 +12,9 @@ from ragcachekit.types import Chunk, Prompt, Segment, Text
 def segment_text(text: str, registry: ChunkFinder, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
-    Of overlapping occurrences the leftmost, and of those the longest, is taken; what was passed over
-    is named in the prompt's notes (the rest of a chunk that was cut into is computed, so an
-    ambiguity costs reuse, never correctness). An occurrence counts only if no word runs across its
-    edges: the chunk "... a cat" is not found in "... a category".
+    Of overlapping occurrences the leftmost, and of those the longest, is taken; the prompt's notes name
+    the others (an ambiguity costs reuse, never correctness). An occurrence counts only if no word runs
+    across its edges: the chunk "... a cat" is not found in "... a category".
 
     Parameters
     ----------
@@ -60,16 +59,15 @@ def _split_special_tokens(segment: Segment) -> bool:
 
 
 def body(text: str) -> str:
-    """A chunk's text without the blanks at its end, which chains strip or keep; of blanks alone, these."""
+    """A chunk's text without the blanks at its end, which some chains strip; of blanks alone, these."""
     return text.rstrip() or text
 
 
 def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The segments; what :func:`body` leaves out of a chunk is added to the text behind it.
+    """The segments; what :func:`body` leaves out of a chunk is added to the text after it.
 
-    The chunks are as they were: whoever tokenises them takes their body.
-    Blanks at a chunk's beginning stay in it: outside they would change the text before the first chunk,
-    which others may be encoded behind.
+    The chunks stay as they are, to be tokenised by their body. Blanks at a chunk's beginning stay in it:
+    outside they would change the text before the first chunk, the context of other encodings.
     """
     blanks = ""
     for segment in segments:

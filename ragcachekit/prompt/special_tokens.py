@@ -1,7 +1,7 @@
 """Special-token strings in retrieved texts: plain text wherever such a text stands in a prompt.
 
-A chunk that is found is tokenised without special tokens. A chain may also cut a document, change its
-case, or glue it to other text. It is then fixed text, and so are the template's own control tokens.
+A chunk that is found is tokenised without special tokens. A document that a chain cut, re-cased or joined
+to other text is fixed text, as the template's own control tokens are.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from ragcachekit.prompt.nested import common_length
 from ragcachekit.types import Chunk, Segment, Text
 
 MOST_TEXTS = 1024
-"""Texts kept per namespace, those registered or retrieved last."""
+"""Texts per namespace, those registered or retrieved last."""
 
 MOST_COMPARISONS = 1 << 16
 """Occurrences in a prompt times texts; beyond that every occurrence is plain text."""
 
 WINDOW = 16
 """Characters compared on each side of an occurrence, whitespace and special-token strings left out."""
-
 
 ENOUGH = 10
 """Characters in common on both sides together that make an occurrence doubtful; role names have fewer."""
@@ -44,16 +43,16 @@ class _Occurrence(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """Where a text has one special token: all text before the last and behind the first, and each place."""
+    """Places of one special token in a text, the text before the last and the text after the first."""
 
     before: str
-    behind: str
+    after: str
     places: frozenset[tuple[str, str]]
 
     def may_be(self, left: str, right: str) -> bool:
         """Whether an occurrence between these characters may be one of the text's."""
         # On one side: lines between may have been dropped, and everything beyond the other side.
-        if (len(left) == WINDOW and left in self.before) or (len(right) == WINDOW and right in self.behind):
+        if (len(left) == WINDOW and left in self.before) or (len(right) == WINDOW and right in self.after):
             return True
         return any(_agree(left, right, *place) for place in self.places)
 
@@ -79,14 +78,14 @@ class SpecialTokenTexts:
         strings = sorted({s for s in special_tokens if _fold(s)}, key=len, reverse=True)
         self._exact = _any_of(strings)
         self._folded = _any_of(sorted({_fold(s) for s in strings}, key=len, reverse=True))
-        # Nearly no text has one: looking for their first characters is all that those pay for.
+        # Nearly no text has one: most are searched for their first characters only.
         self._firsts = {c for s in strings for c in (s.lstrip()[0].lower(), s.lstrip()[0].upper())}
         self._lock = threading.Lock()
         self._namespaces: dict[str, OrderedDict[str, HoldingText]] = {}
-        self._seen: dict[str, set[str]] = {}  # which strings: stays when their texts are forgotten or evicted
+        self._seen: dict[str, set[str]] = {}  # strings; they stay when their texts are forgotten or evicted
 
     def add(self, namespace: str, texts: Iterable[str]) -> None:
-        """Remember those of the texts that hold a special-token string, in any case and spacing."""
+        """Add those of the texts that have a special-token string, in any case and spacing."""
         for text in texts:
             holding = self._holding(text)
             if holding is None:
@@ -114,15 +113,10 @@ class SpecialTokenTexts:
     def split(
         self, namespace: str, segments: Sequence[Segment], retrieved: Iterable[str] = ()
     ) -> list[Segment]:
-        """Cut fixed text at what may come from a retrieved text; that becomes plain text.
+        """Cut fixed text at the special-token strings that may come from a retrieved text.
 
         The characters around an occurrence decide. In doubt it is plain text: one that a text has, too,
-        with about the same characters before or behind it.
-
-        Parameters
-        ----------
-        retrieved : iterable of str
-            Texts known to be retrieved for this prompt alone.
+        with about the same characters before or after it. ``retrieved`` are texts of this prompt alone.
         """
         texts = self._known(namespace, retrieved)
         if not texts:
@@ -147,24 +141,20 @@ class SpecialTokenTexts:
     ) -> list[list[Segment]]:
         """Cut contents of chat messages at every special-token string that a retrieved text ever had.
 
-        Control tokens come from the chat template alone, so nothing around an occurrence is compared. A text
-        that was forgotten meanwhile may still stand in a prompt.
+        Control tokens come from the chat template alone, so nothing around an occurrence is compared.
         """
         with self._lock:
             held = set(self._seen.get(namespace, ()))
         held |= {special for text in retrieved if (one := self._holding(text)) for special in one.held}
         if not held:
             return [list(content) for content in contents]
-        return [
-            [piece for segment in content for piece in self._split_content(segment, held)]
-            for content in contents
-        ]
 
-    def _split_content(self, segment: Segment, held: set[str]) -> list[Segment]:
-        if not _is_fixed(segment):
-            return [segment]
-        text = segment.text or ""
-        return _cut(text, [m.span() for m in self._exact.finditer(text) if _fold(m[0]) in held])
+        def pieces(segment: Segment) -> list[Segment]:
+            text = segment.text or ""
+            spans = [m.span() for m in self._exact.finditer(text) if _fold(m[0]) in held]
+            return _cut(text, spans) if _is_fixed(segment) else [segment]
+
+        return [[piece for segment in content for piece in pieces(segment)] for content in contents]
 
     def _known(self, namespace: str, retrieved: Iterable[str]) -> list[HoldingText]:
         with self._lock:
@@ -197,7 +187,7 @@ class SpecialTokenTexts:
         )
 
     def _occurrences(self, segments: Sequence[Segment]) -> tuple[str, list[_Occurrence]]:
-        """The prompt without whitespace, case and special-token strings, and those of the fixed text."""
+        """The prompt without whitespace, case and special-token strings; and those of its fixed text."""
         runs: list[str] = []
         found: list[_Occurrence] = []
         length = 0
@@ -217,7 +207,7 @@ class SpecialTokenTexts:
 def _around(
     folded: str, occurrence: _Occurrence, text: HoldingText, segments: Sequence[Segment]
 ) -> tuple[str, str]:
-    """The characters around; none of a neighbouring chunk that is this text as a whole."""
+    """The characters around an occurrence; none of a neighbouring chunk that is this text as a whole."""
     number, at = occurrence.segment, occurrence.at
     begin, stop = max(at - WINDOW, 0), at + WINDOW
     if number and _is_chunk_of(segments[number - 1], text):
@@ -236,7 +226,7 @@ def _is_fixed(segment: Segment) -> bool:
 
 
 def _agree(left: str, right: str, text_left: str, text_right: str) -> bool:
-    """Whether enough of what the text has around its own occurrence is here as well, of little half."""
+    """Whether enough of the characters around a text's own occurrence are equal; half of a few is enough."""
     same = common_length(left[::-1], text_left[::-1]) + common_length(right, text_right)
     return same >= ENOUGH or 2 * same >= len(text_left) + len(text_right)
 
@@ -251,12 +241,12 @@ def _cut(text: str, spans: Iterable[tuple[int, int]]) -> list[Segment]:
 
 
 def plain_count(segments: Iterable[Segment]) -> int:
-    """How many segments are fixed text that is tokenised without special tokens."""
+    """Number of segments that are fixed text tokenised without special tokens."""
     return sum(isinstance(s, Text) and s.split_special_tokens for s in segments)
 
 
 def plain_note(count: int) -> str:
-    """The note of ``count`` occurrences that were read as plain text."""
+    """The report's note of ``count`` occurrences."""
     strings = f"{count} special-token string{'s' * (count > 1)}"
     return f"{strings} of retrieved text in the prompt's fixed text: read as plain text"
 

@@ -16,10 +16,9 @@ ResultId: TypeAlias = str | int
 
 
 class Hit(NamedTuple):
-    """A cached answer: ordered result ids, and how far its query lies from this one.
+    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric.
 
-    ``distance`` has the unit of the cache's metric (``ragcachekit.query.metrics``). Scores of the
-    cached search are not kept: they belong to the old query.
+    Scores of the cached search are not part of it: they belong to the old query.
     """
 
     ids: tuple[ResultId, ...]
@@ -27,7 +26,7 @@ class Hit(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A cached entry as seen from outside: its partition and its ordered result ids."""
+    """A cached entry: its partition and its ordered result ids."""
 
     partition: Hashable
     ids: tuple[ResultId, ...]
@@ -66,10 +65,9 @@ class Partition(NamedTuple):
         Tenant and corpus.
     k : int
         Number of results asked for.
-    filters, search_kwargs : hashable
-        Whatever else changes the answer. Use :meth:`of`, which takes dicts, lists and objects apart.
-    index_id : hashable
-        Identity of the index and of the embedding model: a name, a digest, a version.
+    filters, search_kwargs, index_id : hashable
+        Whatever else changes the answer, such as versions of the index and of the embedding model. Use
+        :meth:`of`, which takes dicts, lists and objects apart.
     """
 
     namespace: str
@@ -115,11 +113,11 @@ class QueryCache(Protocol):
 
     - ``lookup`` returns only what was inserted under an equal ``partition``; the partition is
       checked before any similarity.
-    - An embedding equal to an inserted one hits at any tolerance, while its entry is kept.
+    - An embedding equal to an inserted one hits at any tolerance, while its entry is cached.
     - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
       than float64 rounding).
     - Never more than ``capacity`` entries over all partitions.
-    - All methods are thread safe; embeddings are copied, never kept or written to.
+    - All methods are thread safe; embeddings are copied, never written to.
     - An embedding with NaN or infinite numbers, or of another width than the first, raises
       :class:`~ragcachekit.errors.RetrievalError` and changes nothing.
     """
@@ -131,7 +129,7 @@ class QueryCache(Protocol):
     def insert(
         self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
     ) -> tuple[Entry, ...]:
-        """Keep ``ids`` for this embedding; returns the entries that left (replaced or evicted).
+        """Insert ``ids`` for this embedding; returns the entries that left (replaced or evicted).
 
         An equal embedding of the same partition is replaced and becomes the newest entry.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import dis
 import functools
 import inspect
 import re
@@ -17,12 +18,13 @@ _CHANGING = re.compile(
     r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh|build)(_|$)"
 )
 _COUNTER = "_ragcachekit_changes"
+_OBSERVING = threading.Lock()
 
 
 class IndexChanges:
     """The number of changes of one index.
 
-    It is counted before and after each change: a search that ran beside one belongs to a version of its own.
+    Both the begin and the end of a change are counted: a search beside one has a version of its own.
 
     Parameters
     ----------
@@ -32,23 +34,18 @@ class IndexChanges:
 
     def __init__(self, owner: Callable[[], object]) -> None:
         self.owner = owner
+        self.version = 0
         self._lock = threading.Lock()
-        self._version = 0
         self._parts: dict[str, object] = {}
 
-    @property
-    def version(self) -> int:
-        """Rises with every change."""
-        return self._version
-
     def count(self) -> None:
-        """A change begins, ends, or was noticed."""
+        """Count one change, begun or ended."""
         with self._lock:
-            self._version += 1
+            self.version += 1
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around a change."""
+        """Count around a change."""
         self.count()
         try:
             yield
@@ -62,17 +59,17 @@ class IndexChanges:
                 self._parts[name] is part for name, part in parts.items()
             )
             if not same:
-                self._version += bool(self._parts)
+                self.version += bool(self._parts)
                 self._parts = dict(parts)
 
 
 def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | None:
-    """The counter of the index's changes, from now on; None if they cannot be seen.
+    """The counter of the index's changes, from now on; None if they cannot be counted.
 
     The object gets a subclass of its class, of the same name, whose changing methods (``add_documents``,
-    ``delete``, ``insert``, ...) count. Methods that only delegate stay as they are: frameworks look whether
-    a class overrides them. Pickles are of the first class, copies count for nobody. Changes that do not come
-    through such a method (another process, a client of one's own) are not seen.
+    ``delete``, ``insert``, ...) count. Methods that only delegate stay as they are, because frameworks look
+    whether a class overrides them. Pickles are of the first class; copies are not counted. Changes past
+    these methods (another process, a client of one's own) are not counted.
     """
     with _OBSERVING:
         kind = type(index)
@@ -81,6 +78,8 @@ def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | 
             return known
         if known is not None:  # a copy
             kind = kind.__mro__[1]
+        if _finds_super_by_type(kind):
+            return None
         try:
             changes = IndexChanges(weakref.ref(index))
             object.__setattr__(index, "__class__", _counting_subclass(kind, changes, delegating))
@@ -89,7 +88,18 @@ def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | 
         return changes
 
 
-_OBSERVING = threading.Lock()
+def _finds_super_by_type(kind: type) -> bool:
+    """Whether a method calls ``super(type(self), self)``: in a subclass it would call itself for ever."""
+    functions = (one for base in kind.__mro__ for one in vars(base).values())
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is None or "super" not in code.co_names or not {"type", "__class__"} & {*code.co_names}:
+            continue
+        loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_")]
+        calls = zip(loads, loads[1:], loads[2:], strict=False)
+        if any(a == "super" and (b == "type" or c == "__class__") for a, b, c in calls):
+            return True
+    return False
 
 
 def _counting_subclass(kind: type, changes: IndexChanges, delegating: tuple[type, ...]) -> type:
@@ -100,10 +110,10 @@ def _counting_subclass(kind: type, changes: IndexChanges, delegating: tuple[type
         "__slots__": (),
         "__reduce_ex__": _reduced_as(kind),
     }
-    for name in dir(kind):
+    for name in filter(_CHANGING.match, dir(kind)):
         by = next((base for base in kind.__mro__ if name in vars(base)), None)
         function = None if by is None or by in delegating else vars(by)[name]
-        if _CHANGING.match(name) and isinstance(function, types.FunctionType):
+        if isinstance(function, types.FunctionType):
             body[name] = _counted(function, changes)
     subclass = types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))
     type.__setattr__(subclass, _COUNTER, changes)  # not in the body: pydantic would make a field of it

@@ -1,4 +1,4 @@
-"""What keys of objects are made of, and what is known of a framework's classes."""
+"""Parts of an object's key, and the rules for a framework's classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+_LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
+_IGNORED = (logging.Logger, logging.Handler, type(threading.Lock()), type(threading.RLock()))
 
 
 class NotKeyable(TypeError):
-    """A value that cannot be part of a key: what it stands for cannot be read."""
+    """A value that cannot be part of a key: its content cannot be read."""
 
 
 class TooLarge(NotKeyable):
@@ -24,7 +27,7 @@ class TooLarge(NotKeyable):
 
 @dataclass(frozen=True)
 class KeyRules:
-    """What is known of a framework's classes. Those of all other packages are refused.
+    """Rules for a framework's classes. Classes of all other packages are refused.
 
     Attributes
     ----------
@@ -60,6 +63,10 @@ class KeyRules:
     configurable: tuple[type, ...] = ()
     unconfigurable: tuple[type, ...] = ()
     uncached: tuple[type, ...] = ()
+    readers: weakref.WeakKeyDictionary[type, Any] = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+    """How objects of a class are read under these rules; filled at first use."""
 
     def is_known_package(self, module: str | None) -> bool:
         """Whether the module belongs to one of the libraries."""
@@ -70,9 +77,9 @@ class KeyRules:
         """Whether the module belongs to one of the libraries or to Python's own."""
         return self.is_known_package(module) or _is_of_python((module or "").partition(".")[0])
 
-    def is_ignored(self, value: object) -> bool:
-        """Whether the object changes no result."""
-        return isinstance(value, (*_IGNORED, *self.ignored)) and not isinstance(value, self.searching)
+    def is_ignored(self, kind: type) -> bool:
+        """Whether objects of the class change no result."""
+        return issubclass(kind, (*_IGNORED, *self.ignored)) and not issubclass(kind, self.searching)
 
 
 @functools.cache
@@ -85,12 +92,12 @@ def _is_of_python(top: str) -> bool:
     return origin in (None, "built-in", "frozen") or Path(origin).is_relative_to(sysconfig.get_path("stdlib"))
 
 
-_LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
-_IGNORED = (logging.Logger, logging.Handler, type(threading.Lock()), type(threading.RLock()))
-
-
 class Identity:
-    """A key that is equal for one object only, which it keeps alive only if that allows no weak reference."""
+    """A key that is equal for one object only.
+
+    The object is referred to weakly, where it allows that: the key stays equal to itself alone when the
+    object is gone.
+    """
 
     __slots__ = ("_hash", "_object")
 
@@ -98,7 +105,7 @@ class Identity:
         self._hash = id(value)
         self._object: Any
         try:
-            self._object = weakref.ref(value)  # one and the same for every call, also when the object is gone
+            self._object = weakref.ref(value)  # one and the same for every call
         except TypeError:
             self._object = value
 
@@ -126,16 +133,8 @@ class HashedKey:
         return isinstance(other, HashedKey) and self._hash == other._hash and self._key == other._key
 
 
-@dataclass(frozen=True)
-class ObjectKey:
-    """The key of an object.
-
-    Attributes
-    ----------
-    key : hashable
-    configurable : bool
-        Whether a class takes part that reads the ``configurable`` values of a run.
-    """
+class ObjectKey(NamedTuple):
+    """The key of an object; ``configurable`` if a part may read the ``configurable`` values of a run."""
 
     key: Hashable
     configurable: bool

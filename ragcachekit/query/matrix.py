@@ -35,7 +35,7 @@ class KeyMatrix:
 
     def resize(self, size: int) -> None:
         """Make the first ``size`` rows the ones that are scanned."""
-        # Slices are kept: making them anew costs a twentieth of a lookup.
+        # Slices are stored: making them anew costs a twentieth of a lookup.
         self._scanned = self._rows[:size], self._side[:size], self._dots[:size], self._codes[:size]
 
     def write(self, slot: int, key: bytes, squared: float, code: int) -> None:

@@ -9,19 +9,17 @@ metric     distance of query q and key k      unit
 =========  =================================  ====================================================
 
 The inner product itself is no distance (a long key would be "near" to everything), so ``ip`` measures
-what q.k lacks of the larger self-product. It is never negative, 0 only for q = k, and it bounds the
-damage: ||q - k||^2 <= 2 d, so no document x changes its score by more than sqrt(2 d) ||x||.
+what q.k lacks of the larger self-product. It is 0 only for q = k, and ||q - k||^2 <= 2 d: no document x
+changes its score by more than sqrt(2 d) ||x||.
 
-Each metric does two things: rank all keys in float32 from one matrix-vector product (fast, but
-||q||^2 + ||k||^2 - 2 q.k loses most of its digits for near vectors), and measure a few in float64.
-:class:`~ragcachekit.query.proximity.ProximityCache` bounds the error of the first to know which keys
-need the second.
+Each metric ranks all keys in float32 from one matrix-vector product, which loses most of its digits for
+near vectors, and measures a few in float64. A bound of the first's error decides which keys need the second.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,36 +28,6 @@ Float32: TypeAlias = NDArray[np.float32]
 Float64: TypeAlias = NDArray[np.float64]
 Number = TypeVar("Number", float, Float64)
 """One key or many: the formulas are the same."""
-
-
-class Metric(Protocol):
-    """Fast ranking and exact measurement of one distance."""
-
-    name: str
-    needs_direction: bool
-
-    def side(self, squared_norm: float) -> float:
-        """The number kept beside each key, from its squared norm."""
-        ...
-
-    def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
-        """Rising with the distance; from the products q.k, in place where possible."""
-        ...
-
-    def limit(self, distance: float, squared_norm: float) -> float:
-        """The rank that a key at ``distance`` from the query would have."""
-        ...
-
-    def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
-        """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key."""
-        ...
-
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
-        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``: 0 where they are equal.
-
-        The products q.q and k.k are given, from :func:`product`.
-        """
-        ...
 
 
 _EPSILON = 1.2e-7  # float32; four of them cover the additions and the rounding of the norms
@@ -73,19 +41,27 @@ class L2:
     needs_direction = False
 
     def side(self, squared_norm: float) -> float:
+        """The number stored beside each key, from its squared norm."""
         return squared_norm / 2
 
     def rank(self, dots: Float32, side: Float32, squared_norm: float) -> Float32:
+        """Ranks, rising with the distance; from the products q.k, in place where possible."""
         return np.subtract(side, dots, out=dots)
 
     def limit(self, distance: float, squared_norm: float) -> float:
+        """The rank that a key at ``distance`` from the query would have."""
         return (distance * distance - squared_norm) / 2
 
     def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
+        """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key."""
         scale = squared_norm + largest
         return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
 
     def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
+        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``: 0 where they are equal.
+
+        The products q.q and k.k are given, from :func:`product`.
+        """
         # Not q.q + k.k - 2 q.k: its rounding is larger than the squared distance of near vectors.
         gaps = keys - query
         squares: Number = gaps.dot(gaps) if gaps.ndim == 1 else np.einsum("ij,ij->i", gaps, gaps)
@@ -115,7 +91,7 @@ class InnerProduct(L2):
         return lack
 
 
-class Cosine:
+class Cosine(L2):
     """Rank: -q.k / ||k||."""
 
     name = "cosine"
@@ -137,6 +113,9 @@ class Cosine:
         turned: Number = abs(1.0 - keys.dot(query) / (qq * kk) ** 0.5)
         return turned
 
+
+Metric: TypeAlias = L2
+"""Fast ranking and exact measurement of one distance."""
 
 _METRICS: dict[str, Metric] = {metric.name: metric for metric in (L2(), Cosine(), InnerProduct())}
 

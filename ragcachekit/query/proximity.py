@@ -30,10 +30,9 @@ class ProximityCache:
     One exact linear scan: a float32 matrix of all keys, one BLAS matrix-vector product, argmin. Keys
     that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64.
 
-    All partitions share the matrix and the capacity: eviction order is global, the memory is
-    ``capacity * dim * 8`` bytes (each key is also kept as bytes, for exact matches) however many
-    partitions come and go, and a key of another partition is masked before the nearest is sought. The
-    price is that a lookup scans the keys of all partitions; one without entries is not scanned.
+    All partitions share the matrix, the capacity and the eviction order; keys of another partition are
+    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes, as each key is also
+    stored as bytes for exact matches.
 
     Parameters
     ----------
@@ -41,10 +40,9 @@ class ProximityCache:
         Greatest number of entries over all partitions (c in the paper).
     tolerance : float
         Greatest distance of a hit (tau), in the unit of the metric: see
-        :mod:`ragcachekit.query.metrics`. The default 0 is exact matching for every metric: equal
-        vectors (-0.0 equals 0.0) and nothing else. Calibrate anything above
-        (:func:`ragcachekit.query.calibrate.calibrate`): with all-MiniLM half of all pairs "Where does
-        A live?", "Where does B live?" lie within a cosine distance of 0.15.
+        :mod:`ragcachekit.query.metrics`. The default 0 is equal vectors (-0.0 equals 0.0) and nothing
+        else. Calibrate anything above (:func:`ragcachekit.calibrate`): with all-MiniLM half of all pairs
+        "Where does A live?", "Where does B live?" lie within a cosine distance of 0.15.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
     eviction : {"fifo", "lru"}
@@ -67,14 +65,13 @@ class ProximityCache:
         eviction: str = "fifo",
         dim: int | None = None,
     ) -> None:
-        self._capacity = _positive("capacity", capacity)
+        self.capacity = _positive("capacity", capacity)
         if not (tolerance >= 0.0 and math.isfinite(tolerance)):  # NaN fails the comparison
             raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
         if eviction not in EVICTIONS:
             raise ValueError(f"unknown eviction {eviction!r}; known: {', '.join(EVICTIONS)}")
-        self._tolerance = float(tolerance)
+        self.tolerance, self.metric, self.eviction = float(tolerance), metric, eviction
         self._metric = get_metric(metric)
-        self._lru = eviction == "lru"
         self._lock = threading.Lock()
         self._slots: OrderedDict[_Key, int] = OrderedDict()  # in eviction order
         self._heads: Counter[bytes] = Counter()  # of how many vectors each is the beginning
@@ -87,26 +84,6 @@ class ProximityCache:
         self._dim: int | None = None
         if dim is not None:
             self._allocate(_positive("dim", dim))
-
-    @property
-    def capacity(self) -> int:
-        """Greatest number of entries."""
-        return self._capacity
-
-    @property
-    def tolerance(self) -> float:
-        """Greatest distance of a hit, in the metric's unit."""
-        return self._tolerance
-
-    @property
-    def metric(self) -> str:
-        """``cosine``, ``l2`` or ``ip``."""
-        return self._metric.name
-
-    @property
-    def eviction(self) -> str:
-        """``fifo`` or ``lru``."""
-        return "lru" if self._lru else "fifo"
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -127,14 +104,14 @@ class ProximityCache:
                 self._counts["misses"] += 1
                 return None
             self._counts["hits"] += 1
-            if self._lru:
+            if self.eviction == "lru":
                 self._slots.move_to_end(self._keys[slot])
             return Hit(self._entries[slot].ids, distance)
 
     def insert(
         self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
     ) -> tuple[Entry, ...]:
-        """Keep ``ids`` for this embedding; returns the entries that left (Algorithm 1, lines 8-11).
+        """Insert ``ids`` for this embedding; returns the entries that left (Algorithm 1, lines 8-11).
 
         An equal embedding of the same partition is replaced and becomes the newest entry.
 
@@ -157,7 +134,7 @@ class ProximityCache:
             if (code, vector) in self._slots:
                 left = (self._drop((code, vector)),)
                 self._counts["replacements"] += 1
-            elif len(self._keys) == self._capacity:
+            elif len(self._keys) == self.capacity:
                 left = (self._drop(next(iter(self._slots))),)
                 self._counts["evictions"] += 1
             self._append(matrix, vector, squared, Entry(partition, frozen))
@@ -177,7 +154,7 @@ class ProximityCache:
     def stats(self) -> QueryCacheStats:
         """Counters and present content."""
         with self._lock:
-            return QueryCacheStats(self._capacity, len(self._keys), len(self._partitions), **self._counts)
+            return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + gone."""
@@ -185,7 +162,7 @@ class ProximityCache:
             size, counts = len(self._keys), self._counts
             gone = counts["replacements"] + counts["evictions"] + counts["forgotten"]
             assert counts["inserts"] == size + gone, "inserted is not present + gone"
-            assert size <= self._capacity, "more entries than the capacity"
+            assert size <= self.capacity, "more entries than the capacity"
             assert len(self._entries) == size == len(self._slots), "slots, keys and ids differ in number"
             heads = Counter(_head(vector) for _, vector in self._keys)
             assert heads == self._heads, "beginnings of vectors"
@@ -193,7 +170,7 @@ class ProximityCache:
             for slot, key in enumerate(self._keys):
                 code, number = self._partitions[self._entries[slot].partition]
                 assert self._slots[key] == slot, "a key points to another slot"
-                assert number > 0, "an empty partition is kept"
+                assert number > 0, "an empty partition is listed"
                 assert self._matrix is not None
                 assert code == key[0], "a key has another partition's code"
                 assert self._matrix.row(slot) == (key[1], code), "a row has another key or partition"
@@ -204,20 +181,20 @@ class ProximityCache:
         code, number = self._partitions.get(partition, (-1, 0))
         if self._matrix is None or not number:
             return None, 0.0
-        if not self._tolerance:
+        if not self.tolerance:
             return self._slots.get((code, exact_bytes(query))), 0.0
         # Most repeated vectors are found here in a fifth of the time; one that differs in the sign of
-        # a zero is found by the scan. Hashing a whole vector that is not there would cost 0.7 us.
+        # a zero is found by the scan. The head alone is hashed first: a whole vector costs 0.7 us.
         if query[:_HEAD].tobytes() in self._heads:
             slot = self._slots.get((code, query.tobytes()))
             if slot is not None:
                 return slot, 0.0
         only = None if number == len(self._keys) else code
-        return self._matrix.nearest(query, wide, squared, only, self._tolerance)
+        return self._matrix.nearest(query, wide, squared, only, self.tolerance)
 
     def _allocate(self, dim: int) -> KeyMatrix:
         if self._matrix is None:
-            self._matrix = KeyMatrix(self._capacity, dim, self._metric)
+            self._matrix = KeyMatrix(self.capacity, dim, self._metric)
             self._dim = dim
         elif self._dim != dim:  # two first inserts of unequal width raced
             raise RetrievalError(f"the embedding has {dim} numbers, expected {self._dim}")

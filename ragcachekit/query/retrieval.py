@@ -1,4 +1,4 @@
-"""Lookup, else search, then insert: the one mechanism behind every retriever wrapper."""
+"""Lookup, else search, then insert: the one mechanism of every retriever wrapper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -21,9 +21,8 @@ Document = TypeVar("Document")
 Found: TypeAlias = Sequence[tuple[ResultId, Document]]
 """What a search returns: ``(id, document)`` in order of relevance."""
 
-
-_NEVER = -1  # an epoch in which nothing is kept
-_MAX_SAID = 100
+_NO_EPOCH = -1  # in which nothing is inserted
+_MOST_LOGGED = 100
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,27 @@ class Retrieved(Generic[Document]):
     note: str | None = None
 
 
+class Lookup(NamedTuple, Generic[Document]):
+    """A finished lookup: its result, and what an insert after a miss needs."""
+
+    result: Retrieved[Document]
+    embedding: ArrayLike
+    partition: Hashable
+    epoch: int
+
+
 class CachedRetrieval(Generic[Document]):
     """A query cache together with the documents that its entries name.
 
-    Documents are kept by (partition, id), counted by the entries that name them, and dropped with the
+    Documents are stored by (partition, id), counted by the entries that name them, and dropped with the
     last one: never more than ``capacity * k``. A later search that returns another document under the
     same id replaces it for all entries of the partition. No document crosses a partition.
 
-    A cache that fails is not the end of a question: whatever lookup or insert raise is logged, and the
-    search answers. An embedding that the cache cannot use (zeros, NaN, another width) is searched too.
+    A failing cache does not fail a question: errors of lookup and insert are logged, and the search
+    answers. An embedding that the cache cannot use (zeros, NaN, another width) is searched too.
 
     The search runs outside all locks; two threads that miss at once both search. What a search found
-    is not kept if :meth:`forget` or :meth:`clear` ran meanwhile (it may hold what was to be
+    is not inserted if :meth:`forget` or :meth:`clear` ran meanwhile (it may hold what was to be
     forgotten), nor if it found nothing (mostly an index that is not filled yet).
 
     Parameters
@@ -79,7 +87,7 @@ class CachedRetrieval(Generic[Document]):
         self._documents: dict[tuple[Hashable, ResultId], Document] = {}
         self._uses: Counter[tuple[Hashable, ResultId]] = Counter()
         self._epoch = 0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._lock = threading.Lock()  # entries and their documents change together
         self._forgetting = threading.Lock()  # taken before _lock: nothing is handed on while texts go
 
@@ -111,17 +119,17 @@ class CachedRetrieval(Generic[Document]):
         embedding, partition
             As for :meth:`QueryCache.lookup`.
         search : callable
-            What is asked on a miss; it may use the embedding. What it raises is passed on.
+            Called on a miss; it may use the embedding. What it raises is passed on.
         otherwise : callable, optional
-            What is asked if the cache cannot use the embedding; by default ``search``.
+            Called if the cache cannot use the embedding; by default ``search``.
         keep_if : callable
-            Asked after a search: whether its result still belongs to the partition.
+            Called after a search: whether its result still belongs to the partition.
         """
-        cached, epoch = self._lookup(embedding, partition)
-        if cached.hit:
-            return cached
-        found = (otherwise or search)() if cached.note else search()
-        return self._keep(embedding, partition, found, epoch if keep_if() else _NEVER, cached)
+        asked = self.lookup(embedding, partition)
+        if asked.result.hit:
+            return asked.result
+        found = (otherwise or search)() if asked.result.note else search()
+        return self.insert(asked, found) if keep_if() else self._searched(asked, found)
 
     async def aget(
         self,
@@ -132,11 +140,47 @@ class CachedRetrieval(Generic[Document]):
         keep_if: Callable[[], bool] = lambda: True,
     ) -> Retrieved[Document]:
         """:meth:`get` with searches that are awaited."""
-        cached, epoch = self._lookup(embedding, partition)
-        if cached.hit:
-            return cached
-        found = await ((otherwise or search)() if cached.note else search())
-        return self._keep(embedding, partition, found, epoch if keep_if() else _NEVER, cached)
+        asked = self.lookup(embedding, partition)
+        if asked.result.hit:
+            return asked.result
+        found = await ((otherwise or search)() if asked.result.note else search())
+        return self.insert(asked, found) if keep_if() else self._searched(asked, found)
+
+    def lookup(self, embedding: ArrayLike, partition: Hashable) -> Lookup[Document]:
+        """The first half of :meth:`get`. After a miss, search and call :meth:`insert`."""
+        start = time.perf_counter_ns()
+        hit, documents, epoch, note = None, None, _NO_EPOCH, None
+        try:
+            with self._lock:
+                hit = self._cache.lookup(embedding, partition=partition)
+                documents = self._fetch(hit, partition)
+                epoch = self._epoch
+        except Exception as error:
+            note = self._note(error)
+        lookup_us = (time.perf_counter_ns() - start) / 1e3
+        if hit is None or documents is None:
+            result: Retrieved[Document] = Retrieved((), False, None, lookup_us, note)
+        else:
+            result = Retrieved(documents, True, hit.distance, lookup_us)
+        return Lookup(result, embedding, partition, epoch)
+
+    def insert(self, asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
+        """The second half of :meth:`get`: insert what a search found, unless something was forgotten."""
+        result, embedding, partition, epoch = asked
+        pairs = tuple(found)
+        note = result.note
+        try:
+            with self._lock:
+                if pairs and epoch == self._epoch:
+                    ids = tuple([one for one, _ in pairs])
+                    # Release first: an entry of before may have left, whose documents were never counted.
+                    self._release(self._cache.insert(embedding, ids, partition=partition))
+                    for one, document in pairs:
+                        self._documents[partition, one] = document
+                        self._uses[partition, one] += 1
+        except Exception as error:
+            note = self._note(error)
+        return replace(self._searched(asked, pairs), note=note)
 
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
@@ -169,9 +213,9 @@ class CachedRetrieval(Generic[Document]):
             if forgotten is None or self._text is None:
                 return self.forget(where=lambda partition: _is_of(partition, namespace))
             with self._lock:
-                self._epoch += 1  # what a search of before finds from here on is not kept
-                kept = list(self._documents.items())
-            texts = {name: self._text(document) for name, document in kept if _is_of(name[0], namespace)}
+                self._epoch += 1  # what a search of before finds from here on is not inserted
+                stored = list(self._documents.items())
+            texts = {name: self._text(document) for name, document in stored if _is_of(name[0], namespace)}
             gone = {name for name, text in texts.items() if forgotten(text)}
             return self._forget(lambda entry: any((entry.partition, one) in gone for one in entry.ids))
 
@@ -180,7 +224,7 @@ class CachedRetrieval(Generic[Document]):
         return self._cache.stats()
 
     def __len__(self) -> int:
-        """Number of documents kept."""
+        """Number of documents stored."""
         return len(self._documents)
 
     def check(self) -> None:
@@ -188,29 +232,14 @@ class CachedRetrieval(Generic[Document]):
         with self._lock:
             self._cache.check()
             assert self._uses.keys() == self._documents.keys(), "a document without uses, or a use of none"
-            assert all(count > 0 for count in self._uses.values()), "an unused document is kept"
-
-    def _lookup(self, embedding: ArrayLike, partition: Hashable) -> tuple[Retrieved[Document], int]:
-        start = time.perf_counter_ns()
-        hit, documents, epoch, note = None, None, _NEVER, None
-        try:
-            with self._lock:
-                hit = self._cache.lookup(embedding, partition=partition)
-                documents = self._fetch(hit, partition)
-                epoch = self._epoch
-        except Exception as error:
-            note = self._note(error)
-        lookup_us = (time.perf_counter_ns() - start) / 1e3
-        if hit is None or documents is None:
-            return Retrieved((), False, None, lookup_us, note), epoch
-        return Retrieved(documents, True, hit.distance, lookup_us), epoch
+            assert all(count > 0 for count in self._uses.values()), "an unused document is stored"
 
     def _note(self, error: Exception) -> str:
-        """What went wrong; logged the first time, since an embedder that fails may fail at every question."""
+        """The error as a note; logged once, since an embedder that fails may fail at every question."""
         unusable = isinstance(error, RetrievalError | TypeError)
         note = f"{'the embedding cannot be used' if unusable else 'the query cache failed'}: {error}"
-        if note not in self._said and len(self._said) < _MAX_SAID:
-            self._said.add(note)
+        if note not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(note)
             log.warning("%s; searching instead", note, exc_info=None if unusable else error)
         return note
 
@@ -222,28 +251,9 @@ class CachedRetrieval(Generic[Document]):
         except KeyError:  # an entry that was in the cache before it was handed over: a miss
             return None
 
-    def _keep(
-        self,
-        embedding: ArrayLike,
-        partition: Hashable,
-        found: Found[Document],
-        epoch: int,
-        missed: Retrieved[Document],
-    ) -> Retrieved[Document]:
-        pairs = tuple(found)
-        ids = tuple([one for one, _ in pairs])
-        documents = tuple([document for _, document in pairs])
-        try:
-            with self._lock:
-                if pairs and epoch == self._epoch:
-                    # Release first: an entry of before may have left, whose documents were never counted.
-                    self._release(self._cache.insert(embedding, ids, partition=partition))
-                    for one, document in pairs:
-                        self._documents[partition, one] = document
-                        self._uses[partition, one] += 1
-        except Exception as error:
-            return replace(missed, documents=documents, note=self._note(error))
-        return replace(missed, documents=documents)
+    @staticmethod
+    def _searched(asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
+        return replace(asked.result, documents=tuple([document for _, document in found]))
 
     def _forget(self, where: Callable[[Entry], bool]) -> int:
         with self._lock:

@@ -1,1 +1,1 @@
-"""The vector indexes behind a retriever, and one contract for all of them."""
+"""Vector indexes, and one contract for all of them."""

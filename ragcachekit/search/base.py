@@ -1,15 +1,22 @@
-"""The contract of every vector index, and what a search returns."""
+"""The contract of every vector index, and what all indexes share: ids, checks, locking, distances, saving."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-DocumentId: TypeAlias = str | int
-METRICS = ("cosine", "ip", "l2")
+from ragcachekit.errors import RetrievalError
+from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows, check_metric, positive
+from ragcachekit.search.lock import ReadWriteLock
+from ragcachekit.search.manifest import Manifest, write_index
+
+_SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who is among the k
 
 
 class SearchResult(NamedTuple):
@@ -24,35 +31,49 @@ class SearchResult(NamedTuple):
     scores: tuple[float, ...]
 
 
-@runtime_checkable
-class VectorIndex(Protocol):
-    """Vectors by id. Implementations promise:
+class VectorIndex(ABC):
+    """Vectors by id, over a library that has int64 labels only. All indexes promise:
 
     - ``search`` returns min(k, len) distinct ids of added and not removed vectors, nearest first;
       an approximate index may miss some and return fewer, never an id it does not hold.
     - A call that raises has changed nothing.
     - All methods are thread safe: searches may run together, never beside a change.
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
+
+    Labels count up and are never used twice. Subclasses hold the vectors and propose candidates; the
+    distances are computed here.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the vectors.
+    metric : {"cosine", "l2", "ip"}
+        Under cosine, unit vectors are stored and the library compares inner products.
     """
 
-    @property
-    def kind(self) -> str:
-        """The name under which the registry knows this implementation."""
-        ...
+    kind: ClassVar[str]
+    """Name in the registry."""
+
+    def __init__(self, dim: int, metric: str = "cosine") -> None:
+        self._dim = positive("dim", dim)
+        self._metric = check_metric(metric)
+        self._lock = ReadWriteLock()
+        self._labels: dict[DocumentId, int] = {}
+        self._ids: dict[int, DocumentId] = {}
+        self._next_label = 0
 
     @property
     def metric(self) -> str:
         """``cosine``, ``l2`` or ``ip``."""
-        ...
+        return self._metric
 
     @property
     def dim(self) -> int:
         """Width of the vectors."""
-        ...
+        return self._dim
 
     def __len__(self) -> int:
-        """Number of vectors."""
-        ...
+        return len(self._labels)
 
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
@@ -64,7 +85,20 @@ class VectorIndex(Protocol):
         RetrievalError
             NaN or infinite numbers, another width, or a zero vector under cosine.
         """
-        ...
+        if not len(ids) and not np.size(embeddings):
+            return
+        rows = as_rows(embeddings, self._dim, self._metric)
+        frozen = as_ids(ids, len(rows))
+        with self._lock.write():
+            held = next((one for one in frozen if one in self._labels), None)
+            if held is not None:
+                raise ValueError(f"id {held!r} is in the index already; remove it first")
+            labels = np.arange(self._next_label, self._next_label + len(frozen), dtype=np.int64)
+            self._add(labels, rows)
+            self._next_label += len(frozen)
+            for one, label in zip(frozen, labels.tolist(), strict=True):
+                self._labels[one] = label
+                self._ids[label] = one
 
     def search(self, embedding: ArrayLike, k: int) -> SearchResult:
         """The k nearest documents.
@@ -76,7 +110,21 @@ class VectorIndex(Protocol):
         RetrievalError
             The index is empty, or the embedding cannot be used (as in :meth:`add`).
         """
-        ...
+        wanted = positive("k", k)
+        if np.ndim(embedding) != 1:
+            raise RetrievalError(
+                f"expected one embedding [{self._dim}], got shape {list(np.shape(embedding))}"
+            )
+        query = as_rows(np.asarray(embedding)[None], self._dim, self._metric)
+        with self._lock.read():
+            size = len(self._labels)
+            if not size:
+                raise RetrievalError("the index is empty; add documents first")
+            candidates = self._nearest(query, min(wanted, size), size)
+            scores = self._distances(query[0], self._vectors(candidates))
+            ids = [self._ids[label] for label in candidates.tolist()]
+        order = sorted(range(len(ids)), key=lambda i: (scores[i], isinstance(ids[i], str), ids[i]))[:wanted]
+        return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
 
     def remove(self, ids: Sequence[DocumentId]) -> int:
         """Drop the vectors of these ids, unknown ones aside; returns how many were dropped.
@@ -86,8 +134,78 @@ class VectorIndex(Protocol):
         RetrievalError
             This kind of index cannot remove.
         """
-        ...
+        if isinstance(ids, str):
+            raise TypeError("ids must be a sequence of ids, not one string")
+        with self._lock.write():
+            known = [one for one in dict.fromkeys(ids) if one in self._labels]
+            if known:
+                self._remove(np.array([self._labels[one] for one in known], np.int64))
+            for one in known:
+                del self._ids[self._labels.pop(one)]
+            return len(known)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256."""
-        ...
+        with self._lock.read():
+            ids = tuple(sorted(self._ids.items()))
+            manifest = Manifest(self.kind, self._dim, self._metric, self._options(), self._next_label, ids)
+            write_index(Path(path), manifest, self._write)
+
+    def restore(self, data: Path, manifest: Manifest) -> None:
+        """Take over a verified data file and its ids; called by the registry's ``load_index``."""
+        with self._lock.write():
+            self._read(data, len(manifest.ids))
+            self._next_label = manifest.next_label
+            self._ids = dict(manifest.ids)
+            self._labels = {one: label for label, one in manifest.ids}
+
+    def _nearest(self, query: Float32, wanted: int, size: int) -> NDArray[np.int64]:
+        """Labels of at least the nearest ``wanted``: more while the last ones are as near as those."""
+        asked = min(wanted + _SPARE, size)
+        while True:
+            labels = self._candidates(query, asked)
+            if asked == size or len(labels) < asked or not self._tied(query, labels, wanted):
+                return labels
+            asked = min(2 * asked, size)
+
+    def _tied(self, query: Float32, labels: NDArray[np.int64], wanted: int) -> bool:
+        ends = self._distances(query[0], self._vectors(labels[[wanted - 1, -1]]))
+        return ends[1] - ends[0] <= 1e-6 * max(1.0, abs(ends[0]))
+
+    def _distances(self, query: Float32, rows: Float32) -> list[float]:
+        wide, keys = query.astype(np.float64), rows.astype(np.float64)
+        if self._metric == "l2":
+            gaps = keys - wide
+            roots: list[float] = np.sqrt(np.einsum("ij,ij->i", gaps, gaps)).tolist()
+            return roots
+        dots = np.einsum("ij,j->i", keys, wide)
+        ends: list[float] = (-dots if self._metric == "ip" else 1.0 - dots).tolist()
+        return ends
+
+    def _options(self) -> dict[str, Any]:
+        """Constructor arguments besides dim and metric, as JSON."""
+        return {}
+
+    @abstractmethod
+    def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+        """Hold ``rows`` under ``labels``, or raise and hold none."""
+
+    @abstractmethod
+    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
+        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]``, nearest first, no -1."""
+
+    @abstractmethod
+    def _vectors(self, labels: NDArray[np.int64]) -> Float32:
+        """The stored rows ``[n, dim]`` of these labels."""
+
+    @abstractmethod
+    def _remove(self, labels: NDArray[np.int64]) -> None:
+        """Drop these labels, or raise RetrievalError."""
+
+    @abstractmethod
+    def _write(self, path: Path) -> None:
+        """Write the vectors (and the graph) to a file."""
+
+    @abstractmethod
+    def _read(self, path: Path, count: int) -> None:
+        """Read what ``_write`` wrote; ``count`` vectors are to be in it."""

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
+from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.checks import Float32
-from ragcachekit.search.labelled import LabelledIndex
 
 
-class BruteIndex(LabelledIndex):
+class BruteIndex(VectorIndex):
     """All distances, in float64, every time. Exact and slow; adds and removes copy everything."""
 
     kind: ClassVar[str] = "brute"

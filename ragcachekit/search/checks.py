@@ -1,20 +1,33 @@
-"""Checking what goes into an index."""
+"""Checks of what goes into an index, and of the optional libraries."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.base import METRICS, DocumentId
 
 Float32: TypeAlias = NDArray[np.float32]
+DocumentId: TypeAlias = str | int
+
+METRICS = ("cosine", "ip", "l2")
 
 _LARGEST_NORM = 3e18  # beyond it float32 products overflow
 _SMALLEST_NORM = 1e-15  # below it a direction cannot be told in float32
+
+
+def load_library(module: str, extra: str) -> Any:
+    """The module, or ImportError with the extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f"this index needs {module}: pip install 'ragcachekit[{extra}]'"
+        raise ImportError(message) from error
 
 
 def check_metric(metric: str) -> str:
@@ -31,6 +44,27 @@ def positive(name: str, value: int) -> int:
     if value <= 0:
         raise ValueError(f"{name} must be > 0, got {value}")
     return int(value)
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Settings of an HNSW graph.
+
+    Attributes
+    ----------
+    links : int
+        Neighbours per node (M).
+    ef_construction, ef_search : int
+        Breadth while building and while searching (at least the number of results asked for).
+    """
+
+    links: int = 32
+    ef_construction: int = 200
+    ef_search: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            object.__setattr__(self, name, positive(name, value))
 
 
 def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:

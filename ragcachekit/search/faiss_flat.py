@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.checks import Float32
-from ragcachekit.search.labelled import LabelledIndex
-from ragcachekit.search.optional import load_library
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.checks import Float32, load_library
 
 
-class FaissFlatIndex(LabelledIndex):
+class FaissFlatIndex(VectorIndex):
     """Faiss's exact scan. Needs the extra ``faiss``."""
 
     kind: ClassVar[str] = "faiss-flat"
@@ -50,5 +49,5 @@ class FaissFlatIndex(LabelledIndex):
     def _read(self, path: Path, count: int) -> None:
         index = self._faiss.read_index(str(path))
         if index.d != self._dim or index.ntotal != count or index.metric_type != self._faiss_metric():
-            raise RetrievalError(f"{path} holds another index than its manifest says; build it anew")
+            raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
         self._index = index

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.checks import Float32, positive
+from ragcachekit.search.checks import Float32, GraphOptions
 from ragcachekit.search.faiss_flat import FaissFlatIndex
 
 
@@ -17,44 +18,28 @@ class FaissHnswIndex(FaissFlatIndex):
 
     Parameters
     ----------
-    links : int
-        Neighbours per node (M).
-    ef_construction, ef_search : int
-        Breadth while building and while searching (at least the number of results asked for).
+    **options
+        See :class:`~ragcachekit.search.checks.GraphOptions`.
     """
 
     kind: ClassVar[str] = "faiss-hnsw"
 
-    def __init__(
-        self,
-        dim: int,
-        metric: str = "cosine",
-        *,
-        links: int = 32,
-        ef_construction: int = 200,
-        ef_search: int = 64,
-    ) -> None:
-        self._links = positive("links", links)
-        self._ef_construction = positive("ef_construction", ef_construction)
-        self._ef_search = positive("ef_search", ef_search)
+    def __init__(self, dim: int, metric: str = "cosine", **options: int) -> None:
+        self._graph = GraphOptions(**options)
         super().__init__(dim, metric)
 
     def _make(self) -> Any:
-        graph = self._faiss.IndexHNSWFlat(self._dim, self._links, self._faiss_metric())
-        graph.hnsw.efConstruction = self._ef_construction
+        graph = self._faiss.IndexHNSWFlat(self._dim, self._graph.links, self._faiss_metric())
+        graph.hnsw.efConstruction = self._graph.ef_construction
         return graph
 
     def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        breadth = self._faiss.SearchParametersHNSW(efSearch=max(self._ef_search, count))
+        breadth = self._faiss.SearchParametersHNSW(efSearch=max(self._graph.ef_search, count))
         labels: NDArray[np.int64] = self._index.search(query, count, params=breadth)[1][0]
         return labels[labels >= 0]
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
-        raise RetrievalError("faiss-hnsw cannot remove; use hnswlib or faiss-flat, or build the index anew")
+        raise RetrievalError("faiss-hnsw cannot remove; use faiss-flat, or build the index anew")
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "links": self._links,
-            "ef_construction": self._ef_construction,
-            "ef_search": self._ef_search,
-        }
+        return asdict(self._graph)

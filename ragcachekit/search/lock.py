@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 class ReadWriteLock:
-    """Searches share it, changes hold it alone; a waiting change goes before new searches.
+    """A lock that searches share and a change holds alone; a waiting change goes before new searches.
 
-    Not reentrant. (Faiss HNSW crashes when a search runs beside an add.)
+    Not reentrant. Faiss HNSW crashes when a search runs beside an add.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class ReadWriteLock:
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """Hold it with other readers."""
+        """Hold the lock with other readers."""
         with self._turn:
             self._turn.wait_for(lambda: not self._writing and not self._writers_waiting)
             self._readers += 1
@@ -34,7 +34,7 @@ class ReadWriteLock:
 
     @contextmanager
     def write(self) -> Iterator[None]:
-        """Hold it alone."""
+        """Hold the lock alone."""
         with self._turn:
             self._writers_waiting += 1
             try:

@@ -1,8 +1,8 @@
 """An index on disk: a manifest with ids and digests, and the library's own file beside it.
 
-Faiss and hnswlib load a file with a flipped bit without a word; here both files are verified first.
-The data file is named by its SHA-256 and the manifest replaced last, so that a crash while saving
-leaves the older index whole.
+Faiss loads a file with a flipped bit without an error; here both files are verified first.
+The data file is named by its SHA-256 and the manifest replaced last, so that a process that dies while
+saving leaves the older index whole. A power failure may damage it, and loading then reports that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular
-from ragcachekit.search.base import DocumentId
+from ragcachekit.search.checks import DocumentId
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the data file does not say. ``ids`` are (label, id) pairs."""
+    """Kind, settings and ids of an index. ``ids`` are (label, id) pairs."""
 
     kind: str
     dim: int
@@ -43,13 +43,11 @@ def write_index(path: Path, manifest: Manifest, write: Callable[[Path], None]) -
     try:
         write(temporary)
         digest = _file_digest(temporary)
-        _sync(temporary)
         os.replace(temporary, _data_path(path, digest))
         body = json.dumps({"format": _FORMAT, "data": digest, **asdict(manifest)}, sort_keys=True)
         checksum = hashlib.sha256(body.encode()).hexdigest()
         old = _data_digest(path)
         temporary.write_text(f"{checksum}\n{body}\n", encoding="utf-8")
-        _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -108,8 +106,3 @@ def _data_path(path: Path, digest: str) -> Path:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.labelled import LabelledIndex
+from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.manifest import read_index
 
 _KINDS = {
     "brute": ("ragcachekit.search.brute", "BruteIndex"),
     "faiss-flat": ("ragcachekit.search.faiss_flat", "FaissFlatIndex"),
     "faiss-hnsw": ("ragcachekit.search.faiss_hnsw", "FaissHnswIndex"),
-    "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
 }
 
 
 def index_names() -> tuple[str, ...]:
-    """The names that :func:`open_index` knows."""
+    """The names that :func:`open_index` takes."""
     return tuple(sorted(_KINDS))
 
 
-def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> LabelledIndex:
+def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> VectorIndex:
     """A new, empty index.
 
     Parameters
@@ -48,11 +47,11 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> L
     if name not in _KINDS:
         raise ValueError(f"unknown index {name!r}; known: {', '.join(index_names())}")
     module, kind = _KINDS[name]
-    made: LabelledIndex = getattr(importlib.import_module(module), kind)(dim, metric, **options)
+    made: VectorIndex = getattr(importlib.import_module(module), kind)(dim, metric, **options)
     return made
 
 
-def load_index(path: str | os.PathLike[str]) -> LabelledIndex:
+def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     """The index that ``save`` wrote to ``path``.
 
     Raises
@@ -66,6 +65,6 @@ def load_index(path: str | os.PathLike[str]) -> LabelledIndex:
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
     try:
         index.restore(data, manifest)
-    except RuntimeError as error:  # what Faiss and hnswlib raise
+    except RuntimeError as error:  # what Faiss raises
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index

@@ -211,6 +211,25 @@ def test_a_subclass_of_an_observed_class_can_be_copied() -> None:
     assert copy.copy(sub).texts == []
 
 
+class ByType(Store):
+    def delete(self, texts: list[str]) -> None:
+        super(type(self), self).delete(texts)
+
+
+class ByClass(Store):
+    def search(self, text: str) -> list[str]:
+        return super(self.__class__, self).search(text)
+
+
+@pytest.mark.parametrize("kind", [ByType, ByClass])
+def test_a_class_that_finds_its_base_by_its_own_type_is_not_observed(kind: type[Store]) -> None:
+    store = kind()
+    assert observe(store) is None, "in a subclass, the method would call itself for ever"
+    store.add_texts(["a", "b"])
+    store.delete(["b"])
+    assert store.search("a") == ["a"]
+
+
 def test_an_exchanged_part_is_a_change() -> None:
     store = Store()
     changes = observe(store)

@@ -67,6 +67,16 @@ class Named(str):
     pass
 
 
+class Number(int):
+    pass
+
+
+def tagged(text: str, tag: int) -> Named:
+    named = Named(text)
+    named.tag = tag  # type: ignore[attr-defined]
+    return named
+
+
 class Options(dict[str, int]):
     def __init__(self, value: int) -> None:
         super().__init__(a=1)
@@ -105,6 +115,9 @@ PAIRS = {
     ),
     "a partial's argument": (functools.partial(len, [1]), functools.partial(len, [2])),
     "types of numbers": ([1], [True]),
+    "a subclass of str": (Named("a"), Named("b")),
+    "an attribute of a subclass of str": (tagged("a", 1), tagged("a", 2)),
+    "a subclass of int": (Number(1), Number(2)),
 }
 
 

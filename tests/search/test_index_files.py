@@ -10,7 +10,7 @@ import pytest
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search import faiss_flat
-from ragcachekit.search.labelled import LabelledIndex
+from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.registry import index_names, load_index, open_index
 
 KEYS = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
@@ -18,7 +18,7 @@ IDS: list[str | int] = [f"é-{i}" if i % 2 else i for i in range(40)]
 
 
 @pytest.fixture(params=index_names())
-def index(request: pytest.FixtureRequest) -> LabelledIndex:
+def index(request: pytest.FixtureRequest) -> VectorIndex:
     made = open_index(request.param, 8, "l2")
     made.add(IDS, KEYS)
     return made
@@ -34,7 +34,7 @@ def data_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.data"))
 
 
-def test_what_was_saved_loads_and_grows(index: LabelledIndex, tmp_path: Path) -> None:
+def test_what_was_saved_loads_and_grows(index: VectorIndex, tmp_path: Path) -> None:
     path = tmp_path / "index.json"
     index.save(path)
     loaded = load_index(path)
@@ -46,7 +46,7 @@ def test_what_was_saved_loads_and_grows(index: LabelledIndex, tmp_path: Path) ->
     assert len(loaded.search(KEYS[0], 100).ids) == 41
 
 
-def test_removed_stays_removed(index: LabelledIndex, tmp_path: Path) -> None:
+def test_removed_stays_removed(index: VectorIndex, tmp_path: Path) -> None:
     if index.kind == "faiss-hnsw":
         pytest.skip("cannot remove")
     index.remove(IDS[:30])
@@ -55,7 +55,7 @@ def test_removed_stays_removed(index: LabelledIndex, tmp_path: Path) -> None:
     assert set(loaded.search(KEYS[0], 40).ids) == set(IDS[30:])
 
 
-def test_a_flipped_bit_anywhere_is_refused(index: LabelledIndex, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_refused(index: VectorIndex, tmp_path: Path) -> None:
     path = tmp_path / "i"
     index.save(path)
     (data,) = data_files(tmp_path)
@@ -69,7 +69,7 @@ def test_a_flipped_bit_anywhere_is_refused(index: LabelledIndex, tmp_path: Path)
     assert len(load_index(path)) == 40
 
 
-def test_a_cut_or_missing_file_is_refused(index: LabelledIndex, tmp_path: Path) -> None:
+def test_a_cut_or_missing_file_is_refused(index: VectorIndex, tmp_path: Path) -> None:
     path = tmp_path / "i"
     with pytest.raises(RetrievalError, match="cannot read the index"):
         load_index(path)
@@ -87,7 +87,7 @@ def test_a_cut_or_missing_file_is_refused(index: LabelledIndex, tmp_path: Path) 
         load_index(path)
 
 
-def test_saving_again_leaves_two_files(index: LabelledIndex, tmp_path: Path) -> None:
+def test_saving_again_leaves_two_files(index: VectorIndex, tmp_path: Path) -> None:
     path = tmp_path / "i"
     index.save(path)
     index.save(path)
@@ -99,7 +99,7 @@ def test_saving_again_leaves_two_files(index: LabelledIndex, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("fail_at", [1, 2])
 def test_a_failing_disk_keeps_the_older_index(
-    index: LabelledIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+    index: VectorIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
 ) -> None:
     path = tmp_path / "i"
     index.save(path)
@@ -122,7 +122,7 @@ def test_a_failing_disk_keeps_the_older_index(
     assert len(load_index(path)) == 41
 
 
-def test_the_empty_index_can_be_saved(index: LabelledIndex, tmp_path: Path) -> None:
+def test_the_empty_index_can_be_saved(index: VectorIndex, tmp_path: Path) -> None:
     empty = open_index(index.kind, 8, "cosine")
     empty.save(tmp_path / "i")
     loaded = load_index(tmp_path / "i")
@@ -139,14 +139,14 @@ def test_options_survive(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, hnswlib"):
+    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw"):
         open_index("annoy", 8)
     with pytest.raises(ValueError, match="known: cosine, ip, l2"):
         open_index("brute", 8, "hamming")
     with pytest.raises(ValueError, match="dim must be > 0"):
         open_index("brute", 0)
     with pytest.raises(TypeError, match="lnks"):
-        open_index("hnswlib", 8, lnks=4)
+        open_index("faiss-hnsw", 8, lnks=4)
     with pytest.raises(ValueError, match="links must be > 0"):
         open_index("faiss-hnsw", 8, links=0)
 
