@@ -39,7 +39,7 @@ class FaissHnswIndex(FaissFlatIndex):
         return labels[labels >= 0]
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
-        raise RetrievalError("faiss-hnsw cannot remove; use faiss-flat, or build the index anew")
+        raise RetrievalError("faiss-hnsw cannot remove; use hnswlib or faiss-flat, or build the index anew")
 
     def _options(self) -> dict[str, Any]:
         return asdict(self._graph)

@@ -1,6 +1,6 @@
 """An index on disk: a manifest with ids and digests, and the library's own file beside it.
 
-Faiss loads a file with a flipped bit without an error; here both files are verified first.
+Faiss and hnswlib load a file with a flipped bit without an error; here both files are verified first.
 The data file is named by its SHA-256 and the manifest replaced last, so that a process that dies while
 saving leaves the older index whole. A power failure may damage it, and loading then reports that.
 """

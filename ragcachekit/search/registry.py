@@ -15,6 +15,7 @@ _KINDS = {
     "brute": ("ragcachekit.search.brute", "BruteIndex"),
     "faiss-flat": ("ragcachekit.search.faiss_flat", "FaissFlatIndex"),
     "faiss-hnsw": ("ragcachekit.search.faiss_hnsw", "FaissHnswIndex"),
+    "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
 }
 
 
@@ -65,6 +66,6 @@ def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
     try:
         index.restore(data, manifest)
-    except RuntimeError as error:  # what Faiss raises
+    except RuntimeError as error:  # what Faiss and hnswlib raise
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index

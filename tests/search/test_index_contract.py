@@ -16,7 +16,7 @@ from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.registry import index_names, open_index
 
 EXACT = {"brute", "faiss-flat"}
-REMOVING = {"brute", "faiss-flat"}
+REMOVING = {"brute", "faiss-flat", "hnswlib"}
 METRICS = ["cosine", "l2", "ip"]
 Make = Callable[..., VectorIndex]
 
@@ -25,7 +25,7 @@ Make = Callable[..., VectorIndex]
 def make(request: pytest.FixtureRequest) -> Make:
     kind, metric = request.param
     if kind != "brute":
-        pytest.importorskip("faiss")
+        pytest.importorskip("hnswlib" if kind == "hnswlib" else "faiss")
 
     def build(dim: int = 16) -> VectorIndex:
         return open_index(kind, dim, metric)

@@ -139,14 +139,14 @@ def test_options_survive(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw"):
+    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, hnswlib"):
         open_index("annoy", 8)
     with pytest.raises(ValueError, match="known: cosine, ip, l2"):
         open_index("brute", 8, "hamming")
     with pytest.raises(ValueError, match="dim must be > 0"):
         open_index("brute", 0)
     with pytest.raises(TypeError, match="lnks"):
-        open_index("faiss-hnsw", 8, lnks=4)
+        open_index("hnswlib", 8, lnks=4)
     with pytest.raises(ValueError, match="links must be > 0"):
         open_index("faiss-hnsw", 8, links=0)
 

@@ -1,0 +1,92 @@
+"""hnswlib: an approximate graph index that can remove."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.checks import Float32, GraphOptions, load_library
+
+_START = 1024  # capacity of the empty index; doubled when full
+
+
+class HnswlibIndex(VectorIndex):
+    """hnswlib's HNSW. Removed vectors are marked and skipped. Needs the extra ``hnswlib``.
+
+    Parameters
+    ----------
+    seed : int
+        Of the random levels.
+    **options
+        See :class:`~ragcachekit.search.checks.GraphOptions`.
+    """
+
+    kind: ClassVar[str] = "hnswlib"
+
+    def __init__(self, dim: int, metric: str = "cosine", *, seed: int = 0, **options: int) -> None:
+        super().__init__(dim, metric)
+        self._graph = GraphOptions(**options)
+        self._seed = int(seed)
+        self._ef = self._graph.ef_search
+        self._ef_lock = threading.Lock()
+        self._library = load_library("hnswlib", "hnswlib")
+        self._index = self._make()
+        self._index.init_index(_START, self._graph.links, self._graph.ef_construction, self._seed)
+        self._index.set_ef(self._ef)
+
+    def _make(self) -> Any:
+        return self._library.Index(space="l2" if self._metric == "l2" else "ip", dim=self._dim)
+
+    def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+        needed = self._index.get_current_count() + len(labels)
+        room = self._index.get_max_elements()
+        if needed > room:
+            self._index.resize_index(max(needed, 2 * room))
+        self._index.add_items(rows, labels, num_threads=1)  # one thread: the same graph every time
+
+    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
+        self._widen(count)
+        while True:
+            try:
+                labels = self._index.knn_query(query, k=count, num_threads=1)[0][0]
+                return np.asarray(labels, np.int64)
+            except RuntimeError:  # found fewer than count, which hnswlib cannot return
+                if count == 1:
+                    return np.empty(0, np.int64)
+                self._widen(self._index.get_current_count())
+                count = (count + 1) // 2
+
+    def _widen(self, breadth: int) -> None:
+        # Only upwards: a search beside this one may need what it set.
+        with self._ef_lock:
+            if breadth > self._ef:
+                self._index.set_ef(breadth)
+                self._ef = breadth
+
+    def _vectors(self, labels: NDArray[np.int64]) -> Float32:
+        return np.asarray(self._index.get_items(labels), np.float32).reshape(-1, self._dim)
+
+    def _remove(self, labels: NDArray[np.int64]) -> None:
+        for label in labels.tolist():
+            self._index.mark_deleted(label)
+
+    def _options(self) -> dict[str, Any]:
+        return {**asdict(self._graph), "seed": self._seed}
+
+    def _write(self, path: Path) -> None:
+        self._index.save_index(str(path))
+
+    def _read(self, path: Path, count: int) -> None:
+        index = self._make()
+        index.load_index(str(path))
+        if index.get_current_count() < count:
+            raise RetrievalError(f"{path} holds fewer vectors than its manifest says; build it anew")
+        index.set_ef(self._ef)
+        self._index = index
