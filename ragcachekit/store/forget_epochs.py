@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
 
-from ragcachekit.store.process import PerProcess
 from ragcachekit.types import KVKey
 
 MOST_NAMES = 100_000
@@ -54,19 +53,19 @@ class ForgetEpochs:
         self._most = most
         self._epoch = 0
         self._namespaces: dict[str, _Namespace] = {}
-        self._locks = PerProcess(Lock)
-        self._storing, self._storing_in_tree = PerProcess(Lock), PerProcess(Lock)
+        self._lock = Lock()
+        self._storing, self._storing_in_tree = Lock(), Lock()
 
     @contextmanager
     def storing(self) -> Iterator[None]:
         """One at a time: an entry is asked about and stored, or some are forgotten in every tier."""
-        with self._storing.get():
+        with self._storing:
             yield
 
     @contextmanager
     def storing_in_tree(self) -> Iterator[None]:
         """As :meth:`storing`, for the knowledge tree; who needs both takes the other one first."""
-        with self._storing_in_tree.get():
+        with self._storing_in_tree:
             yield
 
     def now(self) -> int:
@@ -76,7 +75,7 @@ class ForgetEpochs:
     def add(self, namespace: str, chunk_ids: Iterable[str] | None = None, texts: Iterable[str] = ()) -> None:
         """These were forgotten; without ids, the whole namespace."""
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
-        with self._locks.get():
+        with self._lock:
             epoch = self._epoch + 1
             self._namespaces.setdefault(namespace, _Namespace()).add(names, epoch, self._most)
             self._epoch = epoch
@@ -93,7 +92,7 @@ class ForgetEpochs:
         """As :meth:`forgot`, for any of several chunk ids."""
         if self._epoch == since:
             return False
-        with self._locks.get():
+        with self._lock:
             known = self._namespaces.get(namespace)
             if known is None:
                 return False

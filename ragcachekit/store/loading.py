@@ -1,4 +1,4 @@
-"""An entry that is being read: what it is now, its layers as they come."""
+"""Entries that are being read, and their layers as they come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
 from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
-from ragcachekit.store.condition import Condition
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class LoadFailed(Exception):
     """An entry that a request counts on will not come; the request is planned again without it.
 
-    Raised out of the middle of a forward and caught where the forward was begun: no user sees it.
+    Raised inside a forward and caught where the forward was begun: no user sees it.
 
     Attributes
     ----------
@@ -37,16 +37,16 @@ class LoadFailed(Exception):
 
 @dataclass(eq=False)
 class Load:
-    """One reading of one entry, for whoever wants it. Guarded by the loader's condition.
+    """One reading of one entry, for every request that needs it. Guarded by the loader's condition.
 
     Attributes
     ----------
     late : callable
-        To be told, with the condition held, that the request waited this many seconds for it in vain.
+        Called with the condition held when a request has waited this many seconds in vain.
     left : callable
-        To be told, at any moment, that one who held it does not any more.
+        Called at any moment when a handle is dropped.
     pairs : list
-        What has been read and verified, layer by layer; None for what has not.
+        The layers that are read and verified; None for the others.
     rank : float
         Which request it is for: lower ones are read first. Infinite before any asked for it to begin.
     handles : WeakSet of LoadingKV

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from threading import RLock
 
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
 from ragcachekit.store.counters import Counters
@@ -73,6 +74,7 @@ class MemoryStore:
         self._closed = False
         self._lock = RLock()
         self._counters = Counters(tier)
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""

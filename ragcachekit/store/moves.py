@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ragcachekit.store.condition import Condition
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats
 from ragcachekit.store.moves import Moves
@@ -66,6 +67,7 @@ class TieredStore:
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._moves = Moves()
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry from the fastest tier that has it, or None."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from store_kit import key_of
 
@@ -57,13 +55,3 @@ def test_beyond_its_bound_more_counts_as_forgotten_and_never_less():
         assert not forgets.forgot(key_of(number), 6)
     assert forgets.forgot(key_of(9), 2)  # epochs 1 to 3 were given up
     assert not forgets.forgot(key_of(9), 3)
-
-
-def test_a_forked_child_goes_on_from_the_parents_count():
-    forgets = ForgetEpochs()
-    forgets.add(SPACE, {"chunk-1"})
-    with forgets._locks.get():  # as if another thread were in there
-        child = os.fork()
-        if not child:
-            os._exit(7 if forgets.forgot(key_of(1), 0) and not forgets.forgot(key_of(2), 0) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -13,7 +13,7 @@ import torch
 from loading_kit import WAIT, Gate, SlowStore, Spoil
 from store_kit import contents, key_of, kv_of
 
-from ragcachekit.store import crew
+from ragcachekit.store import reader_pool
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.host import HostStore
@@ -183,20 +183,20 @@ def test_prefetching_keeps_within_its_bytes(closing):
     size = kv_of(0, layers=LAYERS).nbytes
     loader = closing(store, threads=1, bytes_in_flight=size)
     loader.prefetch([key_of(n) for n in range(4)])
-    assert loader._desk.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
+    assert loader._queue.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
     assert loader.flush(WAIT)
     # Whoever comes late pushes the earlier ones out, which by then are in a faster tier.
-    assert [load.key for load in loader._desk.held.values()] == [key_of(3)]
+    assert [load.key for load in loader._queue.held.values()] == [key_of(3)]
 
 
 def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcachekit.store.desk.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("ragcachekit.store.load_queue.HOLD_SECONDS", 0.0)
     host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
     disk.put(key_of(0), kv_of(0))
     store = TieredStore([host, disk])
     loader = closing(store)
     loader.prefetch([key_of(0)])
-    assert loader._desk.changed.wait_for(lambda: key_of(0) in host and not loader._desk.active, WAIT)
+    assert loader._queue.changed.wait_for(lambda: key_of(0) in host and not loader._queue.active, WAIT)
     hit = loader.start(key_of(0))
     assert hit.tier == "host"
     store.close()
@@ -282,7 +282,7 @@ def test_closing_while_others_wait(closing):
     gate.open()
     closing_it.join(WAIT)
     assert not closing_it.is_alive()
-    assert loader._desk.crew.alive == set()
+    assert loader._queue.readers.pool._threads == set()
     assert loader.open(key_of(1)) is None
     loader.prefetch([key_of(1)])
     assert all(source.closed for source in store.sources)
@@ -292,11 +292,12 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     store = filled()
     loader = Loader(store)
     loader.start(key_of(0))
-    desk = loader._desk
+    queue = loader._queue
     del loader
     gc.collect()
-    assert desk.closed
-    assert desk.crew.alive == set()
+    assert queue.closed
+    queue.close(WAIT)
+    assert queue.readers.pool._threads == set()
 
 
 def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
@@ -313,7 +314,7 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
         with pytest.raises(LoadFailed, match="no thread"):
             kv.layer(0)
     assert "can't start new thread" in caplog.text
-    assert loader._desk.crew.alive == set()
+    assert loader._queue.readers.pool._threads == set()
     assert all(source.closed for source in store.sources)
     assert loader.flush(WAIT)
     assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
@@ -344,8 +345,8 @@ class Hanging:
         self.loader._deadline = WAIT
 
     def wait(self, until):
-        desk = self.loader._desk
-        assert desk.changed.wait_for(lambda: until(desk), WAIT)
+        pool = self.loader._queue.readers.pool
+        assert pool._changed.wait_for(lambda: until(pool), WAIT)
 
 
 def test_others_read_in_place_of_threads_that_hang(closing):
@@ -359,7 +360,7 @@ def test_others_read_in_place_of_threads_that_hang(closing):
     assert same(hanging.loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
     hanging.gate.set()
     assert hanging.loader.flush(WAIT)
-    hanging.wait(lambda desk: not desk.crew.stuck and len(desk.crew.alive) <= 2)
+    hanging.wait(lambda pool: not pool.stuck and len(pool._threads) <= 2)
     assert same(hanging.loader.start(key_of(1)).kv, kv_of(1, layers=LAYERS))
 
 
@@ -376,57 +377,17 @@ def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
 
 
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(crew, "MOST_STUCK", 2)
+    monkeypatch.setattr(reader_pool, "MOST_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
     for number in range(3):
         hanging.hang(number)
-    assert len(hanging.loader._desk.crew.alive) == 3
+    assert len(hanging.loader._queue.readers.pool._threads) == 3
     assert hanging.loader.open(key_of(4)) is None
     assert hanging.store.sources[-1].closed
     hanging.patient()
     hanging.gate.set()
-    hanging.wait(lambda desk: desk.crew.useful == 1 or not desk.crew.alive)
+    hanging.wait(lambda pool: not pool.stuck)
     assert same(hanging.loader.start(key_of(4)).kv, kv_of(4, layers=LAYERS))
-
-
-FORK = """
-import os, sys, threading
-sys.path[:0] = {paths!r}
-from loading_kit import Gate, SlowStore
-from store_kit import key_of, kv_of
-from ragcachekit.store.loader import Loader
-gate = Gate()
-store = SlowStore(gate)
-for number in range(3):
-    store.put(key_of(number), kv_of(number))
-loader = Loader(store)
-mine = loader.start(key_of(0)).kv
-loader.prefetch([key_of(2)])
-assert gate.reached.wait(60)
-loader._desk.changed.acquire()  # as if another thread were in there
-child = os.fork()
-if not child:
-    store.before_read = lambda *_: None
-    for number in range(3):
-        kv = loader.start(key_of(number)).kv
-        assert (kv.layer(1)[0] == kv_of(number).keys[1]).all()
-    assert loader.flush(60)
-    loader.close()
-    os._exit(7)
-loader._desk.changed.release()
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-gate.open()
-assert (mine.layer(1)[0] == kv_of(0).keys[1]).all()
-loader.close()
-"""
-
-
-def test_after_a_fork_the_child_has_threads_of_its_own(request):
-    paths = [str(request.path.parent), str(request.path.parent.parent / "link")]
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.format(paths=paths)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
 
 
 PROGRAM = """
