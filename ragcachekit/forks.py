@@ -12,7 +12,7 @@ _OPENED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_after_fork(opened: object) -> None:
-    """Have ``opened`` (a store, an engine, a pool) raise :class:`~ragcachekit.errors.Closed` in forked children.
+    """Have an opened store, engine or pool raise :class:`~ragcachekit.errors.Closed` in forked children.
 
     There its ``close`` does nothing, and every other method raises before it takes a lock. The parent
     goes on with it.

@@ -48,14 +48,10 @@ def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class RawLayers:
-    """The bytes of all layers in order, a few layers at a time, and meanwhile their CRCs.
+    """The bytes of all layers in order, a few layers at a time, and their CRCs.
 
-    The CRCs of a piece are made when the next one is asked for: a medium is at work on the piece meanwhile.
-
-    Attributes
-    ----------
-    crcs : list of int
-        The running CRC at each layer's end; of all layers once all are iterated over.
+    The CRCs of a piece are computed when the next one is asked for, while a medium works on the piece.
+    ``crcs`` has the running CRC at each layer's end, and is complete after the iteration.
     """
 
     def __init__(self, kv: ChunkKV, layout: Layout) -> None:

@@ -116,7 +116,7 @@ class LoadQueue:
                 pass
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Give up all that is not being read, and wait for the reads in work; one that hangs is left alone."""
+        """Give up all that is not being read, and wait for the reads in work but not for one that hangs."""
         with self.changed:
             self.closed = True
             for table in (self.keys, self.held, self.findable):

@@ -57,7 +57,7 @@ class ReaderPool:
         self.pool = DaemonPool("ragcachekit-load", threads, MOST_STUCK)
 
     def fill(self, work: int) -> bool:
-        """Have a job for each of ``work`` things to do, up to the number of threads; False if none will run."""
+        """Have a job for each of ``work`` things to do, as far as threads go; False if none will run."""
         while len(self.jobs) < min(self._threads, work):
             job = ReadJob(self._step)
             if not self.pool.submit(job):

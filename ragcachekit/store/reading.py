@@ -1,4 +1,4 @@
-"""What the reader jobs of a :class:`ragcachekit.store.loader.Loader` do: one layer, or one key to prefetch."""
+"""Reader jobs of a :class:`ragcachekit.store.loader.Loader`: one layer, or one key to prefetch, each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was opened before a fork: the child hears of it at once, whatever locks were held, and reads nothing."""
+"""What was opened before a fork raises at once in the child, whatever locks were held."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from ragcachekit.threads import Condition
 torch.set_num_threads(1)  # the threads of torch's pool do not exist in the child
 folder = Path(sys.argv[1])
 
+LOCKS = (Condition, type(threading.Lock()), type(threading.RLock()))
+
 def locks(thing, seen):
-    if id(thing) not in seen and isinstance(thing, (Condition, type(threading.Lock()), type(threading.RLock()))):
+    if id(thing) not in seen and isinstance(thing, LOCKS):
         seen[id(thing)] = thing
     elif id(thing) not in seen and type(thing).__module__.startswith("ragcachekit."):
         seen[id(thing)] = None
@@ -49,7 +51,7 @@ assert jobs.submit(1) and jobs.submit(2)
 
 opened = (host, disk, tiered, loader, jobs)
 held, over = threading.Event(), threading.Event()
-all_locks = locks(host, {{}}) + locks(disk, {{}}) + locks(tiered, {{}}) + locks(loader, {{}}) + locks(jobs, {{}})
+all_locks = [lock for one in opened for lock in locks(one, {{}})]
 assert len(all_locks) >= 8
 
 def hold():
