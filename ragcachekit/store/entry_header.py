@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 
@@ -138,12 +138,20 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "namespace": key.namespace,
         "chunk_id": key.chunk_id,
         "encoding": key.encoding,
-        "context": _COMPACT(key.context),
+        "context": _array(key.context),
         "start": "" if header.start is None else str(header.start),
         "quantised": header.quantised,
         "layers": header.layout.text,
-        "sums": _COMPACT([[s.name, NAMES[s.tensor.dtype], s.tensor.shape, s.crc32c] for s in header.sums]),
+        "sums": _array([[s.name, NAMES[s.tensor.dtype], s.tensor.shape, s.crc32c] for s in header.sums]),
     }
+
+
+def _array(items: Sequence[object]) -> str:
+    return _COMPACT(items) if items else "[]"  # most are empty, and encoding takes a while
+
+
+def _items(text: str) -> Any:
+    return parse_json(text) if text != "[]" else ()
 
 
 def _crcs_text(crcs: Sequence[int]) -> str:
@@ -166,14 +174,12 @@ def _parse(meta: dict[str, str]) -> EntryHeader:
     header = EntryHeader(
         KVKey(
             *(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"]),
-            tuple(parse_json(meta["context"])),
+            tuple(_items(meta["context"])),
         ),
         int(meta["start"]) if meta["start"] else None,
         layout,
         struct.unpack(f">{layout.layers}I", bytes.fromhex(meta["running_crc32c"])),
-        tuple(
-            SealedSpec(name, spec_of(kind, shape), crc) for name, kind, shape, crc in parse_json(meta["sums"])
-        ),
+        tuple(SealedSpec(name, spec_of(kind, shape), crc) for name, kind, shape, crc in _items(meta["sums"])),
         meta["quantised"],
     )
     names = [spec.name for spec in header.sums]
