@@ -13,8 +13,7 @@ from typing import TypeVar
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.store.base import KVStore, LayerSource
 from ragcachekit.store.loading import Load
-from ragcachekit.store.reader_pool import ReaderPool, ReadJob
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, DaemonPool, Job
 from ragcachekit.types import KVKey
 
 if sys.platform != "win32":
@@ -26,16 +25,34 @@ HOLD_SECONDS = 30.0
 SHARE_OF_FILES = 0.5
 """The part of the files that the process may open which a loader may use."""
 
+MOST_STUCK = 4
+"""Threads that may hang in a read (a mount that is gone) and be replaced."""
+
 CLOSE_SECONDS = 5.0
 """How long closing waits for reads in work."""
 
 Observe = Callable[[str, int, float, int], object]
 """Called after every read with its tier, bytes, seconds, and the bytes of other reads when it began."""
 
+_Use = TypeVar("_Use")
+
+
+class ReadJob(Job):
+    """One step of a reader: the next layer of a load, or a key to prefetch.
+
+    ``load`` is what it reads (None while it opens an entry), ``since`` when that began, by
+    :func:`time.monotonic`.
+    """
+
+    load: Load | None = None
+    since: float = float("inf")
+
+    def __init__(self, queue: LoadQueue, step: Step) -> None:
+        super().__init__(partial(step, queue, self))
+
+
 Step = Callable[["LoadQueue", ReadJob], object]
 """What a reader job does."""
-
-_Use = TypeVar("_Use")
 
 
 class LoadQueue:
@@ -58,14 +75,17 @@ class LoadQueue:
         To be prefetched.
     reading, opening : int
         Bytes of the reads in work, and entries that are being opened to be prefetched.
+    jobs : set of ReadJob
+        Those that wait for a thread of ``pool`` or run, without those that were given up.
     forgets : int
         How often something was forgotten.
     """
 
     def __init__(self, store: KVStore, observe: Observe, room: int, threads: int, step: Step) -> None:
         self.store, self.observe = store, observe
-        self._room = room
-        self.readers = ReaderPool(threads, partial(step, self))
+        self._room, self._threads, self._step = room, threads, step
+        self.pool = DaemonPool("ragcachekit-load", threads, MOST_STUCK)
+        self.jobs: set[ReadJob] = set()
         self.changed = Condition()
         self.active: list[Load] = []
         self.findable: dict[KVKey, Load] = {}
@@ -74,7 +94,6 @@ class LoadQueue:
         self.ranks = itertools.count()
         self.reading = self.opening = self.forgets = 0
         self.closed = False
-        self._dropped: deque[Load] = deque()  # closed without the lock, and perhaps still findable
         refuse_after_fork(self)
 
     def share(
@@ -86,9 +105,9 @@ class LoadQueue:
         is the count before ``source`` was opened: if it changed since, no other request may find the load.
         """
         with self.changed:
-            load = self.find(key)
+            load = self.findable.get(key)
             if load is None and not self.closed and self._may_open():
-                load = Load(key, source, self.changed, self.late, self.left)
+                load = Load(key, source, self.changed, self.late)
                 self.active.append(load)
                 if forgets == self.forgets:
                     self.findable[key] = load
@@ -96,24 +115,6 @@ class LoadQueue:
         if load is None or load.source is not source:
             source.close()
         return used
-
-    def left(self, load: Load) -> None:
-        """Close the file of a load that lost a handle, if that was its last.
-
-        Runs in any thread and at any moment, also where garbage is collected while this very thread is
-        changing something here. So it waits for no lock and changes no list that others go through; the
-        next call of the loader does the rest.
-        """
-        try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
-            if self.changed.acquire(blocking=False) and self._abandoned(load):
-                self._dropped.append(load)
-                load.source.close()
-                self.active = [other for other in self.active if other is not load]
-        finally:
-            try:  # noqa: SIM105 (for the same reason: a call of ``suppress`` comes before the release)
-                self.changed.release()
-            except RuntimeError:  # another thread's
-                pass
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Give up all that is not being read, and wait for the reads in work but not for one that hangs."""
@@ -128,19 +129,19 @@ class LoadQueue:
             self.changed.notify_all()
         for load in idle:
             load.source.close()
-        self.readers.close(seconds)
+        self.pool.close(seconds)
 
     # -- the lock is held in all below ---------------------------------------------------------------
 
-    def find(self, key: KVKey) -> Load | None:
-        """The load of ``key`` that a request may join."""
-        self._hide_dropped()
-        return self.findable.get(key)
-
     def wake(self) -> None:
-        """Have as many readers as there is work for."""
-        work = len(self.begun()) + bool(self.keys or self.held)
-        if not self.closed and not self.readers.fill(work):
+        """Have a job for each thing to do, as far as threads go; without any thread, give the loads up."""
+        work = 0 if self.closed else len(self.begun()) + bool(self.keys or self.held)
+        while len(self.jobs) < min(self._threads, work):
+            job = ReadJob(self, self._step)
+            if not self.pool.submit(job):
+                break
+            self.jobs.add(job)
+        if self.pool.hopeless or (work and not self.jobs):
             self.keys.clear()
             for load in [load for load in self.begun() if not load.busy]:
                 load.error = load.error or "there is no thread that could read it"
@@ -148,9 +149,13 @@ class LoadQueue:
         self.changed.notify_all()
 
     def late(self, late: Load, seconds: float) -> None:
-        """Replace the readers that hang: a request has waited ``seconds`` for ``late`` in vain."""
-        for load in self.readers.give_up(late, seconds):
-            self.hide(load)  # the next request for it shall not wait for this read
+        """Replace the readers of ``late``, for which a request waited, and of all that takes ``seconds``."""
+        old = time.monotonic() - seconds
+        for job in [job for job in self.jobs if job.load is late or job.since <= old]:
+            self.jobs.discard(job)
+            self.pool.give_up(job)
+            if job.load is not None:
+                self.hide(job.load)  # the next request for it shall not wait for this read
         self.wake()
 
     def begun(self) -> list[Load]:
@@ -194,7 +199,6 @@ class LoadQueue:
 
     def sweep(self) -> None:
         """Let go of loads that nobody waits for, and of prefetched entries that are old or in the way."""
-        self._hide_dropped()
         old = time.perf_counter() - HOLD_SECONDS
         while self.held:
             first = next(iter(self.held.values()))
@@ -209,11 +213,6 @@ class LoadQueue:
 
     def _abandoned(self, load: Load) -> bool:
         return load in self.active and not load.busy and not load.wanted
-
-    def _hide_dropped(self) -> None:
-        while self._dropped:
-            self.hide(self._dropped[0])
-            self._dropped.popleft()
 
     def _may_open(self) -> bool:
         if len(self.active) >= most_open():

@@ -61,14 +61,14 @@ class Loader:
         queue = self._queue
         with queue.changed:
             queue.sweep()
-            load = queue.find(key)
+            load = queue.findable.get(key)
             handle = LoadingKV(load, self._deadline) if load is not None else None
             forgets = queue.forgets
         if handle is None:
             opened = queue.store.open(key, worth)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
-            if queue.readers.pool.hopeless:
+            if queue.pool.hopeless:
                 opened.close()
                 return None
             handle = queue.share(key, opened, lambda load: LoadingKV(load, self._deadline), forgets)
@@ -96,7 +96,7 @@ class Loader:
         return hit
 
     def release(self, handles: Iterable[LoadingKV]) -> None:
-        """Give back what was opened and is not needed; dropping a handle does the same, later."""
+        """Close what was opened and is not needed; dropping a handle does the same with the next call."""
         with self._queue.changed:
             for handle in handles:
                 handle.load.handles.discard(handle)
@@ -150,6 +150,7 @@ class Loader:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being read and no key waits for it; False if ``timeout`` did not suffice."""
+        self.release(())
         return self._queue.changed.wait_for(self._queue.idle, timeout)
 
     def close(self) -> None:

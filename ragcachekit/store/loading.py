@@ -43,8 +43,6 @@ class Load:
     ----------
     late : callable
         Called with the condition held when a request has waited this many seconds in vain.
-    left : callable
-        Called at any moment when a handle is dropped.
     pairs : list
         The layers that are read and verified; None for the others.
     rank : float
@@ -57,7 +55,6 @@ class Load:
     source: LayerSource
     changed: Condition
     late: Callable[[Load, float], object]
-    left: Callable[[Load], object] = lambda _: None
     rank: float = float("inf")
     prefetched: bool = False
     busy: bool = False
@@ -98,18 +95,9 @@ class LoadingKV:
 
     What the header says is there at once. ``keys[i]`` and ``values[i]`` wait until layer ``i`` has been
     read and verified. Dropping the last hold gives the reading up. An entry that is read in eight bits
-    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does.
-
-    Attributes
-    ----------
-    key : KVKey
-    tier : str
-    nbytes, tokens, layers, start, sums, quantised
-        As of :class:`ragcachekit.store.base.LayerSource`.
-    load : Load
-        What it holds; guarded by the loader.
-    waited : float
-        Seconds that this request has waited for layers so far.
+    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does. ``waited`` is for how many seconds
+    this request has waited so far; what else it has is that of
+    :class:`~ragcachekit.store.base.LayerSource`.
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
@@ -125,12 +113,6 @@ class LoadingKV:
         self.values: Sequence[torch.Tensor] = _Side(self, 1)
         self.load = load
         load.handles.add(self)
-
-    def __del__(self) -> None:
-        load = getattr(self, "load", None)
-        if load is not None:  # else it was interrupted before it held anything
-            load.handles.discard(self)  # whose weak references may still be alive
-            load.left(load)
 
     @property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:

@@ -8,9 +8,8 @@ import time
 from ragcachekit.store import load_queue
 from ragcachekit.store.base import Found
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.load_queue import LoadQueue
+from ragcachekit.store.load_queue import LoadQueue, ReadJob
 from ragcachekit.store.loading import Load
-from ragcachekit.store.reader_pool import ReadJob
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -24,12 +23,12 @@ def step(queue: LoadQueue, job: ReadJob) -> None:
     )
     beside = 0
     with queue.changed:
-        queue.readers.jobs.add(job)  # whoever submitted it may have been interrupted
+        queue.jobs.add(job)  # whoever submitted it may have been interrupted
         queue.sweep()
         load = None if queue.closed else queue.next()
         key = queue.keys.popleft() if load is None and queue.may_prefetch() else None
         queue.opening += key is not None
-        job.begins(load)
+        job.load, job.since = load, time.monotonic()
         if load is not None:
             load.busy = True
             beside, queue.reading = queue.reading, queue.reading + load.read_bytes
@@ -39,7 +38,7 @@ def step(queue: LoadQueue, job: ReadJob) -> None:
         _prefetch(queue, key)
     with queue.changed:
         queue.opening -= key is not None
-        queue.readers.jobs.discard(job)
+        queue.jobs.discard(job)
         queue.sweep()
         queue.wake()
 

@@ -13,7 +13,7 @@ import torch
 from loading_kit import WAIT, Gate, SlowStore, Spoil
 from store_kit import contents, key_of, kv_of
 
-from ragcachekit.store import reader_pool
+from ragcachekit.store import load_queue
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.host import HostStore
@@ -282,7 +282,7 @@ def test_closing_while_others_wait(closing):
     gate.open()
     closing_it.join(WAIT)
     assert not closing_it.is_alive()
-    assert loader._queue.readers.pool._threads == set()
+    assert loader._queue.pool._threads == set()
     assert loader.open(key_of(1)) is None
     loader.prefetch([key_of(1)])
     assert all(source.closed for source in store.sources)
@@ -297,7 +297,7 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     gc.collect()
     assert queue.closed
     queue.close(WAIT)
-    assert queue.readers.pool._threads == set()
+    assert queue.pool._threads == set()
 
 
 def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
@@ -314,7 +314,7 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
         with pytest.raises(LoadFailed, match="no thread"):
             kv.layer(0)
     assert "can't start new thread" in caplog.text
-    assert loader._queue.readers.pool._threads == set()
+    assert loader._queue.pool._threads == set()
     assert all(source.closed for source in store.sources)
     assert loader.flush(WAIT)
     assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
@@ -345,7 +345,7 @@ class Hanging:
         self.loader._deadline = WAIT
 
     def wait(self, until):
-        pool = self.loader._queue.readers.pool
+        pool = self.loader._queue.pool
         assert pool._changed.wait_for(lambda: until(pool), WAIT)
 
 
@@ -377,11 +377,11 @@ def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
 
 
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(reader_pool, "MOST_STUCK", 2)
+    monkeypatch.setattr(load_queue, "MOST_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
     for number in range(3):
         hanging.hang(number)
-    assert len(hanging.loader._queue.readers.pool._threads) == 3
+    assert len(hanging.loader._queue.pool._threads) == 3
     assert hanging.loader.open(key_of(4)) is None
     assert hanging.store.sources[-1].closed
     hanging.patient()

@@ -40,12 +40,13 @@ def closed(store):
     return [source.closed for source in store.sources]
 
 
-def test_a_dropped_handle_closes_its_file_without_another_call(store, loader):
+def test_the_file_of_a_dropped_handle_is_closed_with_the_next_call(store, loader):
     first, second = opened(loader, 0, 1)
     again = loader.open(key_of(0)).kv
     del first
     assert closed(store) == [False, False]
     del again
+    assert loader.open(key_of(9)) is None
     assert closed(store) == [True, False]
     loader.release([second])
     assert closed(store) == [True, True]
@@ -67,6 +68,7 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
     handles = opened(loader, 0, 1, 2)
     assert closings == []
     handles.clear()
+    loader.release([])
     assert closings == [-1, -1, -1]
     loader.close()
     disk.close()
@@ -74,8 +76,8 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
 
 def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
     opened(loader, 0)
-    assert closed(store) == [True]
     kv = loader.start(key_of(0)).kv
+    assert closed(store)[0]
     assert len(store.sources) == 2
     assert kv.layer(0)[0].equal(kv_of(0).keys[0])
     opened(loader, 1)
@@ -112,6 +114,7 @@ def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(stor
                 seen.append(load.key)
             assert seen == [key_of(0), key_of(1)]
         assert loader.open(key_of(2)) is not None
+        loader.release([])
         assert all(closed(store)), "the last one too: nobody kept it"
 
 
