@@ -1,4 +1,4 @@
-"""What a tier counts while it is open."""
+"""Event counts of a tier while it is open."""
 
 from __future__ import annotations
 
