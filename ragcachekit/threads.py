@@ -165,7 +165,7 @@ class DaemonPool:
         seconds = END_SECONDS if seconds is None else seconds
         self.closed.set()
         with self._changed:
-            self._waiting.clear()
+            dropped, self._waiting = self._waiting, deque()  # released with no lock held: they may own stores
             self._changed.notify_all()
             stuck = {thread for thread, job in self._running.items() if job.given_up}
             threads = self._threads - stuck - {current_thread()}
@@ -175,6 +175,7 @@ class DaemonPool:
                 thread.join(max(0.0, end - time.monotonic()))
         if seconds and any(thread.is_alive() for thread in threads):
             log.warning("%s has not ended within %g s; not waited for any longer", self._name, seconds)
+        del dropped
 
     def _grow(self, jobs: int) -> None:
         """Start a thread if those that are free do not suffice for what waits and ``jobs`` more."""

@@ -56,7 +56,7 @@ class Loader:
         self._queue = LoadQueue(store, observe, bytes_in_flight, threads, step)
         weakref.finalize(self, methodcaller("close", 0.0), self._queue)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Hit | None:
+    def open(self, key: KVKey) -> Hit | None:
         """What the store has, without reading its layers: :meth:`begin` does, for all of a prompt at once."""
         queue = self._queue
         with queue.changed:
@@ -65,7 +65,7 @@ class Loader:
             handle = LoadingKV(load, self._deadline) if load is not None else None
             forgets = queue.forgets
         if handle is None:
-            opened = queue.store.open(key, worth)
+            opened = queue.store.open(key)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
             if queue.pool.hopeless:
@@ -87,13 +87,6 @@ class Loader:
                 queue.unhold(load)
                 handle.claimed()
             queue.wake()
-
-    def start(self, key: KVKey, worth: float = 1.0) -> Hit | None:
-        """:meth:`open` and :meth:`begin`."""
-        hit = self.open(key, worth)
-        if hit is not None and isinstance(hit.kv, LoadingKV):
-            self.begin([hit.kv])
-        return hit
 
     def release(self, handles: Iterable[LoadingKV]) -> None:
         """Close what was opened and is not needed; dropping a handle does the same with the next call."""
@@ -118,12 +111,6 @@ class Loader:
             while len(queue.keys) > MOST_PREFETCHES:
                 queue.keys.popleft()
             queue.wake()
-
-    def cancel(self, keys: Iterable[KVKey] | None = None) -> None:
-        """Give up what was prefetched (these, or all) and no request has asked for."""
-        gone = None if keys is None else frozenset(keys)
-        with self._queue.changed:
-            self._queue.drop(lambda key: gone is None or key in gone)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Hand nothing out any more that ``store.forget`` with the same arguments was about.

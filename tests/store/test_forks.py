@@ -12,7 +12,7 @@ import os, sys, threading
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import pytest, torch
-from loading_kit import Gate, SlowStore
+from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
 from ragcachekit.generate.background import Background
@@ -43,7 +43,7 @@ gate = Gate()
 slow = SlowStore(gate)
 slow.put(key_of(1), kv_of(1))
 loader = Loader(slow)
-kv = loader.start(key_of(1)).kv
+kv = start(loader, key_of(1)).kv
 assert gate.reached.wait(60)
 go_on, done = threading.Event(), []
 jobs = Background(lambda job: (go_on.wait(60), done.append(job)), 4, "test")

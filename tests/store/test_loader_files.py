@@ -7,7 +7,7 @@ import resource
 import threading
 
 import pytest
-from loading_kit import WAIT, Gate, SlowStore
+from loading_kit import WAIT, Gate, SlowStore, start
 from store_kit import key_of, kv_of
 
 from ragcachekit.store.disk import DiskStore
@@ -76,7 +76,7 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
 
 def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
     opened(loader, 0)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert closed(store)[0]
     assert len(store.sources) == 2
     assert kv.layer(0)[0].equal(kv_of(0).keys[0])
@@ -90,7 +90,7 @@ def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
     gate = Gate()
     store = filled(SlowStore(gate), 1)
     loader = Loader(store)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert gate.reached.wait(WAIT)
     del kv
     assert closed(store) == [False]
