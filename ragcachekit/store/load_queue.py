@@ -58,41 +58,25 @@ Step = Callable[["LoadQueue", ReadJob], object]
 class LoadQueue:
     """Loads in work, keys to prefetch, and prefetched entries, shared by a loader and its reader jobs.
 
-    The jobs hold no loader, so that one can be dropped unclosed.
-
-    Attributes
-    ----------
-    changed : Condition
-        Guards everything here and in the loads.
-    active : list of Load
-        Opened and not yet read to their end.
-    findable : dict
-        Loads that a request may join: active ones that were not forgotten, and held ones.
-    held : dict
-        Prefetched, complete entries that no prompt has asked for, the oldest first. (Not an OrderedDict:
-        one whose keys compare in Python is left damaged when that is interrupted.)
-    keys : deque of KVKey
-        To be prefetched.
-    reading, opening : int
-        Bytes of the reads in work, and entries that are being opened to be prefetched.
-    jobs : set of ReadJob
-        Those that wait for a thread of ``pool`` or run, without those that were given up.
-    forgets : int
-        How often something was forgotten.
+    The jobs hold no loader, so that one can be dropped unclosed. ``changed`` guards everything here and in
+    the loads.
     """
 
     def __init__(self, store: KVStore, observe: Observe, room: int, threads: int, step: Step) -> None:
         self.store, self.observe = store, observe
         self._room, self._threads, self._step = room, threads, step
         self.pool = DaemonPool("ragcachekit-load", threads, MOST_STUCK)
-        self.jobs: set[ReadJob] = set()
+        self.jobs: set[ReadJob] = set()  # that wait for a thread or run, without those that were given up
         self.changed = Condition()
-        self.active: list[Load] = []
-        self.findable: dict[KVKey, Load] = {}
+        self.active: list[Load] = []  # opened and not yet read to their end
+        self.findable: dict[KVKey, Load] = {}  # active ones that were not forgotten, and held ones
+        # Prefetched, complete, and asked for by no prompt; the oldest first. (Not an OrderedDict: one whose
+        # keys compare in Python is left damaged when that is interrupted.)
         self.held: dict[KVKey, Load] = {}
-        self.keys: deque[KVKey] = deque()
+        self.keys: deque[KVKey] = deque()  # to be prefetched
         self.ranks = itertools.count()
-        self.reading = self.opening = self.forgets = 0
+        self.reading = self.opening = 0  # bytes of the reads in work, and prefetches that open an entry
+        self.forgets = 0  # how often something was forgotten
         self.closed = False
         refuse_after_fork(self)
 

@@ -17,10 +17,12 @@ from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
 from ragcachekit.generate.background import Background
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.threads import Condition
+from ragcachekit.tree.knowledge import KnowledgeTree
 
 torch.set_num_threads(1)  # the threads of torch's pool do not exist in the child
 folder = Path(sys.argv[1])
@@ -49,7 +51,11 @@ go_on, done = threading.Event(), []
 jobs = Background(lambda job: (go_on.wait(60), done.append(job)), 4, "test")
 assert jobs.submit(1) and jobs.submit(2)
 
-opened = (host, disk, tiered, loader, jobs)
+bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32))
+tree = KnowledgeTree(host_bytes=1 << 20)
+assert bulk.put(key_of(0), kv_of(0))
+
+opened = (host, disk, tiered, loader, jobs, bulk, tree)
 held, over = threading.Event(), threading.Event()
 all_locks = [lock for one in opened for lock in locks(one, {{}})]
 assert len(all_locks) >= 8
@@ -74,12 +80,14 @@ if not child:
         lambda: tiered.forget("acme/docs"),
         lambda: jobs.submit(3),
         lambda: jobs.flush(),
+        lambda: bulk.get(key_of(0)),
+        lambda: tree.stats(),
     ):
         with pytest.raises(Closed, match="open it again after the fork"):
             call()
     with pytest.raises(Closed):
         loader._queue.find(key_of(1))
-    for one in (host, disk, tiered, jobs):
+    for one in (host, disk, tiered, jobs, bulk, tree):
         one.close()
     again = DiskStore(folder / "kv", 1 << 20)
     assert contents(again.get(key_of(0)).kv) == contents(kv_of(0))
@@ -93,7 +101,8 @@ go_on.set()
 assert (kv.layer(1)[0] == kv_of(1).keys[1]).all()
 assert jobs.flush(60) and done == [1, 2]
 assert contents(tiered.get(key_of(0)).kv) == contents(kv_of(0))
-for one in (loader, tiered, jobs):
+assert contents(bulk.get(key_of(0)).kv) == contents(kv_of(0))
+for one in (loader, tiered, jobs, bulk, tree):
     one.close()
 """
 
