@@ -80,6 +80,7 @@ class AnswerStream:
         """Cancel and wait."""
         self.cancel()
         self._pool.flush()
+        self._pool.close()
 
     def _wait_for(self, wait: Callable[[], _T]) -> _T:
         """Who is interrupted here does not want the rest, and a traceback may keep the stream alive."""
@@ -112,6 +113,7 @@ def _run(
     except BaseException as error:
         outcome.error = error
     finally:
+        cancel.set()  # the thread has no other job to wait for
         outcome.complete.set()
         tokens.end()
 
