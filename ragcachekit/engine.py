@@ -16,6 +16,7 @@ from torch import nn
 from ragcachekit.answering import Answerer
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.errors import Closed, ModelNotSupported
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.background import flush_all
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, stop_strings
@@ -156,6 +157,7 @@ class RagCache:
             opened.pop_all()
         self._prompts, self.shadow = self._stock.prompts, self._answerer.shadow
         self._closed = False
+        refuse_after_fork(self)
 
     @classmethod
     def from_pretrained(

@@ -21,7 +21,7 @@ class ModelChanged(RagCacheError):
 
 
 class Closed(RagCacheError):
-    """A RagCache was used after its close; it has no store any more."""
+    """A RagCache was used after its close, or something opened before a fork was used in the child."""
 
 
 class PromptTooLong(RagCacheError):

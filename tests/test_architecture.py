@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FREE = ("types", "errors", "config", "files")
+FREE = ("types", "errors", "config", "files", "forks", "threads")
 CHAIN = (
     *("model", "store", "tree", "reports", "link", "generate"),
     *("prepare", "stock", "shadow", "answering", "engine"),

@@ -1,4 +1,4 @@
-"""The load path of one engine: what reads ahead, what decides, and what they learn from answers."""
+"""The load path of one engine: the loader, the planner of loads, and what both learn from answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_JOBS = 64
 
 
 class LoadPath:
-    """Loads in the background, plans by what loads and prefills take, prefetches.
+    """Loading in the background, planned by how long loads and prefills take, and prefetching.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class LoadPath:
             self._jobs.submit(lambda: self._loader.prefetch(find()))
 
     def learn(self, generated: Generated) -> None:
-        """After an answer: hear what its prefill took, and :meth:`follow` its plans."""
+        """After an answer: note how long its prefill took, and :meth:`follow` its plans."""
         plan = generated.plans[0]
         if self.planner is not None and generated.prefill is not None:
             self.planner.observe_prefill(plan.kept, len(plan.rows), generated.prefill)

@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ragcachekit.generate.background import ended
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.streaming import Detokenizer, TokenQueue
 from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.reports import Answer
+from ragcachekit.threads import DaemonPool, Job
 
 _T = TypeVar("_T")
 
@@ -35,21 +37,17 @@ class AnswerStream:
     def __init__(
         self, produce: Callable[[TokenQueue, threading.Event], Answer], detokenizer: Detokenizer
     ) -> None:
-        self._cancel = threading.Event()
+        self._pool = DaemonPool("ragcachekit-stream")
+        self._cancel = self._pool.closed  # at exit, too
         self._outcome = _Outcome()
         tokens = TokenQueue()
         # Neither the thread nor the generator may hold this object: dropping it is how many end a stream.
         self._pieces = _pieces(tokens, detokenizer, self._outcome)
-        self._thread = threading.Thread(
-            target=copy_context().run,
-            args=(_run, produce, tokens, self._cancel, self._outcome),
-            name="ragcachekit-stream",
-            daemon=True,
-        )
-        self._wait_for(self._thread.start)
         weakref.finalize(self, self._cancel.set)
-        # The thread's, not this object's: it may be in the model although the stream was dropped.
-        weakref.finalize(self._thread, _leave, self._cancel, weakref.ref(self._thread))
+        work = partial(copy_context().run, _run, produce, tokens, self._cancel, self._outcome)
+        if not self._wait_for(lambda: self._pool.submit(Job(work))):
+            raise RuntimeError("can't start new thread")
+        refuse_after_fork(self)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -81,7 +79,8 @@ class AnswerStream:
     def close(self) -> None:
         """Cancel and wait."""
         self.cancel()
-        self._thread.join()
+        self._pool.flush()
+        self._pool.close()
 
     def _wait_for(self, wait: Callable[[], _T]) -> _T:
         """Who is interrupted here does not want the rest, and a traceback may keep the stream alive."""
@@ -114,15 +113,9 @@ def _run(
     except BaseException as error:
         outcome.error = error
     finally:
+        cancel.set()  # the thread has no other job to wait for
         outcome.complete.set()
         tokens.end()
-
-
-def _leave(cancel: threading.Event, thread: weakref.ref[threading.Thread]) -> None:
-    """At exit: an interpreter that goes while a thread is inside the model may crash."""
-    cancel.set()
-    if (running := thread()) is not None:
-        ended(running)
 
 
 def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> Iterator[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import islice
 
 from ragcachekit.errors import Cancelled
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
@@ -21,7 +19,7 @@ from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.store.process import PerProcess
+from ragcachekit.threads import DaemonPool, Job
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -31,23 +29,6 @@ BATCH = 32
 
 MOST_REFUSED = 4096
 """Entries of which it is remembered that the store could not keep them."""
-
-IDLE_SECONDS = 0.5
-"""How long the thread waits for more before it ends."""
-
-
-@dataclass(eq=False)
-class _State:
-    """What the thread and its users share.
-
-    ``condition`` guards ``waiting`` and ``threads``.
-    """
-
-    queue: queue.SimpleQueue[Missing | None] = field(default_factory=queue.SimpleQueue)
-    waiting: dict[KVKey, Missing] = field(default_factory=dict)
-    condition: threading.Condition = field(default_factory=threading.Condition)
-    threads: list[threading.Thread] = field(default_factory=list)
-    closed: threading.Event = field(default_factory=threading.Event)
 
 
 class Warmer:
@@ -87,9 +68,9 @@ class Warmer:
         self._store = store
         self._still_valid = still_valid
         self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
-        self._states = PerProcess(_State)
-        # At exit too: an interpreter that goes while a thread is inside the model may crash.
-        self._end = weakref.finalize(self, _end, self._states)
+        self._changed = threading.Condition()
+        self._waiting: dict[KVKey, Missing] = {}  # with those in work; guarded by ``_changed``
+        self._pool = DaemonPool("ragcachekit-warm")
 
     def now(
         self,
@@ -166,27 +147,11 @@ class Warmer:
 
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue for the background thread; what is queued already is not queued again."""
-        todo, state = self.complete(missing), self._states.get()
-        with state.condition:
-            if state.closed.is_set():
-                return
-            new = {i.key: i for i in todo if i.key not in state.waiting and self._current(i)}
-            if new and not state.threads and not self._started(state):
-                return
-            state.waiting.update(new)
-            for item in new.values():
-                state.queue.put(item)
-
-    def _started(self, state: _State) -> bool:
-        """Whether there is a thread now; where none can be started, later requests miss the same again."""
-        thread = threading.Thread(target=self._work, name="ragcachekit-warm", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            log.warning("nothing is encoded in the background for now: %s", error)
-            return False
-        state.threads.append(thread)
-        return True
+        todo = self.complete(missing)
+        with self._changed:
+            new = {i.key: i for i in todo if i.key not in self._waiting and self._current(i)}
+            if new and self._pool.submit(Job(self._work)):
+                self._waiting.update(new)
 
     @contextmanager
     def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
@@ -195,30 +160,30 @@ class Warmer:
         Inside, call ``store.forget`` with the same arguments, and then add them to :attr:`forgets`, also
         where the store raised: so nothing comes back of what is being encoded just now.
         """
-        state = self._states.get()
         with self.forgets.storing(), self.forgets.storing_in_tree():
             try:
                 yield
             finally:
-                with state.condition:
-                    for key in [k for k in state.waiting if concerns(k, namespace, chunk_ids)]:
-                        del state.waiting[key]
-                    state.condition.notify_all()
+                with self._changed:
+                    for key in [k for k in self._waiting if concerns(k, namespace, chunk_ids)]:
+                        del self._waiting[key]
+                    self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is queued; False if that took longer than ``timeout`` seconds."""
-        state = self._states.get()
-        with state.condition:
-            return state.condition.wait_for(lambda: not state.waiting, timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
         """End the forward in work before its next layer, drop the rest, end the thread."""
-        self._end()
+        self._pool.close()
+        self._done(list(self._waiting.values()))
 
     def _work(self) -> None:
-        while batch := self._next_batch():
+        """Encode what waits, batch by batch; what is queued meanwhile has a job of its own."""
+        while batch := self._batch():
             try:
-                with CancelScope(self._states.get().closed):
+                with CancelScope(self._pool.closed):
                     self.now(item for item in batch if self._waits(item) and item.key not in self._store)
             except Cancelled:
                 pass  # closed: what was not encoded is missed again, and encoded then
@@ -227,45 +192,16 @@ class Warmer:
                 log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)
             self._done(batch)
 
-    def _next_batch(self) -> list[Missing]:
-        """What is queued, at most :data:`BATCH`; empty when the thread should end."""
-        batch: list[Missing] = []
-        state = self._states.get()
-        try:
-            while len(batch) < BATCH:
-                item = state.queue.get(timeout=0 if batch else IDLE_SECONDS)
-                if item is None:  # closed
-                    break
-                batch.append(item)
-        except queue.Empty:
-            pass
-        if state.closed.is_set():
-            self._done(list(state.waiting.values()))
-            return []
-        with state.condition:
-            if not batch and state.queue.empty():
-                # Idle: let go, so that a RagCache that was dropped without close can be freed.
-                state.threads.clear()
-            elif not batch:
-                return self._next_batch()
-        return batch
+    def _batch(self) -> list[Missing]:
+        with self._changed:
+            return [] if self._pool.closed.is_set() else list(islice(self._waiting.values(), BATCH))
 
     def _waits(self, item: Missing) -> bool:
-        return self._states.get().waiting.get(item.key) is item
+        return self._waiting.get(item.key) is item
 
     def _done(self, batch: Iterable[Missing]) -> None:
-        state = self._states.get()
-        with state.condition:
+        with self._changed:
             for item in batch:
                 if self._waits(item):  # else it was forgotten, and perhaps missed again since
-                    del state.waiting[item.key]
-            state.condition.notify_all()
-
-
-def _end(states: PerProcess[_State]) -> None:
-    state = states.get()
-    state.closed.set()
-    state.queue.put(None)
-    for thread in list(state.threads):
-        if thread is not threading.current_thread():
-            thread.join()
+                    del self._waiting[item.key]
+            self._changed.notify_all()

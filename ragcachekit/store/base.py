@@ -65,22 +65,43 @@ class LayerSource(Protocol):
         ...
 
     def finished(self, kv: ChunkKV) -> None:
-        """Hear that all layers were read and verified: the hit counts, faster tiers may keep ``kv``."""
+        """Called when all layers were read and verified: the hit counts, faster tiers may keep ``kv``."""
         ...
 
     def close(self) -> None:
-        """Let go of files; allowed at any time, also twice."""
+        """Close files; allowed at any time, also twice."""
         ...
+
+
+class WrappedSource:
+    """A :class:`LayerSource` that passes everything on to another one."""
+
+    def __init__(self, source: LayerSource) -> None:
+        self._source = source
+        self.tier, self.nbytes = source.tier, source.nbytes
+        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
+        self.sums, self.quantised, self.shapes = source.sums, source.quantised, source.shapes
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the other one's."""
+        return self._source.layer(number)
+
+    def finished(self, kv: ChunkKV) -> None:
+        """As the other one's."""
+        self._source.finished(kv)
+
+    def close(self) -> None:
+        """As the other one's."""
+        self._source.close()
 
 
 @dataclass(frozen=True)
 class StoreStats:
     """Counters of one tier since it was opened; ``nbytes`` and ``entries`` are the present content.
 
-    ``damaged`` counts entries that failed verification, or were of no shape that the model has, and were
-    dropped; ``failed_writes`` counts
-    puts that could not be kept (no space, larger than the budget, I/O error). ``writable`` is False where
-    the medium took no writes when the tier was opened, and takes none yet: what is there is read.
+    ``damaged`` counts entries that failed verification, or have no shape of the model's, and were dropped.
+    ``failed_writes`` counts puts that could not be kept (no space, larger than the budget, I/O error).
+    ``writable`` is False as long as the medium takes no writes: what is there is read.
     """
 
     tier: str
@@ -132,8 +153,7 @@ class KVStore(Protocol):
         ...
 
     def discard(self, key: KVKey) -> None:
-        """Drop the entry under ``key``, which nobody could use, and count it as damaged; no error if there is
-        none."""
+        """Drop an unusable entry and count it as damaged; no error if there is none."""
         ...
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:

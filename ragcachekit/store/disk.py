@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ragcachekit.errors import StoreError
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
@@ -116,6 +117,7 @@ class DiskStore:
                 raise _not_opened(self._folder, error) from error
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
         self.direct = direct and can_read_directly(self._folder)
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""

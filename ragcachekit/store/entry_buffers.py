@@ -1,14 +1,13 @@
-"""Memory that entries are read into, used again when nobody holds its tensors any more.
+"""Memory that entries are read into, used again when the last tensor over it is gone.
 
-Fresh memory is what reading from a warm disk would mostly wait for: the kernel clears each page when it is
-first touched, at a fraction of the speed at which a file in the page cache can be copied, and allocators
-give large blocks back to the kernel as soon as they are free.
+Fresh memory would cost more than the reading itself from a warm disk: the kernel clears each page when it
+is first touched, and allocators give large blocks back as soon as they are free.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
+import sys
 import weakref
 from collections import deque
 from threading import Lock
@@ -22,14 +21,10 @@ Array = npt.NDArray[np.uint8]
 PAGE = 4096
 SMALL = 1 << 18  # bytes; below, the allocator recycles by itself
 _NEAR = 8  # memory that is larger than asked for by one eighth is cut to size; larger stays for others
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-"""Python's default is shared with forked children: each would overwrite what the others have verified."""
 
 
 class Buffers:
-    """Hands out byte tensors; their memory comes back when the last tensor over it is gone.
-
-    A forked child has copies of what is in use, and begins with nothing unused.
+    """Byte tensors whose memory comes back when the last tensor over it is gone.
 
     Parameters
     ----------
@@ -39,18 +34,19 @@ class Buffers:
 
     def __init__(self, idle: int) -> None:
         self._idle = idle
-        self._unused = _Unused()
         # By the reference's id: a reference hashes as what it refers to, and arrays do not hash.
         self._lent: dict[int, tuple[weakref.ref[Array], mmap.mmap]] = {}
+        # Filled by finalizers, which run at any moment, also while this thread holds the lock.
+        self._returned: deque[mmap.mmap] = deque()
+        self._free: list[mmap.mmap] = []  # latest use last
+        self._lock = Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` uint8 of any content; large ones begin at a page, and keep less than one page more."""
         if nbytes < SMALL or not self._idle:
             return torch.empty(nbytes, dtype=torch.uint8)
         size = -(-nbytes // PAGE) * PAGE
-        memory = self._own().take(size, self._idle)
-        if memory is None:
-            memory = mmap.mmap(-1, size, flags=_PRIVATE)
+        memory = self._recycled(size) or _fresh(size)
         array = np.frombuffer(memory, np.uint8, nbytes)
         # torch keeps the array for as long as any tensor over it lives, and the array keeps the map.
         lent = weakref.ref(array, self._give)
@@ -60,55 +56,40 @@ class Buffers:
     def clear(self) -> None:
         """Give all that is unused back to the system."""
         self._idle = 0
-        self._own().shrink(0)
+        with self._lock:
+            self._collect()
 
     def _give(self, lent: weakref.ref[Array]) -> None:
         _, memory = self._lent.pop(id(lent), (lent, None))  # None: interrupted before it was noted
         if self._idle and memory is not None:
-            self._unused.returned.append(memory)
+            self._returned.append(memory)
 
-    def _own(self) -> _Unused:
-        """This process's: at a fork, another thread may have held the lock, which then stays locked."""
-        unused = self._unused
-        if unused.pid != os.getpid():
-            unused = self._unused = _Unused()
-        return unused
-
-
-class _Unused:
-    """Memory of one process that nobody uses."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        # Filled by finalizers, which run at any moment, also while this thread holds the lock.
-        self.returned: deque[mmap.mmap] = deque()
-        self.free: list[mmap.mmap] = []  # latest use last
-        self._lock = Lock()
-
-    def take(self, size: int, idle: int) -> mmap.mmap | None:
-        """Memory of exactly ``size`` bytes, if there is some; ``idle`` bytes may be left."""
+    def _recycled(self, size: int) -> mmap.mmap | None:
+        """Unused memory of ``size`` bytes, cut from a little more where need be."""
         with self._lock:
-            self._collect(idle)
-            for place in range(len(self.free) - 1, -1, -1):
-                if size <= len(self.free[place]) <= size + size // _NEAR:
-                    return _cut(self.free.pop(place), size)
+            self._collect()
+            for place in range(len(self._free) - 1, -1, -1):
+                if size <= len(self._free[place]) <= size + size // _NEAR:
+                    return _cut(self._free.pop(place), size)
         return None
 
-    def shrink(self, idle: int) -> None:
-        """Give back to the system what exceeds ``idle`` bytes."""
-        with self._lock:
-            self._collect(idle)
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        held = sum(map(len, self._free))
+        while held > self._idle:
+            held -= len(self._free.pop(0))  # unmapped with its last reference
 
-    def _collect(self, idle: int) -> None:
-        while self.returned:
-            self.free.append(self.returned.popleft())
-        held = sum(map(len, self.free))
-        while held > idle:
-            held -= len(self.free.pop(0))  # unmapped with its last reference
+
+def _fresh(size: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    # Python's default is shared with forked children: each would overwrite what the others have verified.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _cut(memory: mmap.mmap, size: int) -> mmap.mmap | None:
-    """``memory`` without what exceeds ``size`` bytes, which would count in nobody's budget."""
+    """``memory`` without what exceeds ``size`` bytes, which would count in no budget."""
     if len(memory) > size:
         try:
             memory.resize(size)

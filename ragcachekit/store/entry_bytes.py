@@ -24,7 +24,7 @@ from ragcachekit.types import KVKey
 def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
     """The parts whose concatenation is the entry of ``key``: header, then keys and values, then sums.
 
-    Parts, not one string: whoever signs and sends them copies them once, not twice.
+    Parts, not one string, so that signing and sending copies them once.
 
     Raises
     ------
@@ -81,12 +81,9 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
 
 
 def key_in(beginning: memoryview, size: int) -> KVKey | None:
-    """Whose entry of ``size`` bytes starts like this; None if the header goes on behind ``beginning``.
+    """The key of an entry of ``size`` bytes; None if the header goes on behind ``beginning``.
 
-    Raises
-    ------
-    EntryDamaged
-        Unless every byte of the header is as it was written.
+    EntryDamaged unless every byte of the header is as it was written.
     """
     if header_size(bytes(beginning[:8]), size) > len(beginning):
         return None

@@ -1,9 +1,8 @@
 """The header of an entry file: a safetensors header that also says whose KV this is, sealed by a CRC.
 
-A safetensors file is eight bytes of header length, a JSON header, then raw tensors. Ours starts with
-``__metadata__`` and in it ``header_crc32c``, so that the seal stands at a fixed place and is checked
-before any JSON is parsed. (The safetensors library writes metadata in no fixed order, which is why the
-header is put together here; any safetensors reader opens the files.)
+Ours starts with ``__metadata__`` and in it ``header_crc32c``: the seal stands at a fixed place and is
+checked before any JSON is parsed. The safetensors library writes metadata in no fixed order, so the header
+is put together here; any safetensors reader opens the files.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 
@@ -26,15 +25,12 @@ SCHEMA = "5"
 _ALIGN = 64  # tensors start on a cache line
 _LENGTH_BYTES = 8
 _SUMS = "sums."
-_FIELDS = 12  # of the metadata
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _OPENING = b'{"__metadata__":{"header_crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
 _CRCS = _SEAL.stop + len('","running_crc32c":"')
 _METADATA = len('{"__metadata__":')
 _NO_SEAL = b"00000000"
-_NOTHING = "[]"
-_HEX = 8  # digits of a CRC32C
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 _JSON = json.JSONDecoder()
 
@@ -65,10 +61,9 @@ class SealedSpec:
 class EntryHeader(NamedTuple):
     """All that an entry file says before its tensors.
 
-    ``crcs``: for each layer, the CRC32C of the raw bytes of all layers up to its end. So each layer can
-    be checked by itself, going on from the one before, and any stretch of layers in one step. ``start``
-    is that of :class:`~ragcachekit.model.kv.ChunkKV`; so are ``quantised`` and ``sums``, whose tensors
-    stand behind the layers in the order of their names.
+    ``crcs`` are running: for each layer, the CRC32C of the raw bytes of all layers up to its end. So any
+    stretch of layers is checked in one step. ``start``, ``quantised`` and ``sums`` are those of
+    :class:`~ragcachekit.model.kv.ChunkKV`; sums stand behind the layers in the order of their names.
     """
 
     key: KVKey
@@ -113,8 +108,8 @@ def header_size(prefix: bytes, file_size: int) -> int:
 def decode_header(raw: bytes) -> EntryHeader:
     """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written.
 
-    The CRC guards against faults alone: anybody who may write into the folder can put a right one over a
-    header of his own. So whatever the header says is checked, too, and has to say it as we write it.
+    The CRC guards against faults alone: whoever may write into the folder can put a right one over any
+    header. So what the header says is checked, too, and must be the text that we would write.
     """
     # The text is compared, not the number: "A" for "a" is a flipped bit too.
     if raw[_SEAL] != _seal(raw):
@@ -143,12 +138,20 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
         "namespace": key.namespace,
         "chunk_id": key.chunk_id,
         "encoding": key.encoding,
-        "context": _COMPACT(key.context) if key.context else _NOTHING,
+        "context": _array(key.context),
         "start": "" if header.start is None else str(header.start),
         "quantised": header.quantised,
         "layers": header.layout.text,
-        "sums": _described(header.sums) if header.sums else _NOTHING,
+        "sums": _array([[s.name, NAMES[s.tensor.dtype], s.tensor.shape, s.crc32c] for s in header.sums]),
     }
+
+
+def _array(items: Sequence[object]) -> str:
+    return _COMPACT(items) if items else "[]"  # most are empty, and encoding takes a while
+
+
+def _items(text: str) -> Any:
+    return parse_json(text) if text != "[]" else ()
 
 
 def _crcs_text(crcs: Sequence[int]) -> str:
@@ -167,53 +170,22 @@ def _parse(meta: dict[str, str]) -> EntryHeader:
     "".join(meta.values()).encode()  # strings alone, and no lone surrogates
     if meta["schema"] != SCHEMA:
         raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
-    context, start, sums, crcs = meta["context"], meta["start"], meta["sums"], meta["running_crc32c"]
     layout = Layout.read(meta["layers"])
-    raw = bytes.fromhex(crcs)
-    if len(crcs) != _HEX * layout.layers or raw.hex() != crcs:
-        raise ValueError("layers without CRC")
-    if len(meta) != _FIELDS:
-        raise ValueError("more than belongs into a header")
-    return EntryHeader(
+    header = EntryHeader(
         KVKey(
             *(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"]),
-            () if context == _NOTHING else _context(context),
+            tuple(_items(meta["context"])),
         ),
-        _start(start) if start else None,
+        int(meta["start"]) if meta["start"] else None,
         layout,
-        struct.unpack(f">{layout.layers}I", raw),
-        () if sums == _NOTHING else _sums(sums),
+        struct.unpack(f">{layout.layers}I", bytes.fromhex(meta["running_crc32c"])),
+        tuple(SealedSpec(name, spec_of(kind, shape), crc) for name, kind, shape, crc in _items(meta["sums"])),
         meta["quantised"],
     )
-
-
-def _start(text: str) -> int:
-    start = int(text)
-    if start < 0 or str(start) != text:
-        raise ValueError("a start that nobody wrote")
-    return start
-
-
-def _context(text: str) -> tuple[str, ...]:
-    context = tuple(parse_json(text))
-    "".join(context).encode()  # as above: their text may hold escapes
-    if _COMPACT(context) != text:
-        raise ValueError("a context that nobody wrote")
-    return context
-
-
-def _described(sums: tuple[SealedSpec, ...]) -> str:
-    return _COMPACT([[spec.name, NAMES[spec.tensor.dtype], spec.tensor.shape, spec.crc32c] for spec in sums])
-
-
-def _sums(text: str) -> tuple[SealedSpec, ...]:
-    sums = tuple(SealedSpec(name, spec_of(dtype, shape), crc) for name, dtype, shape, crc in parse_json(text))
-    names = [spec.name for spec in sums]
-    "".join(names).encode()
-    if (
-        {type(spec.crc32c) for spec in sums} != {int}
-        or names != sorted(set(names))
-        or _described(sums) != text
-    ):
+    names = [spec.name for spec in header.sums]
+    "".join((*names, *header.key.context)).encode()  # as above: their text may hold escapes
+    if names != sorted(set(names)) or any(type(spec.crc32c) is not int for spec in header.sums):
         raise ValueError("sums that nobody wrote")
-    return sums
+    if (header.start or 0) < 0 or _metadata(header) != {**meta, "header_crc32c": _NO_SEAL.decode()}:
+        raise ValueError("a header that nobody wrote")
+    return header

@@ -1,7 +1,7 @@
 """Types and shapes of an entry's tensors, and where each of them lies.
 
-Entries of one model with as many tokens are laid out alike, so layouts are kept and shared: what follows
-from one (offsets, the text that describes it) is worked out once, not at every read and write.
+Entries of one model with as many tokens are laid out alike, so layouts and what follows from them are
+cached: they are not computed anew at every read and write.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from typing import Any
 
 import torch
 
@@ -65,9 +64,6 @@ class TensorSpec:
         return f'{_COMPACT(name)}:{{"dtype":"{kind}","shape":[{shape}],"data_offsets":[{offset},{end}]}}'
 
 
-Group = tuple[int, TensorSpec, TensorSpec]
-"""How many layers, one behind the other, have keys and values like these."""
-
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -75,31 +71,24 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 class Layout:
     """Keys and values of every layer, keys first, one behind the other; see :meth:`of` and :meth:`read`."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[int, TensorSpec, TensorSpec], ...]  # how many layers, one behind the other
 
     @staticmethod
     def of(kv: ChunkKV) -> Layout:
         """The layout of ``kv``; TypeError for a dtype that safetensors does not know."""
         runs = [(len(list(same)), *pair) for pair, same in groupby(kv.shapes)]
-        return _shared(
-            tuple(
-                (count, TensorSpec(storable(keys[0]), keys[1]), TensorSpec(storable(values[0]), values[1]))
-                for count, keys, values in runs
-            )
-        )
+        specs = [(n, *(TensorSpec(storable(kind), shape) for kind, shape in pair)) for n, *pair in runs]
+        return _shared(tuple((count, keys, values) for count, keys, values in specs))
 
     @staticmethod
     def read(text: str) -> Layout:
-        """The reverse of :attr:`text`.
-
-        KeyError, TypeError or ValueError unless it is the text of chunk KV, to the letter.
-        """
+        """The reverse of :attr:`text`; KeyError, TypeError or ValueError for any other text."""
         return _read(text)
 
     @cached_property
     def text(self) -> str:
         """All of it, short."""
-        return _COMPACT([[count, *_plain(keys), *_plain(values)] for count, keys, values in self.groups])
+        return _COMPACT([[n, NAMES[k.dtype], k.shape, NAMES[v.dtype], v.shape] for n, k, v in self.groups])
 
     @cached_property
     def layers(self) -> int:
@@ -149,15 +138,15 @@ _shared = lru_cache(_KEPT)(Layout)
 @lru_cache(_KEPT)
 def _read(text: str) -> Layout:
     groups = tuple(
-        (_count(count), spec_of(keys, keys_shape), spec_of(values, values_shape))
+        (count, spec_of(keys, keys_shape), spec_of(values, values_shape))
         for count, keys, keys_shape, values, values_shape in parse_json(text)
     )
+    # By type: 2.0 and True equal 2 and 1, and a shared layout would be handed to honest entries.
+    if any(type(count) is not int or not 0 < count <= _MOST_LAYERS for count, _, _ in groups):
+        raise ValueError("a number of layers that is none")
     shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
-    if not groups or {len(shape) for shape in shapes} != {3}:
-        raise ValueError("no layers of [kv_heads, tokens, head_dim]")
-    if len({shape[1] for shape in shapes}) != 1:
-        raise ValueError("layers of different numbers of tokens")
-    # Only now: 2.0 and True equal 2 and 1, and what is shared would be handed to honest entries.
+    if {len(shape) for shape in shapes} != {3} or len({shape[1] for shape in shapes}) != 1:
+        raise ValueError("no layers of [kv_heads, tokens, head_dim] with the same tokens")
     layout = _shared(groups)
     if layout.layers > _MOST_LAYERS or layout.text != text:
         raise ValueError("layers that nobody wrote")
@@ -165,23 +154,9 @@ def _read(text: str) -> Layout:
 
 
 def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
-    """The spec that :func:`_plain` wrote; KeyError, TypeError or ValueError for anything else."""
-    if (
-        type(shape) is not list
-        or len(shape) > _MOST_DIMS
-        or not all(type(n) is int and n >= 0 for n in shape)
-    ):
+    """The spec of a dtype's name and a shape; KeyError, TypeError or ValueError for what is none."""
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("a shape that is none")
-    if math.prod(n or 1 for n in shape) > _MOST_NUMBERS:
+    if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_NUMBERS:
         raise ValueError("a shape that no memory holds")
     return TensorSpec(DTYPES[dtype], tuple(shape))
-
-
-def _count(count: int) -> int:
-    if type(count) is not int or not 0 < count <= _MOST_LAYERS:
-        raise ValueError("a number of layers that is none")
-    return count
-
-
-def _plain(spec: TensorSpec) -> tuple[Any, ...]:
-    return NAMES[spec.dtype], spec.shape

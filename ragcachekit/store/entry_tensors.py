@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import google_crc32c
@@ -15,7 +15,6 @@ from ragcachekit.store.entry_layout import Layout, TensorSpec
 
 Array = npt.NDArray[np.uint8]
 
-_SMALL = 1 << 16  # bytes of a tensor
 _PIECE = 1 << 19  # bytes: a medium is given enough to do, and has not long to wait for the next
 _NUMPY_KNOWS = {torch.float64, torch.float32, torch.float16, torch.int8, torch.uint8}
 
@@ -48,14 +47,10 @@ def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 class RawLayers:
-    """The bytes of all layers in order, a few layers at a time, and meanwhile their CRCs.
+    """The bytes of all layers in order, a few layers at a time, and their CRCs.
 
-    The CRCs of a piece are made when the next one is asked for: a medium is at work on the piece meanwhile.
-
-    Attributes
-    ----------
-    crcs : list of int
-        The running CRC at each layer's end; of all layers once all are iterated over.
+    The CRCs of a piece are computed when the next one is asked for, while a medium works on the piece.
+    ``crcs`` has the running CRC at each layer's end, and is complete after the iteration.
     """
 
     def __init__(self, kv: ChunkKV, layout: Layout) -> None:
@@ -65,21 +60,13 @@ class RawLayers:
     def __iter__(self) -> Iterator[list[Array]]:
         self.crcs, crc, layout = [], 0, self._layout
         step = max(1, _PIECE * layout.layers // max(1, layout.nbytes))
-        # To look at many small tensors one by one takes longer than to copy them into one.
-        together = layout.alike is not None and layout.alike.nbytes <= _SMALL
         for begin in range(0, layout.layers, step):
             some = slice(begin, begin + step)
             pairs = zip(self._kv.keys[some], self._kv.values[some], strict=True)
-            tensors = [tensor for pair in pairs for tensor in pair]
-            if together:
-                whole = as_array(torch.stack(tensors))
-                yield [whole]
-                crcs = _running(crc, whole.reshape(len(tensors) // 2, -1))
-            else:
-                raws = [as_array(tensor) for tensor in tensors]
-                yield raws
-                crcs = _running(crc, raws)[1::2]
-            self.crcs += crcs
+            raws = [as_array(tensor) for pair in pairs for tensor in pair]
+            yield raws
+            crcs = tuple(accumulate(raws, google_crc32c.extend, initial=crc))
+            self.crcs += crcs[2::2]
             crc = crcs[-1]
 
 
@@ -91,7 +78,3 @@ def as_array(tensor: torch.Tensor) -> Array:
     if tensor.dtype not in _NUMPY_KNOWS:
         tensor = tensor.reshape(-1).view(torch.uint8)
     return tensor.numpy().reshape(-1).view(np.uint8)
-
-
-def _running(crc: int, raws: Iterable[Array]) -> tuple[int, ...]:
-    return tuple(accumulate(raws, google_crc32c.extend, initial=crc))[1:]

@@ -45,7 +45,7 @@ def open_store(config: StoreConfig) -> KVStore:
 
 
 def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
-    """Opened one by one; what is heavy or may be missing is imported only where it is asked for."""
+    """The tiers, opened one by one; what is heavy or may be missing is imported only where configured."""
     quotas = config.quotas
     if config.gpu_bytes:
         yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), quotas=quotas)

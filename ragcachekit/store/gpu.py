@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted
-from ragcachekit.store.eviction.base import EvictionPolicy
-from ragcachekit.store.memory import Cost, MemoryStore
+from ragcachekit.store.memory import MemoryOptions, MemoryStore
 from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
@@ -23,24 +22,18 @@ class GpuStore(MemoryStore):
         Bytes that all keys and values may take together; > 0.
     device : str or torch.device
         Where the model runs.
-    policy, quotas, cost
-        As :class:`~ragcachekit.store.memory.MemoryStore`.
+    **options
+        As in :class:`~ragcachekit.store.memory.MemoryOptions`.
     """
 
     def __init__(
-        self,
-        budget: int,
-        device: str | torch.device = "cuda",
-        *,
-        policy: EvictionPolicy | None = None,
-        quotas: Mapping[str, int] | None = None,
-        cost: Cost = lambda kv: float(kv.tokens),
+        self, budget: int, device: str | torch.device = "cuda", **options: Unpack[MemoryOptions]
     ) -> None:
-        super().__init__("gpu", budget, policy=policy, quotas=quotas, cost=cost)
+        super().__init__("gpu", budget, **options)
         self._device = torch.device(device)
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with whom it evicted; a device without room for it is a refusal."""
+        """As :meth:`put`, with the entries that it evicted; a device without room for it is a refusal."""
         try:
             return super().admit(key, kv)
         except torch.OutOfMemoryError as error:
@@ -53,6 +46,5 @@ class GpuStore(MemoryStore):
         if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
             kv = kv.each(torch.Tensor.contiguous)
         kv, nbytes = in_own_memory(kv)
-        # Read here and not at every use: what is lent knows them too.
-        _ = kv.planes.formats, kv.planes.entries
+        _ = kv.planes.formats, kv.planes.entries  # computed here and not at every use
         return kv, nbytes

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted
-from ragcachekit.store.eviction.base import EvictionPolicy
-from ragcachekit.store.memory import Cost, MemoryStore
+from ragcachekit.store.memory import MemoryOptions, MemoryStore
 from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.store.page_locked import Allocate, give_back, in_slabs, page_locked, taken_by
 from ragcachekit.types import KVKey
@@ -18,7 +17,7 @@ from ragcachekit.types import KVKey
 log = logging.getLogger(__name__)
 
 SPARE = 8
-"""Of the budget, the part that torch may keep on top of it in freed page-locked memory: one in so many."""
+"""Torch may keep one in so many bytes of the budget, on top of it, in freed page-locked memory."""
 
 
 class HostStore(MemoryStore):
@@ -27,18 +26,17 @@ class HostStore(MemoryStore):
     Parameters
     ----------
     budget : int
-        Bytes that all keys and values may take together; > 0. Of page-locked entries, what counts is what
-        torch's host allocator takes for them, which is a power of two for each of the few slabs that an
-        entry lies in. On top of it torch keeps some of what was freed, for the next entries: up to
-        1/8 of the budget, and at least one entry.
+        Bytes that all keys and values may take together; > 0. A page-locked entry counts with what torch's
+        host allocator takes for it: a power of two for each of its few slabs. Torch keeps some of what was
+        freed on top of it: up to 1/8 of the budget, and at least one entry.
     pinned : bool
-        Page-lock the tensors, so that a GPU can copy them without waiting. Costs a copy at every put and
-        takes the memory from everybody else on the machine; needs CUDA.
-        Without it, what comes page-locked is copied to ordinary memory.
-    policy, quotas, cost
-        As :class:`~ragcachekit.store.memory.MemoryStore`.
+        Page-lock the tensors, so that a GPU can copy them without waiting. Costs a copy at every put, and
+        memory that no other process can use; without CUDA it does nothing. If False, page-locked tensors
+        are copied to ordinary memory.
     allocate : callable
         Where page-locked memory comes from.
+    **options
+        As in :class:`~ragcachekit.store.memory.MemoryOptions`.
     """
 
     def __init__(
@@ -46,17 +44,15 @@ class HostStore(MemoryStore):
         budget: int,
         *,
         pinned: bool = False,
-        policy: EvictionPolicy | None = None,
-        quotas: Mapping[str, int] | None = None,
-        cost: Cost = lambda kv: float(kv.tokens),
         allocate: Allocate = page_locked,
+        **options: Unpack[MemoryOptions],
     ) -> None:
-        super().__init__("host", budget, policy=policy, quotas=quotas, cost=cost)
+        super().__init__("host", budget, **options)
         self._pinned = pinned and torch.cuda.is_available()
         self._allocate = allocate
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with whom it evicted."""
+        """As :meth:`put`, with the entries that it evicted."""
         kept, evicted = super().admit(key, kv)
         if evicted and self._pinned:
             give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))

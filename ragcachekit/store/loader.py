@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
+from operator import methodcaller
 
 from ragcachekit.store.base import Found, KVStore, concerns
-from ragcachekit.store.crew import Crew
-from ragcachekit.store.desk import Desk, Observe
+from ragcachekit.store.load_queue import LoadQueue, Observe
 from ragcachekit.store.loading import Hit, LoadingKV
-from ragcachekit.store.process import PerProcess
-from ragcachekit.store.reading import end, work
+from ragcachekit.store.reading import step
 from ragcachekit.types import KVKey
 
 THREADS = 2
@@ -25,7 +24,7 @@ MOST_PREFETCHES = 1024
 class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads.
 
-    An entry that several requests want at once is read once. Damage, I/O errors and deadlines end as
+    An entry that several requests need at once is read once. Damage, I/O errors and deadlines end as
     :class:`~ragcachekit.store.loading.LoadFailed` for those who wait for the layer. Thread safe.
 
     Parameters
@@ -39,7 +38,7 @@ class Loader:
         How much may be prefetched ahead of prompts; one entry may pass it. What requests ask for is read
         in any case.
     observe : callable
-        Hears how long each read took.
+        Called with the speed of each read.
     """
 
     def __init__(
@@ -54,111 +53,93 @@ class Loader:
         if threads < 1 or deadline <= 0 or bytes_in_flight < 1:
             raise ValueError("threads and bytes_in_flight must be at least 1, and the deadline > 0 seconds")
         self._deadline = deadline
-        self._desks = desks = PerProcess(lambda: Desk(store, observe, bytes_in_flight, Crew(threads), work))
-        # At exit too: an interpreter that goes while a thread is inside the store may crash.
-        self._end = weakref.finalize(self, lambda: end(desks.get()))
+        self._queue = LoadQueue(store, observe, bytes_in_flight, threads, step)
+        weakref.finalize(self, methodcaller("close", 0.0), self._queue)
 
-    @property
-    def _desk(self) -> Desk:
-        return self._desks.get()
-
-    def open(self, key: KVKey, worth: float = 1.0) -> Hit | None:
+    def open(self, key: KVKey) -> Hit | None:
         """What the store has, without reading its layers: :meth:`begin` does, for all of a prompt at once."""
-        desk = self._desk
-        with desk.changed:
-            desk.sweep()
-            load = desk.find(key)
+        queue = self._queue
+        with queue.changed:
+            queue.sweep()
+            load = queue.findable.get(key)
             handle = LoadingKV(load, self._deadline) if load is not None else None
-            forgets = desk.forgets
+            forgets = queue.forgets
         if handle is None:
-            opened = desk.store.open(key, worth)
+            opened = queue.store.open(key)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
-            if desk.crew.hopeless:
+            if queue.pool.hopeless:
                 opened.close()
                 return None
-            handle = desk.share(key, opened, lambda load: LoadingKV(load, self._deadline), forgets)
+            handle = queue.share(key, opened, lambda load: LoadingKV(load, self._deadline), forgets)
         return Hit(handle, handle.tier) if handle is not None else None
 
     def begin(self, handles: Iterable[LoadingKV]) -> None:
         """Read these for one request; those of earlier requests come first."""
-        desk = self._desk
-        with desk.changed:
-            rank = next(desk.ranks)
+        queue = self._queue
+        with queue.changed:
+            rank = next(queue.ranks)
             for handle in handles:
                 load = handle.load
                 load.rank = min(load.rank, rank)
                 load.begun = load.begun or time.perf_counter()
                 load.prefetched = False
-                desk.unhold(load)
+                queue.unhold(load)
                 handle.claimed()
-            desk.wake()
-
-    def start(self, key: KVKey, worth: float = 1.0) -> Hit | None:
-        """:meth:`open` and :meth:`begin`."""
-        hit = self.open(key, worth)
-        if hit is not None and isinstance(hit.kv, LoadingKV):
-            self.begin([hit.kv])
-        return hit
+            queue.wake()
 
     def release(self, handles: Iterable[LoadingKV]) -> None:
-        """Give back what was opened and is not wanted; dropping a handle does the same, later."""
-        with self._desk.changed:
+        """Close what was opened and is not needed; dropping a handle does the same with the next call."""
+        with self._queue.changed:
             for handle in handles:
                 handle.load.handles.discard(handle)
-            self._desk.sweep()
+            self._queue.sweep()
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
-        """Begin to load what a prompt may soon want, behind everything that a request waits for.
+        """Begin to load what a prompt may soon need, behind everything that a request waits for.
 
-        The first prompt that wants such an entry takes it over. One that nobody wants ends in the
-        store's faster tiers, where there are any, and is let go after a while.
+        The first prompt that needs such an entry takes it over. Any other ends in the store's faster
+        tiers, where there are some, and is let go after a while.
         """
-        desk = self._desk
-        with desk.changed:
-            if desk.closed:
+        queue = self._queue
+        with queue.changed:
+            if queue.closed:
                 return
-            desk.sweep()
-            known = {*desk.findable, *desk.queue}
-            desk.queue.extend(key for key in dict.fromkeys(keys) if key not in known)
-            while len(desk.queue) > MOST_PREFETCHES:
-                desk.queue.popleft()
-            desk.wake()
-
-    def cancel(self, keys: Iterable[KVKey] | None = None) -> None:
-        """Give up what was prefetched (these, or all) and no request has asked for."""
-        gone = None if keys is None else frozenset(keys)
-        with self._desk.changed:
-            self._desk.drop(lambda key: gone is None or key in gone)
+            queue.sweep()
+            known = {*queue.findable, *queue.keys}
+            queue.keys.extend(key for key in dict.fromkeys(keys) if key not in known)
+            while len(queue.keys) > MOST_PREFETCHES:
+                queue.keys.popleft()
+            queue.wake()
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Hand nothing out any more that ``store.forget`` with the same arguments was about.
 
-        Call it after that: what somebody opens in between would be handed out.
+        Call it after that: what is opened in between would be handed out. Requests that have an entry
+        already keep it, as they would keep what ``get`` returned.
         """
-        desk = self._desk
-        with desk.changed:
-            desk.forgets += 1
-            desk.drop(lambda key: concerns(key, namespace, chunk_ids))
-            for load in desk.active:
-                # Requests that have it already keep it, as they would keep what ``get`` returned.
+        queue = self._queue
+        with queue.changed:
+            queue.forgets += 1
+            queue.drop(lambda key: concerns(key, namespace, chunk_ids))
+            for load in queue.active:
                 if concerns(load.key, namespace, chunk_ids):
-                    desk.hide(load)
+                    queue.hide(load)
 
     def discard(self, key: KVKey) -> None:
-        """Drop an entry that nobody could use, from the store too."""
-        desk = self._desk
-        with desk.changed:
-            desk.drop(lambda other: other == key)
-            for load in [load for load in desk.active if load.key == key]:
-                desk.hide(load)
-        desk.store.discard(key)
+        """Drop an unusable entry, from the store too."""
+        queue = self._queue
+        with queue.changed:
+            queue.drop(lambda other: other == key)
+            for load in [load for load in queue.active if load.key == key]:
+                queue.hide(load)
+        queue.store.discard(key)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being read and no key waits for it; False if ``timeout`` did not suffice."""
-        desk = self._desk
-        return desk.changed.wait_for(desk.idle, timeout)
+        self.release(())
+        return self._queue.changed.wait_for(self._queue.idle, timeout)
 
     def close(self) -> None:
         """Finish the reads in work, give the others up, end the threads."""
-        self._end()
+        self._queue.close()

@@ -1,4 +1,4 @@
-"""An entry that is being read: what it is now, its layers as they come."""
+"""Entries that are being read, and their layers as they come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
 from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
-from ragcachekit.store.condition import Condition
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class LoadFailed(Exception):
     """An entry that a request counts on will not come; the request is planned again without it.
 
-    Raised out of the middle of a forward and caught where the forward was begun: no user sees it.
+    Raised inside a forward and caught where the forward was begun: no user sees it.
 
     Attributes
     ----------
@@ -37,16 +37,14 @@ class LoadFailed(Exception):
 
 @dataclass(eq=False)
 class Load:
-    """One reading of one entry, for whoever wants it. Guarded by the loader's condition.
+    """One reading of one entry, for every request that needs it. Guarded by the loader's condition.
 
     Attributes
     ----------
     late : callable
-        To be told, with the condition held, that the request waited this many seconds for it in vain.
-    left : callable
-        To be told, at any moment, that one who held it does not any more.
+        Called with the condition held when a request has waited this many seconds in vain.
     pairs : list
-        What has been read and verified, layer by layer; None for what has not.
+        The layers that are read and verified; None for the others.
     rank : float
         Which request it is for: lower ones are read first. Infinite before any asked for it to begin.
     handles : WeakSet of LoadingKV
@@ -57,7 +55,6 @@ class Load:
     source: LayerSource
     changed: Condition
     late: Callable[[Load, float], object]
-    left: Callable[[Load], object] = lambda _: None
     rank: float = float("inf")
     prefetched: bool = False
     busy: bool = False
@@ -98,18 +95,9 @@ class LoadingKV:
 
     What the header says is there at once. ``keys[i]`` and ``values[i]`` wait until layer ``i`` has been
     read and verified. Dropping the last hold gives the reading up. An entry that is read in eight bits
-    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does.
-
-    Attributes
-    ----------
-    key : KVKey
-    tier : str
-    nbytes, tokens, layers, start, sums, quantised
-        As of :class:`ragcachekit.store.base.LayerSource`.
-    load : Load
-        What it holds; guarded by the loader.
-    waited : float
-        Seconds that this request has waited for layers so far.
+    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does. ``waited`` is for how many seconds
+    this request has waited so far; what else it has is that of
+    :class:`~ragcachekit.store.base.LayerSource`.
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
@@ -125,12 +113,6 @@ class LoadingKV:
         self.values: Sequence[torch.Tensor] = _Side(self, 1)
         self.load = load
         load.handles.add(self)
-
-    def __del__(self) -> None:
-        load = getattr(self, "load", None)
-        if load is not None:  # else it was interrupted before it held anything
-            load.handles.discard(self)  # whose weak references may still be alive
-            load.left(load)
 
     @property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:

@@ -7,7 +7,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import RLock
+from typing import TypedDict
 
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
 from ragcachekit.store.counters import Counters
@@ -18,14 +20,33 @@ from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
-"""Seconds that having an entry not would cost; any unit, as long as it is one."""
+"""Seconds that it costs not to have an entry; any unit, as long as it is one."""
+
+
+class MemoryOptions(TypedDict, total=False):
+    """What every memory tier can be given beside its budget.
+
+    Parameters
+    ----------
+    policy : EvictionPolicy, optional
+        This tier's own; default least recently used.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take (``*``: every other one).
+    cost : callable
+        What cost-aware policies weigh; default the number of tokens.
+    """
+
+    policy: EvictionPolicy | None
+    quotas: Mapping[str, int] | None
+    cost: Cost
 
 
 class MemoryStore:
     """Chunk KV in memory, kept by reference where that is all its memory (and never written to).
 
-    What ``get`` returned is in use until the caller lets go of it: evicting it would free no byte, so it
-    stays, and stays counted. A put that would need such bytes is refused.
+    What ``get`` returned is in use until the caller drops it: evicting it would free no byte, so it stays,
+    and stays counted. A put that would need such bytes is refused. What counts is the memory that an entry
+    keeps alive; views of much more memory than the entry are copied.
 
     Parameters
     ----------
@@ -33,17 +54,8 @@ class MemoryStore:
         Its name in reports.
     budget : int
         Bytes that all keys and values may take together; > 0.
-    policy : EvictionPolicy, optional
-        This tier's own; default least recently used.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take (``*``: every other one).
-    cost : callable
-        What cost-aware policies weigh; default the number of tokens.
-
-    Notes
-    -----
-    What counts is the memory that an entry keeps alive. Tensors that are views of much more than the entry
-    are copied (:func:`~ragcachekit.store.own_memory.in_own_memory`).
+    policy, quotas, cost
+        As in :class:`MemoryOptions`.
     """
 
     shared = False
@@ -73,6 +85,7 @@ class MemoryStore:
         self._closed = False
         self._lock = RLock()
         self._counters = Counters(tier)
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""
@@ -96,7 +109,7 @@ class MemoryStore:
         return self.admit(key, kv)[0]
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with whom it evicted."""
+        """As :meth:`put`, with the entries that it evicted."""
         with self._lock:
             if self._closed or not self._may_fit(key, self._least(kv)):
                 return False, ()
@@ -107,10 +120,9 @@ class MemoryStore:
             self._let_go(key)
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
-            # Ranked before anybody leaves: it starts from the clock at which it came (RAGCache, Algorithm 1).
+            # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
             self._ranking.add(key, nbytes, kv.tokens, key.namespace, access)
-            evicted = self._make_room(key)
-            return True, evicted
+            return True, self._make_room(key)
 
     def __contains__(self, key: KVKey) -> bool:
         with self._lock:
@@ -138,11 +150,8 @@ class MemoryStore:
     def stats(self) -> tuple[StoreStats, ...]:
         """One record."""
         with self._lock:
-            return (
-                self._counters.stats(
-                    entries=len(self._entries), nbytes=self._ranking.nbytes, budget=self._budget
-                ),
-            )
+            entries, nbytes = len(self._entries), self._ranking.nbytes
+        return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
 
     def close(self) -> None:
         """Let go of all entries; further calls are misses."""
@@ -157,11 +166,11 @@ class MemoryStore:
         self._ranking.remove(key)
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        """The KV as this tier holds it, and the bytes that it takes."""
+        """The KV as this tier holds it, and its bytes."""
         return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
-        """Bytes that it will take at least: what cannot fit is not placed for nothing."""
+        """Bytes that the entry will take at least: what cannot fit is not placed for nothing."""
         return kv.nbytes
 
     # -- room --------------------------------------------------------------------------------------
@@ -175,11 +184,8 @@ class MemoryStore:
         for what, limit, kept in (("budget", self._budget, sum(held.values())), ("quota", quota, own)):
             if limit is not None and kept + nbytes > limit:
                 self._counters.count("failed_writes")
-                self._counters.warn_once(
-                    what,
-                    "entry of %d bytes does not fit into the %s of %d beside the %d in use",
-                    *(nbytes, what, limit, kept),
-                )
+                why = "entry of %d bytes does not fit into the %s of %d beside the %d in use"
+                self._counters.warn_once(what, why, nbytes, what, limit, kept)
                 return False
         return True
 

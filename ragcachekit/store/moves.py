@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ragcachekit.store.condition import Condition
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 
 class Moves:
-    """Lets an entry move unless its namespace was told to forget since the entry was read.
+    """Moves between tiers, each allowed unless its namespace was told to forget since the entry was read.
 
-    Locked only to look and to note: moves wait for nobody, and a drop for the moves of its own namespace
-    alone.
+    Moves never wait; a drop waits for the moves of its own namespace alone.
     """
 
     def __init__(self) -> None:
@@ -25,14 +24,14 @@ class Moves:
         self._dropped: dict[str, int] = {}  # one number per namespace that was ever told to forget
 
     def now(self) -> int:
-        """To be taken before an entry is read, and handed to :meth:`move`."""
+        """The number to take before an entry is read, for :meth:`move`."""
         return self._drops
 
     @contextmanager
     def move(self, key: KVKey, place: int, since: int) -> Iterator[bool]:
         """Whether ``key`` may now be written into tier ``place``; forgetting it waits until this is left.
 
-        False if a drop in its namespace ended since ``since`` or is under way, and if somebody else is
+        False if a drop in its namespace ended since ``since`` or is under way, or if another thread is
         just moving it there.
         """
         with self._changed:
@@ -51,7 +50,7 @@ class Moves:
 
     @contextmanager
     def drop(self, namespace: str) -> Iterator[None]:
-        """While tiers are told to forget: begins when nothing of the namespace moves, and nothing will."""
+        """A block in which tiers forget: entered when nothing of the namespace moves, and nothing will."""
         with self._changed:
             self._dropping[namespace] += 1
         try:

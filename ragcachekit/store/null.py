@@ -33,13 +33,9 @@ class NullStore:
     def discard(self, key: KVKey) -> None:
         """Nothing to drop."""
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """Nothing to drop."""
-        return frozenset()
-
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Always 0."""
-        return len(self.drop(namespace, chunk_ids))
+        return 0
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record that counts misses only."""

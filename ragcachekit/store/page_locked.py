@@ -19,7 +19,7 @@ _WASTE = 16
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """From torch's host allocator, which takes :func:`taken` bytes and keeps them when they are free."""
+    """Memory from torch's host allocator, which takes :func:`taken` bytes and keeps them once free."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -32,10 +32,10 @@ def taken(nbytes: int) -> int:
 
 
 def slabs(sizes: Sequence[int]) -> list[int]:
-    """How many layers of these sizes, one after the other, share a slab so that little is wasted.
+    """How many layers of these sizes, one after the other, share a slab.
 
     An entry a little larger than a power of two would take twice its bytes in one slab: layers that fill
-    the lower power of two get a slab of their own, and the rest one of theirs.
+    the lower power of two get one slab, and the rest another.
     """
     ends = list(accumulate(sizes))
     whole = taken(ends[-1])
@@ -77,8 +77,7 @@ def in_slabs(kv: ChunkKV, allocate: Allocate = page_locked) -> ChunkKV:
 def give_back(spare: int) -> None:
     """Have torch give freed page-locked memory back to the system if it keeps more than ``spare`` bytes.
 
-    That waits for the GPU, so a little is let be: the next entry of like size gets it. Does nothing with
-    versions of torch that do not tell or do not give back.
+    That waits for the GPU, so ``spare`` bytes stay for the next entries. Does nothing where torch cannot.
     """
     stats = torch.cuda.host_memory_stats()
     kept = stats.get("allocated_bytes.current", 0)

@@ -1,8 +1,7 @@
-"""What has threads and locks, and must not be shared with a forked process."""
+"""One object, as if each process had its own; to be deleted with its last use (see ``ragcachekit.forks``)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -10,26 +9,11 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """One object in each process: after a fork, the child makes one of its own when it first asks.
-
-    Of the parent's object the child has a copy whose threads are gone and whose locks may be taken for
-    ever by one of them.
-
-    Parameters
-    ----------
-    make : callable
-    """
+    """Holds what ``make`` returns."""
 
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made = {os.getpid(): make()}
+        self._made = make()
 
     def get(self) -> T:
-        """This process's own."""
-        pid = os.getpid()
-        own = self._made.get(pid)
-        if own is None:
-            own = self._made.setdefault(pid, self._make())
-            for other in self._made.keys() - {pid}:
-                self._made.pop(other, None)
-        return own
+        """The object."""
+        return self._made

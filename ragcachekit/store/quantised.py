@@ -1,13 +1,12 @@
 """KV rounded to eight bits at rest: half (of bf16) or a quarter (of float32) of the bytes.
 
-Keys without RoPE differ far more between channels than between tokens (rotation mixes pairs of channels
-and hides that, so it matters that it was removed); values differ more between tokens. Hence one scale per
-head and channel for keys, one per head and token for values.
+Keys without RoPE differ far more between channels than between tokens (rotation would mix pairs of
+channels); values differ more between tokens. Hence one scale per head and channel for keys, and one per
+head and token for values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,7 +22,7 @@ from ragcachekit.model.packed import (
     unpacked_layer,
     unpacked_shapes,
 )
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, WrappedSource
 from ragcachekit.store.tiered import Tier
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 from ragcachekit_kernels.dispatch import uses_triton
@@ -44,22 +43,18 @@ def pack(kv: ChunkKV, kind: str) -> ChunkKV:
     """``kv`` in eight bits, its scales among the ``sums``.
 
     With s = max|x| / largest over what shares a scale, the error of an element x after
-    :func:`~ragcachekit.model.packed.unpack`
-    (and before the rounding to its own dtype) is at most
+    :func:`~ragcachekit.model.packed.unpack` (before the rounding to its own dtype) is at most
 
     - ``int8``: s / 2 = max|x| / 254;
     - ``fp8`` (e4m3, 3 bits of mantissa): |x| / 16, and s / 1024 where x is below the normal numbers.
 
     Values that are not finite cannot be scaled: ValueError.
     """
-    layers = range(kv.layers)
-    packed = [
-        (*_round(kv.keys[i], kind, _OVER_TOKENS), *_round(kv.values[i], kind, _OVER_CHANNELS)) for i in layers
-    ]
-    scales = {f"{SCALE_OF_KEYS}{i}": packed[i][1] for i in layers}
-    scales |= {f"{SCALE_OF_VALUES}{i}": packed[i][3] for i in layers}
+    keys, key_scales = zip(*(_round(x, kind, _OVER_TOKENS) for x in kv.keys), strict=True)
+    values, value_scales = zip(*(_round(x, kind, _OVER_CHANNELS) for x in kv.values), strict=True)
+    scales = {f"{SCALE_OF_KEYS}{layer}": scale for layer, scale in enumerate(key_scales)}
+    scales |= {f"{SCALE_OF_VALUES}{layer}": scale for layer, scale in enumerate(value_scales)}
     like = torch.empty(0, dtype=kv.keys[0].dtype)
-    keys, values = tuple(p[0] for p in packed), tuple(p[2] for p in packed)
     return ChunkKV(keys, values, kv.start, {**kv.sums, **scales, LIKE: like})
 
 
@@ -75,14 +70,12 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
 
 
 class QuantisedStore:
-    """A tier that rounds what it is given to eight bits, and gives it back marked as rounded.
+    """A tier that rounds KV to eight bits, and returns it marked as rounded.
 
     Rounded KV has keys of its own (the encoding says ``+int8``), so a tier that is opened without
-    rounding, or by a process with another configuration, does not find it. KV that is only ever reused
-    exactly (a prompt's prefix) passes through as it is.
-
-    Where linking goes by kernel, entries are handed out in eight bits: they are multiplied by their scales in
-    the kernel that puts them in place, and by whoever else asks for their tensors.
+    rounding, or with another kind, does not find it. KV that is only ever reused exactly (a prompt's
+    prefix) passes through as it is. Where kernels link, entries stay in eight bits until the kernel that
+    puts them in place multiplies them by their scales.
 
     Parameters
     ----------
@@ -180,29 +173,16 @@ def _plain(key: KVKey) -> KVKey:
     return key if _exact(key) else replace(key, encoding=key.encoding.rpartition("+")[0])
 
 
-class _Packed:
+class _Packed(WrappedSource):
     """A rounded entry, read layer by layer; the scales are among its ``sums``."""
 
     def __init__(self, source: LayerSource, kind: str) -> None:
-        self._source = source
-        self.tier, self.nbytes = source.tier, source.nbytes
-        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums: Mapping[str, torch.Tensor] = source.sums
-        self.quantised: str = kind
-        self.shapes = source.shapes
-
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._source.layer(number)
-
-    def finished(self, kv: ChunkKV) -> None:
-        self._source.finished(kv)
-
-    def close(self) -> None:
-        self._source.close()
+        super().__init__(source)
+        self.quantised = kind
 
 
 class _Unpacking(_Packed):
-    """The same, unpacked as it is read."""
+    """A rounded entry, unpacked as it is read."""
 
     def __init__(self, source: LayerSource, kind: str) -> None:
         super().__init__(source, kind)
@@ -210,4 +190,5 @@ class _Unpacking(_Packed):
         self.shapes = unpacked_shapes(source.shapes, source.sums)
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer in the type that it was rounded from."""
         return unpacked_layer(number, *super().layer(number), self._source.sums)

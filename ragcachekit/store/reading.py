@@ -1,61 +1,50 @@
-"""What each thread of a :class:`ragcachekit.store.loader.Loader` does, and the end of them all."""
+"""Reader jobs of a :class:`ragcachekit.store.loader.Loader`: one layer, or one key to prefetch, each."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from contextlib import suppress
 
+from ragcachekit.store import load_queue
 from ragcachekit.store.base import Found
-from ragcachekit.store.desk import Desk
 from ragcachekit.store.entry_header import EntryDamaged
+from ragcachekit.store.load_queue import LoadQueue, ReadJob
 from ragcachekit.store.loading import Load
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5
-"""How long a thread waits for more before it ends."""
 
-JOIN_SECONDS = 5.0
-"""How long closing waits for reads in work; one that hangs is left to its (daemon) thread."""
-
-
-def work(desk: Desk) -> None:
-    """A thread: the most urgent layer, or the next key to prefetch, or an end after idling."""
-    me = threading.current_thread()
-    while True:
-        with desk.changed:
-            needed = desk.crew.back(me)
-            desk.sweep()
-            if not needed:
-                return
-        woken = desk.changed.wait_for(lambda: desk.closed or desk.next() or desk.may_prefetch(), IDLE_SECONDS)
-        with desk.changed:
-            desk.sweep()
-            load = None if desk.closed else desk.next()
-            beside = 0
-            key = desk.queue.popleft() if load is None and desk.may_prefetch() else None
-            desk.opening += key is not None
-            if load is None and key is None and (desk.closed or not (woken or desk.held)):
-                desk.crew.leave(me)
-                return
-            desk.crew.begins(me, load)
-            if load is not None:
-                load.busy = True
-                beside, desk.reading = desk.reading, desk.reading + load.read_bytes
+def step(queue: LoadQueue, job: ReadJob) -> None:
+    """Read the most urgent layer, or prefetch the next key, or wait while prefetched entries are held."""
+    queue.changed.wait_for(
+        lambda: queue.closed or queue.next() or queue.may_prefetch() or not queue.held,
+        load_queue.HOLD_SECONDS,
+    )
+    beside = 0
+    with queue.changed:
+        queue.jobs.add(job)  # whoever submitted it may have been interrupted
+        queue.sweep()
+        load = None if queue.closed else queue.next()
+        key = queue.keys.popleft() if load is None and queue.may_prefetch() else None
+        queue.opening += key is not None
+        job.load, job.since = load, time.monotonic()
         if load is not None:
-            _read(desk, load, beside)
-        elif key is not None:
-            _prefetch(desk, key)
-            with desk.changed:
-                desk.opening -= 1
-                desk.changed.notify_all()
+            load.busy = True
+            beside, queue.reading = queue.reading, queue.reading + load.read_bytes
+    if load is not None:
+        _read(queue, load, beside)
+    elif key is not None:
+        _prefetch(queue, key)
+    with queue.changed:
+        queue.opening -= key is not None
+        queue.jobs.discard(job)
+        queue.sweep()
+        queue.wake()
 
 
-def _read(desk: Desk, load: Load, beside: int) -> None:
-    """The next layer of it, while others are reading ``beside`` bytes."""
+def _read(queue: LoadQueue, load: Load, beside: int) -> None:
+    """Read the next layer of a load, while other jobs read ``beside`` bytes."""
     begun = time.perf_counter()
     pair, error = None, None
     try:
@@ -66,75 +55,52 @@ def _read(desk: Desk, load: Load, beside: int) -> None:
         log.warning("reading an entry from tier %s failed", load.source.tier, exc_info=True)
         error = repr(failed)
     seconds = time.perf_counter() - begun
-    with desk.changed:
-        desk.reading -= load.read_bytes
+    with queue.changed:
+        queue.reading -= load.read_bytes
         if pair is not None:
             load.pairs[load.read] = pair
             load.read += 1
         load.error = load.error or error
         load.ended = time.perf_counter()
         over = load.complete or load.error is not None
-        load.busy = over  # nobody takes it up again
-        desk.changed.notify_all()
+        load.busy = over  # no other job takes it up again
+        queue.changed.notify_all()
     if pair is not None:
-        desk.observe(load.source.tier, load.read_bytes, seconds, beside)
+        queue.observe(load.source.tier, load.read_bytes, seconds, beside)
     if over:
-        _finish(desk, load)
+        _finish(queue, load)
 
 
-def _finish(desk: Desk, load: Load) -> None:
-    """Tell the store and let go of the file; whoever waits for layers has them already."""
+def _finish(queue: LoadQueue, load: Load) -> None:
+    """Tell the store and close the file; requests have the layers already."""
     try:
         if load.complete:
             load.source.finished(load.kv())
     except Exception:
         log.warning("an entry could not be kept in a faster tier", exc_info=True)
     load.source.close()
-    with desk.changed:
-        if load in desk.active:
-            desk.active.remove(load)
-        if load.prefetched and load.complete and desk.findable.get(load.key) is load and not desk.closed:
-            desk.held[load.key] = load
+    with queue.changed:
+        if load in queue.active:
+            queue.active.remove(load)
+        if load.prefetched and load.complete and queue.findable.get(load.key) is load and not queue.closed:
+            queue.held[load.key] = load
         else:
-            desk.hide(load)
-        desk.changed.notify_all()
+            queue.hide(load)
+        queue.changed.notify_all()
 
 
-def _prefetch(desk: Desk, key: KVKey) -> None:
-    """Open the entry; one that is in memory needs no more."""
+def _prefetch(queue: LoadQueue, key: KVKey) -> None:
+    """Open an entry to be read; one that is in memory needs no more."""
 
     def begin(load: Load) -> None:
-        # One that a request has opened meanwhile is the request's.
-        load.prefetched = not load.handles
+        load.prefetched = not load.handles  # one that a request has opened meanwhile is the request's
         load.begun = load.begun or time.perf_counter()
-        desk.wake()
+        queue.wake()
 
-    forgets = desk.forgets
+    forgets = queue.forgets
     try:
-        opened = desk.store.open(key, 0.0)
+        opened = queue.store.open(key, 0.0)
         if opened is not None and not isinstance(opened, Found):
-            desk.share(key, opened, begin, forgets)
+            queue.share(key, opened, begin, forgets)
     except Exception:
         log.warning("an entry could not be prefetched", exc_info=True)
-
-
-def end(desk: Desk) -> None:
-    """Finish the reads in work, give the rest up, join the threads."""
-    with desk.changed:
-        desk.closed = True
-        desk.queue.clear()
-        desk.held.clear()
-        desk.findable.clear()
-        for load in desk.active:
-            load.error = load.error or "the store was closed"
-        idle = [load for load in desk.active if not load.busy]
-        desk.active.clear()
-        threads = list(desk.crew.alive)
-        desk.changed.notify_all()
-    for load in idle:
-        load.source.close()
-    until = time.monotonic() + JOIN_SECONDS
-    for thread in threads:
-        if thread is not threading.current_thread():
-            with suppress(RuntimeError):  # not started yet: it will see that all is over
-                thread.join(max(0.0, until - time.monotonic()))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from threading import Event, Lock
 
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
 from ragcachekit.store.counters import Counters
@@ -75,6 +76,7 @@ class RemoteStore:
         # A store that is dropped without close leaves no connection open. Not at exit: that may hang.
         self._end = weakref.finalize(self, backend.close)
         self._end.atexit = False
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry under ``key``, its seal verified, now the most recently used one, or None."""

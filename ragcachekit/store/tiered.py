@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
-import torch
-
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats
+from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
 from ragcachekit.store.moves import Moves
 from ragcachekit.types import KVKey
 
 
 class Tier(KVStore, Protocol):
-    """A store that can say which entries it dropped, so that copies in several tiers count once.
-
-    Attributes
-    ----------
-    shared : bool
-        Whether other processes put, evict and forget here, too.
-    remote : bool
-        Whether a call may wait for another machine.
-    """
+    """A store that can say which entries it dropped, so that copies in several tiers count once."""
 
     @property
-    def shared(self) -> bool: ...
+    def shared(self) -> bool:
+        """Whether other processes put, evict and forget here, too."""
+        ...
 
     @property
-    def remote(self) -> bool: ...
+    def remote(self) -> bool:
+        """Whether a call may wait for another machine."""
+        ...
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As ``forget``, returning the digests of the dropped keys."""
@@ -41,15 +37,15 @@ class Tier(KVStore, Protocol):
 
 
 class TieredStore:
-    """Looks in each tier in turn; what it finds is copied into the faster ones.
+    """Several tiers, looked up in turn; what one has is copied into the faster ones.
 
     A put goes to every tier but the ``hot`` ones, which take only what a request asked for. What a tier
     evicts is handed down to the next one, unless that has it: swapped out once, later evictions only
     free (RAGCache section 5.1).
 
-    Two kinds of tiers are spared what is only convenient. Nothing is handed down to a ``shared`` one: it
-    had the entry from the put, and if it has it no more, another process may have forgotten it. Nothing is
-    copied into a ``remote`` one for a hit, which would wait for a service that has nothing to do with it.
+    Nothing is handed down to a ``shared`` tier: it had the entry from the put, and if it has it no more,
+    another process may have forgotten it. Nothing is copied into a ``remote`` one for a hit, which would
+    wait for a service that has nothing to do with it.
 
     Parameters
     ----------
@@ -66,6 +62,7 @@ class TieredStore:
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._moves = Moves()
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
         """The entry from the fastest tier that has it, or None."""
@@ -86,7 +83,7 @@ class TieredStore:
                 self._promote(key, opened.kv, place, since)
                 return opened
             if opened is not None:
-                return _Promoting(opened, self, key, place, since)
+                return _Promoting(opened, partial(self._promote, key, place=place, since=since))
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
@@ -111,19 +108,16 @@ class TieredStore:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         dropped: set[str] = set()
 
-        def tell(tier: Tier) -> None:
+        def drop(tier: Tier) -> None:
             dropped.update(tier.drop(namespace, chunk_ids))
 
-        with self._moves.drop(namespace), ExitStack() as everyone:  # which goes on where one raises
+        with self._moves.drop(namespace), ExitStack() as every:  # which goes on where a tier raises
             for tier in reversed(self._tiers):
-                everyone.callback(tell, tier)
+                every.callback(drop, tier)
         return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries from every tier; an entry held by several counts once.
-
-        What a tier raises comes through when all have been told.
-        """
+        """Drop entries from every tier, also where one raises; an entry held by several counts once."""
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -157,23 +151,14 @@ class TieredStore:
         return kept
 
 
-class _Promoting:
+class _Promoting(WrappedSource):
     """A slow tier's entry that is copied into the faster tiers when all of it was read."""
 
-    def __init__(self, source: LayerSource, store: TieredStore, key: KVKey, place: int, since: int) -> None:
-        self._source, self._store = source, store
-        self._key, self._place, self._since = key, place, since
-        self.tier, self.nbytes = source.tier, source.nbytes
-        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums: Mapping[str, torch.Tensor] = source.sums
-        self.quantised, self.shapes = source.quantised, source.shapes
-
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._source.layer(number)
+    def __init__(self, source: LayerSource, promote: Callable[[ChunkKV], object]) -> None:
+        super().__init__(source)
+        self._promote = promote
 
     def finished(self, kv: ChunkKV) -> None:
-        self._source.finished(kv)
-        self._store._promote(self._key, kv, self._place, self._since)
-
-    def close(self) -> None:
-        self._source.close()
+        """Pass it on, and copy the KV."""
+        super().finished(kv)
+        self._promote(kv)

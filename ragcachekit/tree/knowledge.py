@@ -9,6 +9,7 @@ from threading import RLock
 
 import torch
 
+from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction.base import MISS, Access, EvictionPolicy
@@ -100,6 +101,7 @@ class KnowledgeTree:
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
         self._disk = TreeDisk(disk, self._lock, self._drop)
+        refuse_after_fork(self)
 
     # -- the way of a request ----------------------------------------------------------------------
 

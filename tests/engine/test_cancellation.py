@@ -273,7 +273,7 @@ def test_an_interrupt_while_a_stream_is_waited_for_ends_its_prefill(make, model,
             patch.setattr(stream._outcome.complete, "wait", lambda: iter(TokenQueue()))
             with pytest.raises(KeyboardInterrupt):
                 wait_for(stream)  # and nobody closes it: a traceback may hold it
-        stream._thread.join(LONG)
+        assert stream._pool.flush(LONG)
     assert layers.most_after <= 1
     assert stream.answer.report.finish_reason == "cancelled"
     assert rag.generate(QUESTION, **ASKED).text
@@ -290,7 +290,7 @@ def test_leaving_a_stream_ends_its_prefill(make, model, leave, monkeypatch):
 
     with watched(model, 3, wait) as layers:
         stream = rag.stream(QUESTION, **ASKED)
-        thread = stream._thread
+        pool = stream._pool
         assert inside.wait(LONG)
         if leave == "close":
             stream.close()
@@ -301,8 +301,7 @@ def test_leaving_a_stream_ends_its_prefill(make, model, leave, monkeypatch):
         else:
             del stream
             gc.collect()
-        thread.join(LONG)
-    assert not thread.is_alive()
+        assert pool.flush(LONG)
     assert layers.most_after <= 1
 
 
@@ -360,7 +359,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
 
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
     rag, encoding = make(cold="background"), threading.Event()
-    closed = rag._stock.warmer._states.get().closed
+    closed = rag._stock.warmer._pool.closed
 
     def wait():
         encoding.set()
@@ -378,7 +377,7 @@ def test_close_ends_background_encoding_before_its_next_layer(make, model, caplo
 def test_close_ends_a_shadow_prefill_before_its_next_layer(make, model, caplog):
     rag = make(cold="now", policy="reuse", shadow=ShadowConfig(1.0))
     rag.generate(PROMPT, max_new_tokens=1)
-    closed, shadowing = rag.shadow._background._states.get().closed, threading.Event()
+    closed, shadowing = rag.shadow._background._pool.closed, threading.Event()
 
     def wait():
         shadowing.set()

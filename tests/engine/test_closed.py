@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from speaking import byte_level, speaker
 
@@ -46,6 +48,24 @@ async def test_also_from_asyncio(rag):
     rag.close()
     with pytest.raises(Closed):
         await agenerate(rag, PROMPT, **ASKED)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that it is asked for is the point here
+def test_every_use_in_a_forked_child_is_refused(rag):
+    stream = rag.stream(PROMPT, **ASKED)
+    child = os.fork()
+    if not child:
+        good = 0
+        for call in (*CALLS.values(), lambda _: next(stream), lambda _: stream.answer):
+            try:
+                call(rag)
+            except Closed as refused:
+                good += "open it again after the fork" in str(refused)
+        rag.close()
+        os._exit(0 if good == len(CALLS) + 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert stream.answer.text == rag.generate(PROMPT, **ASKED).text
 
 
 def test_closing_twice_and_what_can_still_be_read(rag):

@@ -89,11 +89,10 @@ def test_a_stream_that_is_dropped_ends(make, begun):
     stream = rag.stream("Where does the river flow?", **{**ASKED, "max_new_tokens": 400})
     if begun:
         next(stream)
-    thread = stream._thread
+    pool = stream._pool
     del stream
     gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
+    assert pool.flush(60)
     assert seen[0].is_set()
 
 

@@ -397,7 +397,7 @@ def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert gate.entered.acquire(timeout=60)
     closing = threading.Thread(target=rag.close)
     closing.start()
-    assert rag.shadow._background._states.get().closed.wait(60)
+    assert rag.shadow._background._pool.closed.wait(60)
     gate.open.set()
     closing.join(60)
     assert not closing.is_alive()

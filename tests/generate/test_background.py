@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from engine_kit import PROMPT, rag_for
 
+from ragcachekit import threads as threads_module
 from ragcachekit.generate import background, keep
 from ragcachekit.generate.background import Background
 from ragcachekit.tree.knowledge import KnowledgeTree
@@ -46,7 +47,6 @@ def test_a_job_for_which_no_thread_starts_is_dropped_and_the_next_is_done(
     jobs.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is the point here
 def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
     done: list[int] = []
 
@@ -70,7 +70,7 @@ def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
 def test_close_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "END_SECONDS", 0.05)
+    monkeypatch.setattr(threads_module, "END_SECONDS", 0.05)
     go_on, inside = threading.Event(), threading.Event()
 
     def hang(job: int) -> None:

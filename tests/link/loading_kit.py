@@ -9,6 +9,7 @@ from dataclasses import replace
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, StoreStats
 from ragcachekit.store.host import HostStore
+from ragcachekit.store.loading import LoadingKV
 from ragcachekit.types import KVKey
 
 WAIT = 60
@@ -89,6 +90,14 @@ class SlowStore:
 
     def close(self):
         self.inner.close()
+
+
+def start(loader, key):
+    """What the loader has under a key, with its reading begun."""
+    hit = loader.open(key)
+    if hit is not None and isinstance(hit.kv, LoadingKV):
+        loader.begin([hit.kv])
+    return hit
 
 
 class Gate:

@@ -11,6 +11,7 @@ from engine_kit import PROMPT, rag_for
 from families import wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading_kit import start
 from placing_kit import NEAR, SHAPES, assert_as_on_cpu, entry, many_kinds, placing_of, prompt, read
 from simulated import SCHEDULES, Simulated
 
@@ -177,7 +178,7 @@ class TestStore:
         plain, small = unpack(pack(kv, kind), kind), pack(kv, kind)
         assert isinstance(slow.open(KEY), LayerSource)
         loader = Loader(store)
-        handle = loader.start(KEY).kv
+        handle = start(loader, KEY).kv
         assert isinstance(handle, LoadingKV)
         assert (handle.shapes, handle.quantised) == (plain.shapes, kind)
         assert set(handle.sums) == {"attended"}

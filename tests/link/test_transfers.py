@@ -13,10 +13,10 @@ from simulated import SCHEDULES, Simulated
 from ragcachekit.link.streams import OneQueue
 from ragcachekit.link.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.condition import Condition
 from ragcachekit.store.loading import Load, LoadFailed, LoadingKV
 from ragcachekit.store.page_locked import in_slabs
 from ragcachekit.store.quantised import pack
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 KEY = KVKey("fingerprint", "space", "chunk", "standalone", ())

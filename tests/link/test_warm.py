@@ -1,9 +1,7 @@
-"""Encoding behind answers: what is forgotten stays forgotten, without threads and after a fork too."""
+"""Encoding behind answers: what is forgotten stays forgotten, also where no thread can be had."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -159,39 +157,3 @@ def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog)
     assert warmer.flush(WAIT)
     assert stored(store) == [0, 1]
     warmer.close()
-
-
-FORK = """
-import os, sys
-sys.path[:0] = {paths!r}
-from test_warm import *
-warmer, store, encoder = made()
-reached, gate = threading.Event(), threading.Event()
-encoder.before = lambda: (reached.set(), gate.wait(60))
-warmer.later([missing(0)])
-assert reached.wait(60)
-with warmer._states.get().condition:  # as if another thread were in there
-    child = os.fork()
-    if not child:
-        assert warmer.flush(0)
-        encoder.before = lambda: None
-        warmer.later([missing(0), missing(1)])
-        assert warmer.flush(60)
-        assert stored(store) == [0, 1]
-        warmer.close()
-        os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-gate.set()
-assert warmer.flush(60)
-assert stored(store) == [0]
-warmer.close()
-"""
-
-
-def test_after_a_fork_the_child_waits_for_nothing_of_the_parents(request):
-    here = request.path.parent
-    paths = [str(here), str(here.parent / "store")]
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.format(paths=paths)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr

@@ -78,7 +78,7 @@ def load(loader: Loader, numbers: list[int]) -> None:
 def prefetch(loader: Loader, numbers: list[int]) -> None:
     loader.prefetch(key_of(number) for number in numbers)
     loader.flush(5.0)
-    loader.cancel()
+    loader.forget(key_of(0).namespace)
 
 
 def read(store: KVStore, numbers: list[int]) -> None:
@@ -124,7 +124,7 @@ def main(folder: Path, seed: int, rounds: int) -> None:
         work(what, list(range(ENTRIES)))
     assert loader.flush(20.0)
     gc.collect()
-    alive = loader._desk.crew.alive
+    alive = loader._queue.pool._threads
     found = {
         "interrupts": interrupts.raised,
         "others": dict(interrupts.others),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -73,21 +72,6 @@ def test_a_child_does_not_free_its_parents_lock(tmp_path: Path, monkeypatch: pyt
     os.close(parents)
     with exclusive(tmp_path / "lock", 0.0):
         pass
-
-
-def test_a_child_has_locks_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked while another thread holds them, it would wait for ever."""
-    store, done = opened(tmp_path / "kv"), []
-
-    def child() -> None:
-        done.append(store.put(key_of(1), kv_of(1)) and holds(store, 1))
-
-    with store._shelf._notes._lock.get(), store._shelf._index._mutex.get():
-        monkeypatch.setattr(os, "getpid", lambda: 999_999_999)
-        thread = threading.Thread(target=child, daemon=True)
-        thread.start()
-        thread.join(30)
-    assert done == [True]
 
 
 @pytest.mark.parametrize("step", ["created", "half written", "written", "synced"])

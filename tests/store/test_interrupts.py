@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.store.condition import Condition
+from ragcachekit.threads import Condition
 
 HERE = Path(__file__).parent
 

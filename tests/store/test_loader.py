@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from loading_kit import WAIT, Gate, SlowStore, Spoil
+from loading_kit import WAIT, Gate, SlowStore, Spoil, start
 from store_kit import contents, key_of, kv_of
 
-from ragcachekit.store import crew
+from ragcachekit.store import load_queue
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.host import HostStore
@@ -58,7 +58,7 @@ def same(loading, kv):
 def test_what_the_header_says_is_there_before_any_layer(closing):
     gate = Gate()
     loader = closing(filled(before_read=gate))
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert (kv.tokens, kv.layers, kv.ready, kv.complete, kv.tier) == (4, LAYERS, 0, False, "disk")
     assert kv.shapes[0] == ((torch.float32, (2, 4, 8)),) * 2
     assert len(kv.keys) == LAYERS
@@ -72,8 +72,8 @@ def test_memory_is_handed_on_and_misses_are_none(closing):
     host = HostStore(1 << 20)
     host.put(key_of(0), kv_of(0))
     loader = closing(host)
-    assert contents(loader.start(key_of(0)).kv) == contents(kv_of(0))
-    assert loader.start(key_of(1)) is None
+    assert contents(start(loader, key_of(0)).kv) == contents(kv_of(0))
+    assert start(loader, key_of(1)) is None
 
 
 def test_layer_0_of_all_pieces_comes_first(closing):
@@ -109,7 +109,7 @@ def test_several_requests_read_an_entry_once(closing):
     store = filled(before_read=gate)
     loader = closing(store)
     with ThreadPoolExecutor(8) as pool:
-        kvs = list(pool.map(lambda _: loader.start(key_of(0)).kv, range(8)))
+        kvs = list(pool.map(lambda _: start(loader, key_of(0)).kv, range(8)))
         gate.open()
         assert all(pool.map(lambda kv: same(kv, kv_of(0, layers=LAYERS)), kvs))
     assert loader.flush(WAIT)
@@ -141,7 +141,7 @@ def test_a_layer_that_cannot_be_read(closing, layer, error, caplog):
 def test_what_is_not_there_in_time_is_lost(closing):
     gate = Gate(lambda key, layer: layer == 2)
     loader = closing(filled(before_read=gate), deadline=0.05)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     with pytest.raises(LoadFailed, match=r"0\.05 s"):
         kv.layer(2)
     assert kv.lost == "not there within 0.05 s"
@@ -172,7 +172,7 @@ def test_a_prefetch_in_work_is_joined(closing):
     loader = closing(store)
     loader.prefetch([key_of(0)])
     assert gate.reached.wait(WAIT)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     gate.open()
     assert same(kv, kv_of(0, layers=LAYERS))
     assert len(store.sources) == 1
@@ -183,34 +183,33 @@ def test_prefetching_keeps_within_its_bytes(closing):
     size = kv_of(0, layers=LAYERS).nbytes
     loader = closing(store, threads=1, bytes_in_flight=size)
     loader.prefetch([key_of(n) for n in range(4)])
-    assert loader._desk.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
+    assert loader._queue.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
     assert loader.flush(WAIT)
     # Whoever comes late pushes the earlier ones out, which by then are in a faster tier.
-    assert [load.key for load in loader._desk.held.values()] == [key_of(3)]
+    assert [load.key for load in loader._queue.held.values()] == [key_of(3)]
 
 
 def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcachekit.store.desk.HOLD_SECONDS", 0.0)
+    monkeypatch.setattr("ragcachekit.store.load_queue.HOLD_SECONDS", 0.0)
     host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
     disk.put(key_of(0), kv_of(0))
     store = TieredStore([host, disk])
     loader = closing(store)
     loader.prefetch([key_of(0)])
-    assert loader._desk.changed.wait_for(lambda: key_of(0) in host and not loader._desk.active, WAIT)
-    hit = loader.start(key_of(0))
+    assert loader._queue.changed.wait_for(lambda: key_of(0) in host and not loader._queue.active, WAIT)
+    hit = start(loader, key_of(0))
     assert hit.tier == "host"
     store.close()
 
 
-def test_cancelled_and_forgotten_prefetches_are_not_handed_out(closing):
+def test_forgotten_prefetches_are_not_handed_out(closing):
     store = filled()
     loader = closing(store)
     loader.prefetch([key_of(0), key_of(1), key_of(2)])
     assert loader.flush(WAIT)
-    loader.cancel([key_of(0)])
     loader.forget("acme/docs", frozenset(["chunk-1"]))
-    assert [kv.complete for kv in opened(loader, 0, 1, 2)] == [False, False, True]
-    loader.cancel()
+    assert [kv.complete for kv in opened(loader, 0, 1, 2)] == [True, False, True]
+    loader.forget("acme/docs")
     assert not opened(loader, 2)[0].complete
 
 
@@ -225,9 +224,9 @@ def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
         return source
 
     store.open = slow
-    mine = loader.start(key_of(0)).kv
+    mine = start(loader, key_of(0)).kv
     store.open = real
-    other = loader.start(key_of(0)).kv
+    other = start(loader, key_of(0)).kv
     assert len(store.sources) == 2
     assert same(mine, kv_of(0, layers=LAYERS))
     assert same(other, kv_of(0, layers=LAYERS))
@@ -249,7 +248,7 @@ def test_dropping_the_last_hold_gives_a_reading_up(closing):
     gate = Gate(lambda key, layer: layer == 1)
     store = filled(before_read=gate)
     loader = closing(store)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert gate.reached.wait(WAIT)
     del kv
     gc.collect()
@@ -263,7 +262,7 @@ def test_closing_while_others_wait(closing):
     gate = Gate(lambda key, layer: layer == 1)
     store = filled(before_read=gate)
     loader = closing(store, threads=1)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert gate.reached.wait(WAIT)
     failures = []
 
@@ -282,7 +281,7 @@ def test_closing_while_others_wait(closing):
     gate.open()
     closing_it.join(WAIT)
     assert not closing_it.is_alive()
-    assert loader._desk.crew.alive == set()
+    assert loader._queue.pool._threads == set()
     assert loader.open(key_of(1)) is None
     loader.prefetch([key_of(1)])
     assert all(source.closed for source in store.sources)
@@ -291,12 +290,13 @@ def test_closing_while_others_wait(closing):
 def test_a_loader_that_is_dropped_ends_its_threads():
     store = filled()
     loader = Loader(store)
-    loader.start(key_of(0))
-    desk = loader._desk
+    start(loader, key_of(0))
+    queue = loader._queue
     del loader
     gc.collect()
-    assert desk.closed
-    assert desk.crew.alive == set()
+    assert queue.closed
+    queue.close(WAIT)
+    assert queue.pool._threads == set()
 
 
 def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
@@ -309,14 +309,14 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         loader.prefetch([key_of(1)])
-        kv = loader.start(key_of(0)).kv
+        kv = start(loader, key_of(0)).kv
         with pytest.raises(LoadFailed, match="no thread"):
             kv.layer(0)
     assert "can't start new thread" in caplog.text
-    assert loader._desk.crew.alive == set()
+    assert loader._queue.pool._threads == set()
     assert all(source.closed for source in store.sources)
     assert loader.flush(WAIT)
-    assert same(loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
+    assert same(start(loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
 
 
 class Hanging:
@@ -335,7 +335,7 @@ class Hanging:
             assert self.gate.wait(WAIT)
 
     def hang(self, number):
-        kv = self.loader.start(key_of(number)).kv
+        kv = start(self.loader, key_of(number)).kv
         assert self.reads[number].wait(WAIT)
         with pytest.raises(LoadFailed, match="not there"):
             kv.layer(0)
@@ -344,8 +344,8 @@ class Hanging:
         self.loader._deadline = WAIT
 
     def wait(self, until):
-        desk = self.loader._desk
-        assert desk.changed.wait_for(lambda: until(desk), WAIT)
+        pool = self.loader._queue.pool
+        assert pool._changed.wait_for(lambda: until(pool), WAIT)
 
 
 def test_others_read_in_place_of_threads_that_hang(closing):
@@ -353,92 +353,52 @@ def test_others_read_in_place_of_threads_that_hang(closing):
     for number in (0, 1):
         hanging.hang(number)
     hanging.patient()
-    assert same(hanging.loader.start(key_of(2)).kv, kv_of(2, layers=LAYERS))
+    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
     hanging.reads.clear()
     # A new read of the same entry, not the one that hangs.
-    assert same(hanging.loader.start(key_of(0)).kv, kv_of(0, layers=LAYERS))
+    assert same(start(hanging.loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
     hanging.gate.set()
     assert hanging.loader.flush(WAIT)
-    hanging.wait(lambda desk: not desk.crew.stuck and len(desk.crew.alive) <= 2)
-    assert same(hanging.loader.start(key_of(1)).kv, kv_of(1, layers=LAYERS))
+    hanging.wait(lambda pool: not pool.stuck and len(pool._threads) <= 2)
+    assert same(start(hanging.loader, key_of(1)).kv, kv_of(1, layers=LAYERS))
 
 
 def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
     hanging = Hanging(closing, 0, threads=1)
     hanging.loader.prefetch([key_of(0)])
     assert hanging.reads[0].wait(WAIT)
-    kv = hanging.loader.start(key_of(1)).kv
+    kv = start(hanging.loader, key_of(1)).kv
     with pytest.raises(LoadFailed, match="not there"):
         kv.layer(0)
     hanging.patient()
-    assert same(hanging.loader.start(key_of(2)).kv, kv_of(2, layers=LAYERS))
+    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
     hanging.gate.set()
 
 
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(crew, "MOST_STUCK", 2)
+    monkeypatch.setattr(load_queue, "MOST_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
     for number in range(3):
         hanging.hang(number)
-    assert len(hanging.loader._desk.crew.alive) == 3
+    assert len(hanging.loader._queue.pool._threads) == 3
     assert hanging.loader.open(key_of(4)) is None
     assert hanging.store.sources[-1].closed
     hanging.patient()
     hanging.gate.set()
-    hanging.wait(lambda desk: desk.crew.useful == 1 or not desk.crew.alive)
-    assert same(hanging.loader.start(key_of(4)).kv, kv_of(4, layers=LAYERS))
-
-
-FORK = """
-import os, sys, threading
-sys.path[:0] = {paths!r}
-from loading_kit import Gate, SlowStore
-from store_kit import key_of, kv_of
-from ragcachekit.store.loader import Loader
-gate = Gate()
-store = SlowStore(gate)
-for number in range(3):
-    store.put(key_of(number), kv_of(number))
-loader = Loader(store)
-mine = loader.start(key_of(0)).kv
-loader.prefetch([key_of(2)])
-assert gate.reached.wait(60)
-loader._desk.changed.acquire()  # as if another thread were in there
-child = os.fork()
-if not child:
-    store.before_read = lambda *_: None
-    for number in range(3):
-        kv = loader.start(key_of(number)).kv
-        assert (kv.layer(1)[0] == kv_of(number).keys[1]).all()
-    assert loader.flush(60)
-    loader.close()
-    os._exit(7)
-loader._desk.changed.release()
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-gate.open()
-assert (mine.layer(1)[0] == kv_of(0).keys[1]).all()
-loader.close()
-"""
-
-
-def test_after_a_fork_the_child_has_threads_of_its_own(request):
-    paths = [str(request.path.parent), str(request.path.parent.parent / "link")]
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.format(paths=paths)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    hanging.wait(lambda pool: not pool.stuck)
+    assert same(start(hanging.loader, key_of(4)).kv, kv_of(4, layers=LAYERS))
 
 
 PROGRAM = """
 import sys, time
 sys.path[:0] = {paths!r}
-from loading_kit import SlowStore
+from loading_kit import SlowStore, start
 from store_kit import key_of, kv_of
 from ragcachekit.store.loader import Loader
 store = SlowStore(lambda key, layer: time.sleep(0.02))
 store.put(key_of(0), kv_of(0, layers=500))
 loader = Loader(store)
-kv = loader.start(key_of(0)).kv
+kv = start(loader, key_of(0)).kv
 kv.layer(3)
 print("leaving", kv.complete)
 """

@@ -7,7 +7,7 @@ import resource
 import threading
 
 import pytest
-from loading_kit import WAIT, Gate, SlowStore
+from loading_kit import WAIT, Gate, SlowStore, start
 from store_kit import key_of, kv_of
 
 from ragcachekit.store.disk import DiskStore
@@ -40,12 +40,13 @@ def closed(store):
     return [source.closed for source in store.sources]
 
 
-def test_a_dropped_handle_closes_its_file_without_another_call(store, loader):
+def test_the_file_of_a_dropped_handle_is_closed_with_the_next_call(store, loader):
     first, second = opened(loader, 0, 1)
     again = loader.open(key_of(0)).kv
     del first
     assert closed(store) == [False, False]
     del again
+    assert loader.open(key_of(9)) is None
     assert closed(store) == [True, False]
     loader.release([second])
     assert closed(store) == [True, True]
@@ -67,6 +68,7 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
     handles = opened(loader, 0, 1, 2)
     assert closings == []
     handles.clear()
+    loader.release([])
     assert closings == [-1, -1, -1]
     loader.close()
     disk.close()
@@ -74,8 +76,8 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
 
 def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
     opened(loader, 0)
-    assert closed(store) == [True]
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
+    assert closed(store)[0]
     assert len(store.sources) == 2
     assert kv.layer(0)[0].equal(kv_of(0).keys[0])
     opened(loader, 1)
@@ -88,7 +90,7 @@ def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
     gate = Gate()
     store = filled(SlowStore(gate), 1)
     loader = Loader(store)
-    kv = loader.start(key_of(0)).kv
+    kv = start(loader, key_of(0)).kv
     assert gate.reached.wait(WAIT)
     del kv
     assert closed(store) == [False]
@@ -99,19 +101,20 @@ def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
 
 
 def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
-    """A handle in a cycle goes at any moment: here while this thread, or another one, is at the desk."""
-    desk = loader._desk
-    for at_the_desk in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
+    """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
+    queue = loader._queue
+    for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
         cycle = [*opened(loader, 0, 1)]
         cycle.append(cycle)
         del cycle
-        with desk.changed:
+        with queue.changed:
             seen = []
-            for load in desk.active:
-                at_the_desk()
+            for load in queue.active:
+                meanwhile()
                 seen.append(load.key)
             assert seen == [key_of(0), key_of(1)]
         assert loader.open(key_of(2)) is not None
+        loader.release([])
         assert all(closed(store)), "the last one too: nobody kept it"
 
 

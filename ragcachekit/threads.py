@@ -1,0 +1,246 @@
+"""Daemon threads for background work, and the condition variable that they wait on.
+
+Not ``concurrent.futures``: its executors wait at exit for every thread, and a read from a dead file system
+never ends; and Ctrl-C may leave the locks of its futures held.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from _thread import RLock
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import repeat
+from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
+from typing import Any
+
+from ragcachekit.forks import refuse_after_fork
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5
+"""How long a thread waits for another job before it ends."""
+
+END_SECONDS = 10.0
+"""How long closing, and the end of the process, wait for jobs in work."""
+
+
+class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which it is not
+    """As :class:`threading.Condition`, for code that Ctrl-C may interrupt between any two steps.
+
+    That one is entered and left in Python, and lets go of its lock in the middle of ``wait``: interrupted
+    there, it stays locked for ever, or is released twice. This one is entered and left by the interpreter
+    in one step, and waiting begins and ends without the lock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: deque[Any] = deque()
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
+        """Wait until ``predicate`` is true; False if ``timeout`` seconds did not suffice.
+
+        Called while the lock is not held; the predicate is asked with it. By the time this returns others
+        may have changed what it saw.
+        """
+        end = time.monotonic() + min(TIMEOUT_MAX, timeout if timeout is not None else TIMEOUT_MAX)
+        while True:
+            woken = Lock()
+            with self:
+                if predicate():
+                    return True
+                woken.acquire()
+                self._waiters.append(woken)
+            left = end - time.monotonic()
+            if left <= 0 or not woken.acquire(timeout=min(left, TIMEOUT_MAX)):
+                with self:
+                    return bool(predicate())
+
+    def notify_all(self) -> None:
+        """Wake all who wait; the lock is held."""
+        if self._waiters:  # taken and woken in one call: an interrupt comes between calls
+            taken = map(deque.popleft, repeat(self._waiters, len(self._waiters)))
+            deque(map(_RELEASE, taken), maxlen=0)
+
+
+_RELEASE = type(Lock()).release
+
+
+class Job:
+    """One call in a pool, guarded by the pool's lock.
+
+    Attributes
+    ----------
+    work : callable
+    begun, done, given_up : bool
+    result, error
+        What ``work`` returned or raised, once it is done.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+        self.begun = self.done = self.given_up = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class DaemonPool:
+    """Threads that start when there is a job, and end when idle or with the process.
+
+    A job that hangs can be given up: then another thread may start in its place.
+
+    Parameters
+    ----------
+    name : str
+        Of the threads.
+    threads : int
+        Jobs that run at the same time. With one thread, jobs run in the order in which they came.
+    spares : int
+        Threads that may hang in jobs that were given up, beyond ``threads``.
+
+    Attributes
+    ----------
+    closed : threading.Event
+        Set by :meth:`close` before it waits, so that long jobs can end early.
+    """
+
+    def __init__(self, name: str, threads: int = 1, spares: int = 0) -> None:
+        self.closed = Event()
+        self._name, self._most, self._spares = name, threads, spares
+        self._changed = Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: dict[Thread, Job] = {}
+        self._threads: set[Thread] = set()
+        _POOLS.add(self)
+        refuse_after_fork(self)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._waiting)
+
+    @property
+    def stuck(self) -> int:
+        """Threads that still run a job that was given up."""
+        return sum(job.given_up for job in list(self._running.values()))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether as many threads are stuck as may be: no job would run."""
+        return self.stuck >= self._most + self._spares
+
+    def submit(self, job: Job, most: int | None = None) -> bool:
+        """Queue a job. False after :meth:`close`, if ``most`` jobs wait, or if no thread could run it."""
+        with self._changed:
+            if self.closed.is_set() or (most is not None and len(self._waiting) >= most):
+                return False
+            self._grow(1)
+            if len(self._threads) <= self.stuck:
+                return False
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return True
+
+    def wait(self, job: Job, timeout: float | None = None) -> bool:
+        """Whether the job was done within ``timeout`` seconds."""
+        self._changed.wait_for(lambda: job.done or (self.closed.is_set() and not job.begun), timeout)
+        return job.done
+
+    def give_up(self, job: Job) -> bool:
+        """Count on a job no longer: it never begins, or its thread is replaced. False if it is done."""
+        with self._changed:
+            job.given_up = not job.done
+            self._grow(0)
+            return job.given_up
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until no job waits or runs; False if ``timeout`` seconds did not suffice."""
+        return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Drop the jobs that wait, and wait for those in work, by default :data:`END_SECONDS`."""
+        seconds = END_SECONDS if seconds is None else seconds
+        self.closed.set()
+        with self._changed:
+            dropped, self._waiting = self._waiting, deque()  # released with no lock held: they may own stores
+            self._changed.notify_all()
+            stuck = {thread for thread, job in self._running.items() if job.given_up}
+            threads = self._threads - stuck - {current_thread()}
+        end = time.monotonic() + seconds
+        for thread in threads:
+            with suppress(RuntimeError):  # not started yet: it will see that the pool is closed
+                thread.join(max(0.0, end - time.monotonic()))
+        if seconds and any(thread.is_alive() for thread in threads):
+            log.warning("%s has not ended within %g s; not waited for any longer", self._name, seconds)
+        del dropped
+
+    def _grow(self, jobs: int) -> None:
+        """Start a thread if those that are free do not suffice for what waits and ``jobs`` more."""
+        free = len(self._threads) - len(self._running)
+        working = len(self._threads) - self.stuck
+        full = working >= self._most or len(self._threads) >= self._most + self._spares
+        if full or free >= len(self._waiting) + jobs:
+            return
+        thread = Thread(target=self._serve, name=self._name, daemon=True)
+        try:
+            self._threads.add(thread)
+            thread.start()
+        except RuntimeError as error:
+            self._threads.discard(thread)
+            log.warning("%s: no thread to be had: %s", self._name, error)
+        except BaseException:  # interrupted: if it runs all the same, it adds itself
+            self._threads.discard(thread)
+            raise
+
+    def _serve(self) -> None:
+        me = current_thread()
+        while (job := self._next(me)) is not None:
+            result, raised = None, None
+            try:
+                result = job.work()
+            except BaseException as error:
+                raised = error
+            with self._changed:  # whoever gives a job up holds it too: a job is either done or given up
+                job.result, job.error, job.done = result, raised, True
+                self._running.pop(me, None)
+                self._changed.notify_all()
+            del job, result, raised  # they may hold the last reference to a store: not while waiting
+
+    def _next(self, me: Thread) -> Job | None:
+        """The next job for this thread; None if it is to end."""
+        while True:
+            with self._changed:
+                self._threads.add(me)
+                # Asked before waiting: a thread that was woken for a job has to take it.
+                if len(self._threads) - self.stuck > self._most:
+                    self._threads.discard(me)
+                    return None
+            woken = self._changed.wait_for(lambda: self._waiting or self.closed.is_set(), IDLE_SECONDS)
+            with self._changed:
+                while self._waiting:
+                    job = self._waiting.popleft()
+                    if not job.given_up:
+                        job.begun = True
+                        self._running[me] = job
+                        return job
+                if self.closed.is_set() or not woken:
+                    self._threads.discard(me)
+                    return None
+
+
+_POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Wait for jobs in work: an interpreter that ends with a thread inside a model or a store may crash."""
+    end = time.monotonic() + END_SECONDS
+    for pool in list(_POOLS):
+        pool.close(0.0)
+    for pool in list(_POOLS):
+        pool.close(max(0.0, end - time.monotonic()))
+
+
+weakref.finalize(_POOLS, _close_all)  # at exit, and after all finalizers that were made later
