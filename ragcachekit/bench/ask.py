@@ -23,8 +23,7 @@ from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import Corpus
 from ragcachekit.bench.embedding import DIM, MiniLM, model_folder
 from ragcachekit.bench.own_files import OwnFiles, at_least_1
-from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for
-from ragcachekit.bench.world import SEPARATOR
+from ragcachekit.bench.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_for
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RetrievalError

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.workspace import explained, load_tokenizer, model_path
+from ragcachekit.bench.workspace import load_checked, load_tokenizer
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.admission import admit
-from ragcachekit.model.loading import load_model
 from ragcachekit.model.rope import LayerRope, Rope
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.types import Chunk, Prompt, Text
@@ -66,9 +65,7 @@ def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelC
         It cannot be loaded.
     """
     load_tokenizer(model)  # for its errors: a folder that holds no model says so
-    with explained(model):
-        loaded, _ = load_model(model_path(model), device, dtype=dtype)
-    return check(loaded)
+    return check(load_checked(model, device, dtype)[0])
 
 
 @torch.no_grad()

@@ -20,13 +20,12 @@ from ragcachekit.bench.estimate_requests import Request, Requests, plan_all
 from ragcachekit.bench.estimate_retrieval import KnownVectors, Retrievals, retrieve, search_of
 from ragcachekit.bench.estimate_speed import Speeds, assumed, measured
 from ragcachekit.bench.own_files import OwnFiles, at_least_1
-from ragcachekit.bench.workspace import CacheFolder, explained, model_path
+from ragcachekit.bench.workspace import CacheFolder, load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy, VariantPolicy
 from ragcachekit.link.planned import Missing
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import Encoding
-from ragcachekit.model.loading import load_model
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.registry import open_eviction
@@ -201,8 +200,7 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     model_folder()
     check_writable(folder.path)
     corpus = settings.read_corpus()
-    with explained(settings.model):
-        model, tokenizer = load_model(model_path(settings.model), settings.device, dtype=settings.dtype)
+    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     rope, policy = describe_rope(model), open_policy(settings.policy)
     prompts = Requests(model, tokenizer, rope, policy, settings.encoder)
     retrievals = _retrieved(settings, log, corpus, folder, say, progress)

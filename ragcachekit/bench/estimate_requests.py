@@ -10,8 +10,7 @@ from langchain_core.messages import convert_to_openai_messages
 
 from ragcachekit.bench.estimate_log import LoggedQuery
 from ragcachekit.bench.estimate_phantom import PhantomEncoder
-from ragcachekit.bench.reading_prompt import prompt_for
-from ragcachekit.bench.world import SEPARATOR
+from ragcachekit.bench.reading_prompt import SEPARATOR, prompt_for
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
 from ragcachekit.link.planned import LinkPlan, Missing

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.bench.workspace import (
-    CacheFolder,
-    check_dtype,
-    disk_bytes,
-    explained,
-    load_tokenizer,
-    model_path,
-)
+from ragcachekit.bench.workspace import CacheFolder, check_dtype, disk_bytes, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.link.neighbours import PrecedingChunks
@@ -29,7 +22,7 @@ class OwnFiles:
     Attributes
     ----------
     corpus, model : str
-        Folder of documents; folder or hub id of a model, or ``reader``.
+        Folder of documents; folder or hub id of a model.
     policy, encoder : str
         As for :class:`~ragcachekit.RagCache`.
     cache : str or None
@@ -85,7 +78,7 @@ class OwnFiles:
         """
         with explained(self.model):
             return RagCache.from_pretrained(
-                model_path(self.model),
+                self.model,
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,

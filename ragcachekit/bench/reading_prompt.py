@@ -8,8 +8,11 @@ from typing import Any
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 
-from ragcachekit.bench.world import INSTRUCTION, SEPARATOR
 from ragcachekit.model.tokens import SegmentTokenizer
+
+INSTRUCTION = "Answer the question from the context."
+SEPARATOR = "\n\n"
+"""What stands between chunks."""
 
 _CONTEXT = f"{INSTRUCTION}{SEPARATOR}{{context}}"
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
