@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ragcachekit.bench.estimate import Estimate, Outcome
-from ragcachekit.bench.estimate_replay import DISK, rows_chosen
+from ragcachekit.bench.estimate_replay import DISK
+from ragcachekit.bench.estimate_speed import rows_chosen
 from ragcachekit.config import DEFAULT_HOST_BYTES, StoreConfig
 from ragcachekit.link.policies import open_policy
 
@@ -184,14 +185,8 @@ def _reasons(estimate: Estimate) -> Iterator[str]:
 
 def _reading_is_slow(estimate: Estimate) -> bool:
     """Whether what the disk tier found was slower to read than to compute."""
-    found = [
-        use
-        for outcome in estimate.outcomes
-        for served in outcome.served
-        for use, tier in zip(served.request.uses, served.tiers, strict=True)
-        if tier == DISK
-    ]
-    reading = sum(use.kv.nbytes for use in found) / estimate.speeds.disk
+    found = [use for o in estimate.outcomes for served in o.served for use in served.from_tier(DISK)]
+    reading = sum(use.nbytes for use in found) / estimate.speeds.disk
     return bool(found) and reading > sum(estimate.speeds.full(use.chunk.tokens) for use in found)
 
 

@@ -151,4 +151,4 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(word) for word in names(text))
     except ValueError as error:
-        raise ValueError(f"{option} takes numbers with commas between, as 0.1,0.5; got {text!r}") from error
+        raise ValueError(f"{option} takes numbers with commas between, as 0.01,0.04; got {text!r}") from error
