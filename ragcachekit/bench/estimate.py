@@ -43,24 +43,11 @@ EVICTIONS = ("lru", StoreConfig().eviction)
 
 @dataclass(frozen=True)
 class EstimateSettings(OwnFiles):
-    """What ``ragcachekit estimate`` is told; the other names are as for ``ask``.
+    """What ``ragcachekit estimate`` is told.
 
-    Attributes
-    ----------
-    log : str
-        The questions, see :func:`~ragcachekit.bench.estimate_log.read_log`.
-    k : int
-        Chunks that are retrieved where the log does not name any.
-    tolerance : float
-        Of the query cache.
-    shares : tuple of float
-        Host budgets, as shares of the KV that the log touches.
-    evictions : tuple of str
-        The policies to compare in the host tier.
-    measure : bool
-        Measure this machine; False for arithmetic over assumed hardware.
-    disk_gbps : float or None
-        GB/s that the disk gives; None to measure it.
+    ``k`` chunks are retrieved where the log names none; ``shares`` are host budgets, as shares of the KV
+    that the log touches; ``evictions`` are compared in the host tier; without ``measure`` hardware is
+    assumed; ``disk_gbps`` is the disk's speed, measured where it is None.
     """
 
     log: str = field(kw_only=True)
@@ -126,28 +113,11 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """All that was found; :mod:`ragcachekit.bench.estimate_report` makes rows and words of it.
+    """All that was found; :mod:`ragcachekit.bench.estimate_report` makes rows of it.
 
-    Attributes
-    ----------
-    log : tuple of LoggedQuery
-    retrievals : Retrievals
-    requests : tuple of Request
-    speeds : Speeds
-    outcomes : tuple of Outcome
-        By host size, eviction policy, with and without disk, precomputed or not.
-    full : ndarray
-        Seconds of every request's ordinary prefill.
-    corpus_chunks : int
-    corpus_bytes, touched_bytes : int
-        KV of the whole corpus, and of all entries that the log's prompts use.
-    foreign_chunks : int
-        Different chunks in the log's prompts that the corpus does not have, so that encoding it ahead
-        leaves them out.
-    encode_seconds : float
-        To encode the corpus ahead.
-    notes : tuple of str
-        What of the corpus was skipped.
+    ``full`` are seconds of every request's ordinary prefill, ``encode_seconds`` those to encode the
+    corpus ahead; ``touched_bytes`` is the KV of all entries that the log's prompts use; ``foreign_chunks``
+    are different chunks of the log that the corpus does not have; ``notes`` say what was skipped.
     """
 
     settings: EstimateSettings
@@ -170,11 +140,6 @@ class Estimate:
         return len(_chunk_ids(self.requests))
 
     @property
-    def mean_full(self) -> float:
-        """Seconds of an ordinary prefill."""
-        return float(self.full.mean())
-
-    @property
     def chunk_uses(self) -> int:
         """Chunks in all prompts."""
         return sum(len(request.chunks) for request in self.requests)
@@ -183,6 +148,11 @@ class Estimate:
     def reuse(self) -> float:
         """Share of chunk uses that are not the first one of their chunk."""
         return 1 - self.touched_chunks / self.chunk_uses if self.chunk_uses else 0.0
+
+    @property
+    def mean_full(self) -> float:
+        """Seconds of an ordinary prefill."""
+        return float(self.full.mean())
 
 
 def _chunk_ids(requests: Sequence[Request]) -> set[str]:

@@ -12,23 +12,13 @@ from typing import Any
 
 from ragcachekit.errors import RagCacheError
 
-FIELDS = ("query", "docs", "time", "answer_tokens")
-
 
 @dataclass(frozen=True)
 class LoggedQuery:
-    """One line.
+    """One line, counted from 1.
 
-    Attributes
-    ----------
-    line : int
-        Its number in the file, from 1.
-    query : str
-    docs : tuple of str or None
-        What the user's retriever returned: ``file#number`` of the corpus, or the text itself.
-    time : float or None
-        Seconds since any fixed moment.
-    answer_tokens : int or None
+    ``docs`` is what the user's retriever returned, ``file#number`` of the corpus or the text itself;
+    ``time`` are seconds since any fixed moment.
     """
 
     line: int

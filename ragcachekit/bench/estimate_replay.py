@@ -100,7 +100,7 @@ def _as_encoded(uses: Iterable[Use]) -> Iterator[Use]:
     for use in uses:
         groups[use.encoding].append(use)
     for group in groups.values():
-        yield from reversed(sorted(group, key=lambda use: use.chunk.tokens))
+        yield from sorted(group, key=lambda use: use.chunk.tokens)[::-1]
 
 
 class _Host:

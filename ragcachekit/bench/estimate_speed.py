@@ -39,16 +39,8 @@ ASSUMED_MEMORY = {"cpu": 1e10, "cuda": 1e12}
 class Speeds:
     """What times are estimated with.
 
-    Attributes
-    ----------
-    profile : PrefillProfile
-    disk : float
-        Bytes of KV per second from the disk, verified.
-    copy : float
-        Bytes of KV per second from memory into a prompt's cache, turned to its place.
-    layers : int
-    notes : tuple of str
-        Where the figures come from.
+    ``disk`` are bytes of KV per second from the disk, ``copy`` those from memory into a prompt's cache,
+    turned to its place; ``notes`` say where the figures come from.
     """
 
     profile: PrefillProfile
