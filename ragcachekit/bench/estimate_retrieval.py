@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -66,11 +67,14 @@ def retrieve(
             if query.query not in known:
                 known[query.query] = search(vector)
             found = known[query.query]
-        pairs = [(text, text) for text in found]
-        results = {t: cache.get(vector, "estimate", lambda pairs=pairs: pairs) for t, cache in caches.items()}
+        results = {t: cache.get(vector, "estimate", partial(_pairs, found)) for t, cache in caches.items()}
         texts.append(results[tolerance].documents if query.docs is None else found)
     near = {t: caches[t].stats().hits for t in sorted(caches)}
     return Retrievals(tuple(texts), len(log) - len({q.query for q in log}), near)
+
+
+def _pairs(found: Sequence[str]) -> list[tuple[str, str]]:
+    return [(text, text) for text in found]
 
 
 def _text(query: LoggedQuery, doc: str, names: dict[str, str]) -> str:

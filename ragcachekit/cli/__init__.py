@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -24,6 +25,11 @@ def root(
     """Options of all commands."""
 
 
+def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -32,19 +38,16 @@ app = typer.Typer(
     help="Retrieval-augmented generation on your own model without paying twice for retrieval and prefill.",
 )
 app.callback()(root)
-for command in (corpus.ask, corpus.precompute, calibrate.calibrate, estimate.estimate, measure.check_model):
-    app.command()(command)
+_add(app, corpus.ask, corpus.precompute, calibrate.calibrate, estimate.estimate, measure.check_model)
 moved.add(app, moved.TOP)
 
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
-for command in (measure.ttft, measure.query_cache, fidelity.fidelity):
-    _bench.command()(command)
+_add(_bench, measure.ttft, measure.query_cache, fidelity.fidelity)
 moved.add(_bench, moved.BENCHES)
 app.add_typer(_bench, name="bench")
 
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
-for command in (cache.stats, cache.verify, cache.repair, cache.clear):
-    _cache.command()(command)
+_add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 app.add_typer(_cache, name="cache")
 
 

@@ -6,33 +6,14 @@ from typing import Annotated
 
 import typer
 
+from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import note, quiet_loading, show, written
-from ragcachekit.cli.options import (
-    CacheDir,
-    ChunkTokens,
-    Device,
-    Dtype,
-    Json,
-    MaxNewTokens,
-    ModelName,
-    Namespace,
-    Plot,
-    Policies,
-    ProbedCorpus,
-    Probes,
-    QuestionsFile,
-    Seed,
-    check_folders,
-    check_questions,
-    model_given,
-    names,
-)
 
 
 def calibrate(
-    model: ModelName = None,
-    questions: QuestionsFile = None,
-    corpus: ProbedCorpus = None,
+    model: opt.ModelName = None,
+    questions: opt.QuestionsFile = None,
+    corpus: opt.ProbedCorpus = None,
     encoder: Annotated[
         str, typer.Option("--encoder", help="What chunks are encoded behind: standalone, similar:1, ...")
     ] = "standalone",
@@ -46,41 +27,27 @@ def calibrate(
     budget: Annotated[
         float, typer.Option("--budget", help="F1 that may be lost against full; 0.01 is one point.")
     ] = 0.01,
-    policies: Policies = None,
-    namespace: Namespace = "default",
-    probes: Probes = 200,
-    chunk_tokens: ChunkTokens = 200,
-    cache: CacheDir = None,
-    seed: Seed = 0,
-    max_new_tokens: MaxNewTokens = 64,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    json: Json = None,
-    plot: Plot = None,
+    policies: opt.Policies = None,
+    namespace: opt.Namespace = "default",
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    cache: opt.CacheDir = None,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
-    chosen = model_given(model)
-    check_folders(corpus, cache)
-    check_questions(questions)
+    chosen = opt.model_given(model)
+    opt.check_folders(corpus, cache)
+    opt.check_questions(questions)
     from ragcachekit.bench import calibrate as module
 
     quiet_loading()
-    settings = module.CalibrateSettings(
-        model=chosen,
-        questions=questions,
-        corpus=corpus,
-        encoder=encoder,
-        neighbours=neighbours,
-        budget=budget,
-        policies=names(policies),
-        namespace=namespace,
-        probes=probes,
-        chunk_tokens=chunk_tokens,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        device=device,
-        dtype=dtype,
-        cache_dir=cache,
+    settings = opt.settings_of(
+        module.CalibrateSettings, locals(), model=chosen, policies=opt.names(policies), cache_dir=cache
     )
     record = module.run(settings, progress=True)
     report = module.report(record, chosen)

@@ -8,28 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import INTERRUPTED, note, quiet_loading, show, written
-from ragcachekit.cli.options import (
-    CacheDir,
-    ChunkTokens,
-    Device,
-    Dtype,
-    Encoders,
-    Json,
-    MaxNewTokens,
-    ModelName,
-    Plot,
-    Policies,
-    ProbedCorpus,
-    Probes,
-    QuestionsFile,
-    Resume,
-    Seed,
-    check_folders,
-    check_questions,
-    model_given,
-    names,
-)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,51 +26,38 @@ Neighbours = Annotated[
 
 
 def fidelity(
-    model: ModelName = None,
-    questions: QuestionsFile = None,
-    corpus: ProbedCorpus = None,
-    policies: Policies = None,
-    encoders: Encoders = "standalone",
+    model: opt.ModelName = None,
+    questions: opt.QuestionsFile = None,
+    corpus: opt.ProbedCorpus = None,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
     neighbours: Neighbours = "embedding",
-    probes: Probes = 200,
-    chunk_tokens: ChunkTokens = 200,
-    seed: Seed = 0,
-    max_new_tokens: MaxNewTokens = 64,
-    cache: CacheDir = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    resume: Resume = None,
-    json: Json = None,
-    plot: Plot = None,
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    cache: opt.CacheDir = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
-    chosen = model_given(model)
-    check_questions(questions)
-    check_folders(corpus, cache)
+    chosen = opt.model_given(model)
+    opt.check_questions(questions)
+    opt.check_folders(corpus, cache)
     from ragcachekit.bench import fidelity as module
     from ragcachekit.bench.fidelity_plot import plot as draw
     from ragcachekit.bench.fidelity_report import tables
     from ragcachekit.bench.fidelity_settings import FidelitySettings
 
     quiet_loading()
-    settings = FidelitySettings(
-        model=chosen,
-        policies=names(policies),
-        encoders=names(encoders),
-        neighbours=neighbours,
-        questions=questions,
-        corpus=corpus,
-        probes=probes,
-        chunk_tokens=chunk_tokens,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        device=device,
-        dtype=dtype,
-        cache_dir=cache,
-    )
+    lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    settings = opt.settings_of(FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
     resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
 
 

@@ -7,21 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, written
 from ragcachekit.cli.moved import moved
-from ragcachekit.cli.options import (
-    ChunkTokens,
-    Device,
-    DeviceOrCpu,
-    Dtype,
-    Json,
-    ModelName,
-    Plot,
-    Seed,
-    check_folders,
-    model_given,
-    names,
-)
 
 if TYPE_CHECKING:
     from ragcachekit.bench.report import BenchReport
@@ -30,9 +18,9 @@ if TYPE_CHECKING:
 def check_model(
     model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")] = None,
     all_families: Annotated[bool, typer.Option("--all-families", hidden=True)] = False,
-    json: Json = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
+    json: opt.Json = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
 ) -> None:
     """Check whether chunk KV can be reused on a model without changing what it computes.
 
@@ -40,7 +28,7 @@ def check_model(
     """
     if all_families:
         raise moved("families")
-    chosen = model_given(model)
+    chosen = opt.model_given(model)
     quiet_loading()
     from ragcachekit.bench import check_model as module
 
@@ -63,7 +51,7 @@ def ttft(
             help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out.",
         ),
     ] = None,
-    model: ModelName = None,
+    model: opt.ModelName = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of the whole prompt.")] = 2048,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Of each chunk, about.")] = 490,
     question_tokens: Annotated[int, typer.Option("--question-tokens", min=1)] = 64,
@@ -73,10 +61,10 @@ def ttft(
     ] = "host",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 5,
-    device: DeviceOrCpu = "cpu",
-    seed: Seed = 0,
-    json: Json = None,
-    plot: Plot = None,
+    device: opt.DeviceOrCpu = "cpu",
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """Time to first token of one long prompt, in every way, beside a check that the answers agree."""
     from ragcachekit.bench import ttft as module
@@ -84,12 +72,12 @@ def ttft(
     quiet_loading()
     report = module.run(
         shape=shape,
-        model=None if model is None else model_given(model),
+        model=None if model is None else opt.model_given(model),
         prompt_tokens=prompt_tokens,
         chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
-        policies=names(policies),
-        tiers=names(tiers),
+        policies=opt.names(policies),
+        tiers=opt.names(tiers),
         dtype=dtype,
         runs=runs,
         device=device,
@@ -106,19 +94,19 @@ def query_cache(
     corpus: Annotated[
         Path | None, typer.Option("--corpus", help="With --log: the folder that they are asked about.")
     ] = None,
-    chunk_tokens: ChunkTokens = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
     lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
     questions: Annotated[int, typer.Option("--questions", hidden=True)] = 0,
-    seed: Seed = 0,
-    json: Json = None,
-    plot: Plot = None,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """Lookup times at 300 and 1,000 entries, the wrapper's overhead, hit rates of your own questions."""
     if questions:  # what it meant before: so many about the sample world
         raise moved("query-cache")
     if (log is None) != (corpus is None):
         raise ValueError("hit rates need both --log with your questions and --corpus with your documents")
-    check_folders(corpus, None)
+    opt.check_folders(corpus, None)
     if log is None and plot is not None:
         raise ValueError("there is no sweep to draw: give --log and --corpus")
     from ragcachekit.bench import query_cache_report as module

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from ragcachekit.bench.checks import check_device, check_picture, check_writable
 from ragcachekit.bench.corpus import corpus_root
 from ragcachekit.errors import RagCacheError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def _device(name: str | None) -> str | None:
@@ -139,6 +146,12 @@ def check_questions(path: Path | None) -> None:
             f"there is no file {path}; give --questions a JSONL file with an object "
             '{"question", "chunks", "answer"} per line'
         )
+
+
+def settings_of(kind: type[Settings], options: Mapping[str, object], **others: object) -> Settings:
+    """Settings from a command's options (its ``locals()``), by the names of the fields."""
+    values = {**options, **others}
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
 def names(text: str | None) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def test_bad_logs_are_one_line(estimate, lines, message):
         (("--encoder", "in-prompt"), "does not replay encoder"),
         (("--eviction", "newest"), "unknown eviction policy"),
         (("--eviction", ","), "at least one eviction policy"),
-        (("--host", "half"), "list of shares"),
+        (("--host", "half"), "--host takes numbers"),
         (("--host", "0"), "shares > 0"),
         (("--disk-gbps", "0"), "more than 0 GB/s"),
     ],
