@@ -83,14 +83,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class CacheContent:
-    """The content of a cache folder, or of the folder of a disk tier.
-
-    Attributes
-    ----------
-    folder : CacheFolder
-    tiers : tuple of Tier
-        Each chunk store, and behind it the knowledge tree that shares its ``disk_path``.
-    """
+    """The content of a cache folder: each chunk store, and behind it the tree that shares its folder."""
 
     folder: CacheFolder
     tiers: tuple[Tier, ...]

@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ragcachekit.bench.calibrate_measure import Panel, candidates, measured_curve, needed
 from ragcachekit.bench.checks import check_writable
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS
 from ragcachekit.bench.fidelity_engines import needs_neighbours
-from ragcachekit.bench.own_questions import AGREEMENT, Sample, neighbours_of, read_sample
+from ragcachekit.bench.own_questions import AGREEMENT, Asking, Sample, neighbours_of
 from ragcachekit.bench.report import BenchReport, versions
 from ragcachekit.bench.workspace import check_dtype, load_checked
 from ragcachekit.link.budget import Budget
@@ -21,62 +19,24 @@ from ragcachekit.link.calibration import Calibration, write_record
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.model.fingerprint import fingerprint
-from ragcachekit.model.loading import default_cache_dir, weights_folder
+from ragcachekit.model.loading import weights_folder
 from ragcachekit.model.rope_probe import describe_rope
 
 SIMILAR, PRECEDING = "similar", "preceding"
 
 
 @dataclass(frozen=True)
-class CalibrateSettings:
-    """What is calibrated, and on what.
+class CalibrateSettings(Asking):
+    """What is calibrated, and on what; the record goes to the cache folder.
 
-    Attributes
-    ----------
-    model : str
-        Folder or hub id.
-    questions : path, optional
-        A JSONL file, ``{"question", "chunks", "answer"}`` per line.
-    corpus : path, optional
-        Folder of texts; without ``questions``, probes are made from it.
-    encoder : str
-        What chunks are encoded behind.
-    neighbours : {"similar", "preceding"}
-        For ``similar:n``: by all-MiniLM-L6-v2, or the chunks before in the file (needs ``corpus``).
-    budget : float
-        F1 that may be lost, absolute.
-    policies : tuple of str
-        Candidates; default: those of this version.
-    namespace : str
-        Tenant and corpus that the record is for.
-    probes : int
-        How many to make.
-    chunk_tokens : int
-        Greatest size of a chunk of the corpus.
-    seed : int
-        Of probes and bootstrap.
-    max_new_tokens : int
-        Longest answer.
-    device, dtype : str, optional
-    cache_dir : path, optional
-        Where the record goes; as for :class:`~ragcachekit.engine.RagCache`.
+    ``neighbours`` of ``similar:n`` are ``similar`` (all-MiniLM-L6-v2) or ``preceding`` (the chunks before in
+    the file); ``budget`` is F1 that may be lost, absolute; ``policies`` are the candidates.
     """
 
-    model: str
-    questions: str | os.PathLike[str] | None = None
-    corpus: str | os.PathLike[str] | None = None
     encoder: str = "standalone"
     neighbours: str = SIMILAR
     budget: float = 0.01
-    policies: tuple[str, ...] = ()
     namespace: str = "default"
-    probes: int = 200
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    seed: int = 0
-    max_new_tokens: int = 64
-    device: str | None = None
-    dtype: str = "auto"
-    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         Budget(self.budget)
@@ -88,29 +48,14 @@ class CalibrateSettings:
         if self.neighbours == PRECEDING and self.corpus is None:
             raise ValueError("give --corpus: a chunk's predecessors are those of its file")
 
-    @property
-    def folder(self) -> Path:
-        """The cache folder."""
-        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
-
 
 def run(
     settings: CalibrateSettings, *, neighbours: Neighbours | None = None, progress: bool = False
 ) -> Calibration:
     """Measure the curve and store the record, for engines loaded from files and made around a model.
 
-    Parameters
-    ----------
-    settings : CalibrateSettings
-    neighbours : Neighbours, optional
-        For the encoder ``similar:n``, instead of ``settings.neighbours``.
-    progress : bool
-        Show bars.
-
-    Returns
-    -------
-    Calibration
-        As it was stored under the fingerprint of a model loaded by ``RagCache.from_pretrained``.
+    ``neighbours`` are for the encoder ``similar:n``, instead of those of the settings. Returned is the
+    record as it was stored for a model loaded by ``RagCache.from_pretrained``.
 
     Raises
     ------
@@ -120,14 +65,7 @@ def run(
         If the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
     """
     check_writable(settings.folder)
-    sample = read_sample(
-        settings.model,
-        settings.questions,
-        settings.corpus,
-        chunk_tokens=settings.chunk_tokens,
-        number=settings.probes,
-        seed=settings.seed,
-    )
+    sample = settings.sample()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
 
     def near() -> Neighbours:

@@ -80,19 +80,7 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
 class Panel:
     """Questions asked of one model over one encoder; close it.
 
-    Parameters
-    ----------
-    model, tokenizer
-    questions : sequence of FidelityQuestion
-    encoder : str
-    agreement : bool
-        Score against the answer of ``full``, not against the right one.
-    neighbours : Neighbours, optional
-        For the encoder ``similar:n``.
-    max_new_tokens : int
-    cache_dir : path, optional
-    progress : bool
-        Show a bar.
+    With ``agreement`` answers are scored against those of ``full``, not against the right ones.
     """
 
     def __init__(

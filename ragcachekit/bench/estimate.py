@@ -21,13 +21,11 @@ from ragcachekit.bench.estimate_replay import Served, Tiers, replay
 from ragcachekit.bench.estimate_requests import Request, Requests, plan_all
 from ragcachekit.bench.estimate_retrieval import Retrievals, retrieve
 from ragcachekit.bench.estimate_speed import Speeds, assumed, measured
-from ragcachekit.bench.own_files import OwnFiles, at_least_1
+from ragcachekit.bench.own_files import OwnFiles, at_least_1, one_token
 from ragcachekit.bench.workspace import load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy, VariantPolicy
-from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.policies import open_policy
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.registry import open_eviction
@@ -175,7 +173,7 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     corpus = settings.read_corpus()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     rope, policy = describe_rope(model), open_policy(settings.policy)
-    ((_, token),) = ChunkEncoder(model, rope, ObservedCache).encode([[1]], Encoding("standalone"))
+    token = one_token(model, rope)
     prompts = Requests(model, tokenizer, rope, policy, settings.encoder, token.nbytes)
     retrievals = _retrieved(settings, log, corpus, say, progress)
     with tqdm(total=len(log), unit="prompt", desc="planning", disable=not progress) as bar:

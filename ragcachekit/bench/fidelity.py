@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from ragcachekit.bench.fidelity_questions import FidelityQuestion, digest
 from ragcachekit.bench.fidelity_rows import QUALITY, layer_rows, quality_rows
 from ragcachekit.bench.fidelity_settings import DOCUMENT, FidelitySettings, chosen_ways
 from ragcachekit.bench.fidelity_work import Work, WorkHeader
-from ragcachekit.bench.own_questions import neighbours_of, read_sample
+from ragcachekit.bench.own_questions import neighbours_of
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.workspace import check_dtype, load_checked
 from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.fingerprint import fingerprint
-from ragcachekit.model.loading import default_cache_dir
 
 
 def run(
@@ -36,18 +34,8 @@ def run(
 ) -> BenchReport:
     """Ask the user's questions, or probes made from the user's corpus, in every way.
 
-    Parameters
-    ----------
-    settings : FidelitySettings
-    work : path, optional
-        Results are kept here as they come; a file of an earlier run is continued.
-    progress : bool
-        Show bars.
-
-    Returns
-    -------
-    BenchReport
-        As :func:`measured`.
+    Results are kept in the file ``work`` as they come; one of an earlier run is continued. The report is
+    that of :func:`measured`.
 
     Raises
     ------
@@ -58,14 +46,7 @@ def run(
     """
     check(settings)
     settings.check_neighbours(documents=settings.corpus is not None)
-    sample = read_sample(
-        settings.model,
-        settings.questions,
-        settings.corpus,
-        chunk_tokens=settings.chunk_tokens,
-        number=settings.probes,
-        seed=settings.seed,
-    )
+    sample = settings.sample()
 
     def near() -> Neighbours:
         return neighbours_of(sample, settings.neighbours == DOCUMENT, progress)
@@ -151,8 +132,7 @@ class _Run:
                 )
 
     def _header(self) -> WorkHeader:
-        folder = Path(self._settings.cache_dir) if self._settings.cache_dir else default_cache_dir()
-        found = fingerprint(self._model, self._tokenizer, cache=folder / "digests.json")
+        found = fingerprint(self._model, self._tokenizer, cache=self._settings.folder / "digests.json")
         return WorkHeader(
             found.digest,
             self._settings.seed,

@@ -68,16 +68,7 @@ class Prefilled:
 class Engines:
     """One :class:`RagCache` per encoder, around one model; one store, and one per way of rounding.
 
-    Parameters
-    ----------
-    model, tokenizer
-    encoders : iterable of str
-    stop : sequence of str
-        Where an answer ends.
-    max_new_tokens : int
-    neighbours : Neighbours, optional
-        For the encoders ``similar:n``.
-    cache_dir : path, optional
+    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``.
     """
 
     def __init__(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from ragcachekit.bench.fidelity_engines import BASELINES, FULL, Way, quantisation
+from ragcachekit.bench.own_questions import Asking
 from ragcachekit.link.encodings import IN_PROMPT, Encodings
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.rope_probe import describe_rope
@@ -22,52 +22,19 @@ POLICIES = (
     "craft-focused:0.6",
 )
 EMBEDDING, DOCUMENT = "embedding", "document"
-ANSWER_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class FidelitySettings:
-    """What is measured.
+class FidelitySettings(Asking):
+    """What is measured: every policy over every encoder.
 
-    Attributes
-    ----------
-    model : str
-        Folder or hub id.
-    policies, encoders : tuple of str
-        Every policy over every encoder; a policy that insists on an encoder gets that one only.
-        ``full``, and ``reuse`` over ``system``, are always added.
-    neighbours : {"embedding", "document"}
-        Where the encoders ``similar:n`` get theirs: by all-MiniLM-L6-v2 among all chunks, or the chunks
-        that stand before in the same document.
-    questions : path, optional
-        A JSONL file.
-    corpus : path, optional
-        Folder of texts: without ``questions``, probes are made from it.
-    probes, chunk_tokens : int
-        Number of probes; greatest size of a chunk of the corpus.
-    seed : int
-        Of probes and bootstrap.
-    max_new_tokens : int
-        Longest answer.
-    device, dtype : str, optional
-        As for :func:`~ragcachekit.model.loading.load_model`.
-    cache_dir : path, optional
-        As for :class:`~ragcachekit.engine.RagCache`.
+    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system``, are
+    always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2) or of the
+    ``document`` (the chunks before).
     """
 
-    model: str
-    policies: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ("standalone",)
     neighbours: str = EMBEDDING
-    questions: str | os.PathLike[str] | None = None
-    corpus: str | os.PathLike[str] | None = None
-    probes: int = 200
-    chunk_tokens: int = 200
-    seed: int = 0
-    max_new_tokens: int = ANSWER_TOKENS
-    device: str | None = None
-    dtype: str = "auto"
-    cache_dir: str | os.PathLike[str] | None = None
 
     def check_neighbours(self, documents: bool) -> None:
         """ValueError for unknown neighbours, or for those of a document where no ``documents`` are known."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ragcachekit.bench.calibrate_probes import probes
 from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.bench.fidelity_questions import FidelityQuestion, read_questions
 from ragcachekit.bench.workspace import load_tokenizer
 from ragcachekit.link.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.model.loading import default_cache_dir
 
 ANSWERS, AGREEMENT = "answers", "agreement"
-PROBES = 200
 
 
 @dataclass(frozen=True)
@@ -24,31 +25,43 @@ class Sample:
     corpus: Corpus | None = None
 
 
-def read_sample(
-    model: str,
-    questions: str | os.PathLike[str] | None,
-    corpus: str | os.PathLike[str] | None,
-    *,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    number: int = PROBES,
-    seed: int = 0,
-) -> Sample:
-    """Read the questions; without a file, make ``number`` probes from the corpus.
+@dataclass(frozen=True)
+class Asking:
+    """A user's model, and what it is asked: ``questions`` from a JSONL file, else ``probes`` from ``corpus``.
 
-    Raises
-    ------
-    ValueError, CorpusError
-        If neither is given, or one cannot be used.
+    ``policies`` are all that are compared (empty: those of this version); ``chunk_tokens`` is the greatest
+    size of a chunk of the corpus; ``cache_dir`` is as for :class:`~ragcachekit.engine.RagCache`.
     """
-    if questions is None and corpus is None:
-        raise ValueError("give --questions (JSONL), or --corpus to make probes from")
-    found = None
-    if corpus is not None:
-        found = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=load_tokenizer(model))
-    if questions is not None:
-        return Sample(tuple(read_questions(questions)), ANSWERS, found)
-    assert found is not None
-    return Sample(tuple(probes(found.chunks, number, seed)), AGREEMENT, found)
+
+    model: str
+    questions: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    policies: tuple[str, ...] = ()
+    probes: int = 200
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    seed: int = 0
+    max_new_tokens: int = 64
+    device: str | None = None
+    dtype: str = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
+
+    def sample(self) -> Sample:
+        """Read the questions, or make probes; ValueError or CorpusError if neither can be had."""
+        if self.questions is None and self.corpus is None:
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+        corpus = None
+        if self.corpus is not None:
+            tokenizer = load_tokenizer(self.model)
+            corpus = read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
+        if self.questions is not None:
+            return Sample(tuple(read_questions(self.questions)), ANSWERS, corpus)
+        assert corpus is not None
+        return Sample(tuple(probes(corpus.chunks, self.probes, self.seed)), AGREEMENT, corpus)
 
 
 def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours:

@@ -20,17 +20,9 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1)
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What a sweep replays.
+    """What a sweep replays: embeddings ``[n, dim]`` of questions, in their order, and of what is searched.
 
-    Attributes
-    ----------
-    name : str
-    questions : ndarray ``[n, dim]``
-        Embeddings, in the order in which the questions are asked.
-    chunks : ndarray ``[n, dim]``
-        Embeddings of what is searched.
-    distinct : int
-        Different questions: the capacities of the sweep are a tenth, half and all of them.
+    ``distinct`` counts different questions: the sweep's capacities are a tenth, half and all of them.
     """
 
     name: str
@@ -51,22 +43,9 @@ def measure(
 ) -> BenchReport:
     """Time lookups over random vectors and, where there is a workload, replay it.
 
-    Parameters
-    ----------
-    workload : Workload, optional
-    capacities, dim, lookups
-        Of the timed lookups, in caches of random vectors.
-    tolerances : sequence of float
-        Cosine distances of the sweep.
-    k : int
-        Results per search.
-    seed : int
-
-    Returns
-    -------
-    BenchReport
-        Rows with ``part``: ``lookup`` (as :class:`~ragcachekit.bench.query_cache.LookupTiming`),
-        ``wrapper`` (as ``WrapperOverhead``), ``sweep`` (as :func:`ragcachekit.bench.query_cache.run`).
+    ``capacities``, ``dim`` and ``lookups`` are of the timed lookups; ``tolerances`` (cosine distances) and
+    ``k`` results per search of the sweep. Rows have a ``part``: ``lookup`` (as ``LookupTiming``),
+    ``wrapper`` (as ``WrapperOverhead``) or ``sweep`` (as :func:`ragcachekit.bench.query_cache.run`).
 
     Raises
     ------

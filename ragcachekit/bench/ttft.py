@@ -21,6 +21,7 @@ from ragcachekit.bench.timing import (
     NO_TIER,
     ONE_TOKEN,
     Engines,
+    Measured,
     Timings,
     check_exact,
     check_policy,
@@ -122,7 +123,7 @@ def run(
                 ask()
         for _ in range(runs):
             for timings, ask in ways:
-                timings.add(*ask())
+                timings.samples.append(ask())
             bar.update()
     return BenchReport("ttft", name, seed, rows([timings for timings, _ in ways]))
 
@@ -150,10 +151,6 @@ def random_prompt(
     )
 
 
-Measured = tuple[float, float, float, int, float, float | None, str]
-"""TTFT and link time in ms, recompute ratio, prompt tokens, wait in ms, overlap, how the forward ran."""
-
-
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
     """What one request took that was served as expected.
 
@@ -170,15 +167,8 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
         served = not link.reused_tokens + link.recomputed_tokens
     if not served:
         raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
-    return (
-        report.ttft_ms,
-        link.link_ms,
-        link.recompute_ratio,
-        link.prompt_tokens,
-        link.wait_ms,
-        link.overlap,
-        link.forward,
-    )
+    cached = (link.recompute_ratio, link.prompt_tokens, link.wait_ms, link.overlap, link.forward)
+    return Measured(report.ttft_ms, link.link_ms, *cached)
 
 
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
@@ -252,7 +242,7 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     )
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
-    return (time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]), 0.0, None, ""
+    return Measured((time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]))
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:
