@@ -14,19 +14,12 @@ def calibrate(
     model: opt.ModelName = None,
     questions: opt.QuestionsFile = None,
     corpus: opt.ProbedCorpus = None,
-    encoder: Annotated[
-        str, typer.Option("--encoder", help="What chunks are encoded behind: standalone, similar:1, ...")
-    ] = "standalone",
+    encoder: Annotated[str, typer.Option("--encoder", help="standalone, similar:1, ...")] = "standalone",
     neighbours: Annotated[
         str,
-        typer.Option(
-            "--neighbours",
-            help="For similar:n: 'similar' (all-MiniLM) or 'preceding' (in the file, as for `ask`).",
-        ),
+        typer.Option("--neighbours", help="Of similar:n: similar (all-MiniLM) or preceding (in file)."),
     ] = "similar",
-    budget: Annotated[
-        float, typer.Option("--budget", help="F1 that may be lost against full; 0.01 is one point.")
-    ] = 0.01,
+    budget: Annotated[float, typer.Option("--budget", help="F1 that may be lost against full.")] = 0.01,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
     probes: opt.Probes = 200,

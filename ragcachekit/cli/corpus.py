@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def ask(
     corpus: opt.CorpusDir,
     questions: Annotated[
-        list[str] | None,
-        typer.Argument(help="One or more questions; without any, one per line of the input."),
+        list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
     model: opt.ModelName = None,
     policy: opt.Policy = "lego:16",
@@ -63,12 +62,8 @@ def precompute(
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",
     chunk_tokens: opt.ChunkTokens = 200,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how much it is and how long it takes.")
-    ] = False,
-    keep_gone: Annotated[
-        bool, typer.Option("--keep-gone", help="Leave the KV of chunks that are gone from the corpus.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how much it is and how long.")] = False,
+    keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     disk_gb: opt.DiskGb = None,

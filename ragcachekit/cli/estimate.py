@@ -30,16 +30,10 @@ def estimate(
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,
-    host: Annotated[
-        str, typer.Option("--host", help="Host memory tiers, as shares of the KV that the log touches.")
-    ] = "0.1,0.25,0.5,1",
+    host: Annotated[str, typer.Option("--host", help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
     eviction: Annotated[str, typer.Option("--eviction", help="Policies to compare.")] = "lru,pgdsf",
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure this machine, or assume one.")
-    ] = True,
-    disk_gbps: Annotated[
-        float | None, typer.Option("--disk-gbps", help="GB/s of your disk; default: it is measured.")
-    ] = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Or assume a machine.")] = True,
+    disk_gbps: Annotated[float | None, typer.Option("--disk-gbps", help="Default: it is measured.")] = None,
     cache: opt.CacheDir = None,
     chunk_tokens: opt.ChunkTokens = 200,
     device: opt.Device = None,
@@ -74,9 +68,7 @@ def estimate(
 
 
 def _about(row: dict[str, Any], found: Estimate) -> Table:
-    near = [
-        f"{count} within {tolerance:g}" for tolerance, count in found.retrievals.near.items() if tolerance
-    ]
+    near = [f"{count} within {t:g}" for t, count in found.retrievals.near.items() if t]
     rows = {
         "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
         f"one: {', '.join(near)}",

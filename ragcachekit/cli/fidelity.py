@@ -10,6 +10,7 @@ import typer
 
 from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import INTERRUPTED, note, quiet_loading, show, written
+from ragcachekit.cli.moved import moved
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
 
 Neighbours = Annotated[
     str,
-    typer.Option(
-        "--neighbours",
-        help="Of similar:n: embedding (all-MiniLM-L6-v2) or document (what stands before it there).",
-    ),
+    typer.Option("--neighbours", help="Of similar:n: embedding (all-MiniLM) or document (chunks before)."),
 ]
 
 
@@ -42,11 +40,15 @@ def fidelity(
     resume: opt.Resume = None,
     json: opt.Json = None,
     plot: opt.Plot = None,
+    sweep: Annotated[str | None, typer.Option("--sweep", hidden=True)] = None,
+    questions_per_type: Annotated[int | None, typer.Option("--questions-per-type", hidden=True)] = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
+    if sweep or questions_per_type:
+        raise moved("fidelity")
     chosen = opt.model_given(model)
     opt.check_questions(questions)
     opt.check_folders(corpus, cache)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def check_model(
     model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")] = None,
     all_families: Annotated[bool, typer.Option("--all-families", hidden=True)] = False,
+    markdown: Annotated[Path | None, typer.Option("--markdown", hidden=True)] = None,
     json: opt.Json = None,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
@@ -26,7 +27,7 @@ def check_model(
 
     Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
     """
-    if all_families:
+    if all_families or markdown:
         raise moved("families")
     chosen = opt.model_given(model)
     quiet_loading()

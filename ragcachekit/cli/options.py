@@ -78,19 +78,12 @@ Encoder = Annotated[
     ),
 ]
 Encoders = Annotated[
-    str,
-    typer.Option(
-        "--encoders", help="With commas between: standalone, sinks:4, system, ...; standalone+int8: rounded."
-    ),
+    str, typer.Option("--encoders", help="standalone,sinks:4,system, ...; standalone+int8: rounded.")
 ]
 K = Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")]
 Tolerance = Annotated[
     float,
-    typer.Option(
-        "--tolerance",
-        min=0.0,
-        help="Cosine distance up to which a question counts as asked before; 0: the same question only.",
-    ),
+    typer.Option("--tolerance", min=0.0, help="Cosine distance up to which a question was asked before."),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length of an answer.")]
 Device = Annotated[
@@ -112,10 +105,7 @@ Plot = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(
-        "--resume",
-        help="Keep every result in this file and go on from it; default: beside --json until done.",
-    ),
+    typer.Option("--resume", help="Keep results here and go on from them; default: beside --json."),
 ]
 
 

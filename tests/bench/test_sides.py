@@ -1,4 +1,4 @@
-"""What ships imports nothing of what proves our claims: the sample world, its reader, simulations, kernels."""
+"""What ships imports nothing of what proves our claims: the sample world, its reader, simulations."""
 
 from __future__ import annotations
 
