@@ -103,10 +103,7 @@ class AskSession:
 def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model, join them into a chain.
 
-    Raises
-    ------
-    CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
-        Each says what to do.
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: each says what to do.
     """
     model_folder()
     folder = settings.folder

@@ -92,10 +92,7 @@ class CacheContent:
     def at(cls, path: str | os.PathLike[str] | None) -> CacheContent:
         """What lies in the folder named, or in the user's own cache folder.
 
-        Raises
-        ------
-        RagCacheError
-            If a folder is named that there is not, or that cannot be read.
+        Raises RagCacheError if a folder is named that there is not, or that cannot be read.
         """
         folder = CacheFolder.at(path)
         if path is not None and not folder.path.is_dir():

@@ -57,12 +57,8 @@ def run(
     ``neighbours`` are for the encoder ``similar:n``, instead of those of the settings. Returned is the
     record as it was stored for a model loaded by ``RagCache.from_pretrained``.
 
-    Raises
-    ------
-    ValueError, CorpusError
-        For bad settings, questions or corpora; before any work.
-    RagCacheError
-        If the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
+    Raises ValueError, CorpusError for bad settings, questions or corpora; before any work; RagCacheError if
+    the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
     """
     check_writable(settings.folder)
     sample = settings.sample()

@@ -26,21 +26,9 @@ _PROMPT, _FIRST = 48, 24
 class ModelCheck:
     """Whether the library gives what the model computes.
 
-    Attributes
-    ----------
-    family : str
-        The model's class.
-    status : str
-        ``exact``; ``refused``: the library will not link this model; ``wrong``: it would, and the
-        answer is not the model's own (a bug of this library, please report it).
-    reason : str
-        Why not, else empty.
-    max_abs_diff : float or None
-        Greatest difference seen, relative to the greatest value of its tensor.
-    tolerance : float or None
-        What is allowed in this dtype.
-    rope : tuple of str
-        Rotary embedding, one line per run of equal layers.
+    ``status`` is ``exact``, ``refused`` (the library will not link this model) or ``wrong`` (it would, and
+    the answer is not the model's own: a bug of this library, please report it). ``max_abs_diff`` is relative
+    to the greatest value of its tensor, ``rope`` has one line per run of equal layers.
     """
 
     family: str
@@ -59,10 +47,7 @@ class ModelCheck:
 def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelCheck:
     """Load the model called ``model`` and check it.
 
-    Raises
-    ------
-    RagCacheError
-        It cannot be loaded.
+    Raises RagCacheError: it cannot be loaded.
     """
     load_tokenizer(model)  # for its errors: a folder that holds no model says so
     return check(load_checked(model, device, dtype)[0])

@@ -160,12 +160,8 @@ def _chunk_ids(requests: Sequence[Request]) -> set[str]:
 def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool = False) -> Estimate:
     """Read the log and the corpus, retrieve, plan every prompt, replay them through tiers.
 
-    Raises
-    ------
-    ValueError
-        A bad line of the log, with its number; a prompt that does not fit into the model's context.
-    CorpusError, RetrievalError, RagCacheError, ModelNotSupported
-        As ``ask``.
+    Raises ValueError: A bad line of the log, with its number; a prompt that does not fit into the model's
+    context; CorpusError, RetrievalError, RagCacheError, ModelNotSupported: as ``ask``.
     """
     log, folder = read_log(settings.log), settings.folder
     model_folder()

@@ -35,12 +35,8 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
     ``time`` (seconds or ISO 8601) and ``answer_tokens``; other fields are let pass. A line that does not
     begin with ``{`` is a question as it stands; empty lines count for nothing.
 
-    Raises
-    ------
-    ValueError
-        For a bad line, with its number; for a log without questions.
-    RagCacheError
-        If it cannot be read.
+    Raises ValueError for a bad line, with its number; for a log without questions; RagCacheError if it
+    cannot be read.
     """
     try:
         queries = list(_queries(Path(path).expanduser()))

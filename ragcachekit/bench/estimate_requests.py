@@ -39,17 +39,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt, as the engine would see it.
-
-    Attributes
-    ----------
-    tokens : int
-        Of the whole prompt.
-    uses : tuple of Use
-        In order.
-    fallback : str or None
-        Why the engine would prefill it in full, where it would.
-    """
+    """One prompt, as the engine would see it; ``fallback`` says why it would prefill it in full."""
 
     tokens: int
     uses: tuple[Use, ...]

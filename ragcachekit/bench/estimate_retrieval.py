@@ -27,16 +27,10 @@ Search = Callable[[NDArray[Any]], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Retrievals:
-    """What every logged question finds.
+    """What every logged question finds: its texts, in the order of the prompt.
 
-    Attributes
-    ----------
-    texts : tuple of tuple of str
-        Per question, in the order of the prompt.
-    same : int
-        Questions that were asked before, letter for letter.
-    near : dict of float to int
-        Per tolerance, questions that the query cache would have answered.
+    ``same`` questions were asked before, letter for letter; ``near`` are, per tolerance, those that the
+    query cache would have answered.
     """
 
     texts: tuple[tuple[str, ...], ...]
@@ -51,10 +45,7 @@ def retrieve(
 
     ``vectors`` are the questions' embeddings, in the order of the log.
 
-    Raises
-    ------
-    ValueError
-        For a ``file#number`` that the corpus does not have.
+    Raises ValueError for a ``file#number`` that the corpus does not have.
     """
     names = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     caches = {t: CachedRetrieval[str](ProximityCache(CAPACITY, t)) for t in {*TOLERANCES, tolerance}}

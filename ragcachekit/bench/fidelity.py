@@ -37,12 +37,8 @@ def run(
     Results are kept in the file ``work`` as they come; one of an earlier run is continued. The report is
     that of :func:`measured`.
 
-    Raises
-    ------
-    ValueError, CorpusError
-        For unknown policies or encoders, bad or missing questions; before any work.
-    RagCacheError
-        As :func:`measured`.
+    Raises ValueError, CorpusError for unknown policies or encoders, bad or missing questions; before any
+    work; RagCacheError as :func:`measured`.
     """
     check(settings)
     settings.check_neighbours(documents=settings.corpus is not None)
@@ -80,11 +76,8 @@ def measured(
         bootstrap over questions); ``layer``: KV deviation per layer; ``check``: ``full`` against the
         model's own generate.
 
-    Raises
-    ------
-    RagCacheError
-        If ``full`` through the library is not what the model's own ``generate`` gives (no figure
-        then), a way falls back to a full prefill, or the work file belongs to another run.
+    Raises RagCacheError if ``full`` through the library is not what the model's own ``generate`` gives (no
+    figure then), a way falls back to a full prefill, or the work file belongs to another run.
     """
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     ways = chosen_ways(settings, model, tokenizer)

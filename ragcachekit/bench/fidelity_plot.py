@@ -34,10 +34,7 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     One panel per question type, one colour per family of policies, one mark per encoder, ``full`` and
     ``reuse`` as lines with their intervals as bands.
 
-    Raises
-    ------
-    ValueError
-        If there is nothing to draw.
+    Raises ValueError if there is nothing to draw.
     """
     rows = [row for row in report.rows if row["part"] == QUALITY]
     if not rows:

@@ -15,19 +15,10 @@ from ragcachekit.bench.reading_prompt import SEPARATOR
 
 @dataclass(frozen=True)
 class FidelityQuestion:
-    """One question with its retrieved chunks.
+    """One question with its retrieved chunks, in the order of the prompt.
 
-    Attributes
-    ----------
-    question, answer : str
-    chunks : tuple of str
-        In the order of the prompt.
-    question_type : str
-        Figures are given per type too; empty for none.
-    joints : tuple of str
-        What stands between the chunks, one fewer than chunks; empty: a blank line everywhere.
-    cell : tuple of (str, value)
-        Which cell of a sweep this question belongs to; empty outside sweeps.
+    ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere);
+    ``cell`` is the cell of a sweep, as (name, value) pairs.
     """
 
     question: str
@@ -52,11 +43,8 @@ def digest(questions: Sequence[FidelityQuestion]) -> str:
 def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
     """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line, ``"type"`` if wanted.
 
-    Raises
-    ------
-    ValueError
-        For a line that is not of this form (with its number), or a file without questions.
-    OSError
+    Raises ValueError for a line that is not of this form (with its number), or a file without questions;
+    OSError.
     """
     out = []
     with Path(path).open(encoding="utf-8") as lines:

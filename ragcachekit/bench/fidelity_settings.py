@@ -49,10 +49,7 @@ class FidelitySettings(Asking):
 def chosen_ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
     """The baselines, then every policy over every encoder, once each.
 
-    Raises
-    ------
-    ValueError
-        For an unknown policy or encoder, or one that this model cannot have.
+    Raises ValueError for an unknown policy or encoder, or one that this model cannot have.
     """
     if not settings.encoders:
         raise ValueError("give at least one encoder, for example standalone")

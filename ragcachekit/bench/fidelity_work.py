@@ -48,10 +48,7 @@ class Work:
     path : path, optional
         Continued where it exists. A last line that was cut off is dropped.
 
-    Raises
-    ------
-    RagCacheError
-        If the file belongs to another run or is none of ours.
+    Raises RagCacheError if the file belongs to another run or is none of ours.
     """
 
     def __init__(self, header: WorkHeader, path: str | os.PathLike[str] | None = None) -> None:

@@ -15,10 +15,8 @@ def workload(
 ) -> Workload:
     """Embed the questions of a log, in its order, and the chunks of a corpus.
 
-    Raises
-    ------
-    ValueError, CorpusError, RagCacheError, RetrievalError
-        If one of them cannot be read, or the embedding model is not installed.
+    Raises ValueError, CorpusError, RagCacheError, RetrievalError if one of them cannot be read, or the
+    embedding model is not installed.
     """
     asked = [query.query for query in read_log(log)]
     chunks = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=None).texts

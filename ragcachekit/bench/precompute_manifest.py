@@ -79,10 +79,7 @@ def read_manifests(folder: Path, scope: Scope) -> Known:
 def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> None:
     """Replace the manifest of ``scope`` as a whole: after a crash it is the old or the new one.
 
-    Raises
-    ------
-    StoreError
-        If it cannot be written.
+    Raises StoreError if it cannot be written.
     """
     text = json.dumps({"schema": SCHEMA, **asdict(scope), "chunks": dict(chunks)}, indent=0)
     try:

@@ -86,10 +86,7 @@ def lookup_timings(
 ) -> list[LookupTiming]:
     """Time single lookups in full caches of random unit vectors; 200 answers of each kind are checked.
 
-    Raises
-    ------
-    RuntimeError
-        As :func:`run`.
+    Raises RuntimeError as :func:`run`.
     """
     return [
         timing

@@ -47,10 +47,7 @@ def measure(
     ``k`` results per search of the sweep. Rows have a ``part``: ``lookup`` (as ``LookupTiming``),
     ``wrapper`` (as ``WrapperOverhead``) or ``sweep`` (as :func:`ragcachekit.bench.query_cache.run`).
 
-    Raises
-    ------
-    RuntimeError
-        The cache disagreed with a plain oracle; no figure is given then.
+    Raises RuntimeError: the cache disagreed with a plain oracle; no figure is given then.
     """
     rows = [
         {"part": LOOKUP, **asdict(timing)}

@@ -26,13 +26,8 @@ PLAIN_STOP = ("\nQuestion:",)
 class ReadingPrompt:
     """A LangChain prompt with the variables ``context`` and ``input``.
 
-    Attributes
-    ----------
-    template : BasePromptTemplate
-    chat : bool
-        Whether it gives messages (for a chat model) or a string.
-    before : str
-        The text before the first chunk, as the model sees it: what the encoder ``system`` needs.
+    ``chat``: it gives messages, not a string. ``before`` is the text before the first chunk, as the model
+    sees it.
     """
 
     template: BasePromptTemplate[Any]

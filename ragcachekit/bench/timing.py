@@ -87,16 +87,9 @@ def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
 class Engines:
     """Engines around one model.
 
-    Attributes
-    ----------
-    filler : RagCache
-        Stores what it encodes, and what its prompts missed, in every tier at once.
-    warm : dict of str to RagCache
-        By tier: reads that tier alone, stores nothing.
-    cold : RagCache
-        Has an empty host tier that stays empty.
-    folder : Path
-        Where the disk tier's files are, if there is one.
+    ``filler`` stores what it encodes, and what its prompts missed, in every tier at once; those of
+    ``warm``, by tier, read that tier alone and store nothing; ``cold`` has a host tier that stays empty;
+    ``folder`` holds the files of the disk tier, if there is one.
     """
 
     filler: RagCache
@@ -155,10 +148,7 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     ``full`` must give the same greedy token. The linked path with every cached row recomputed must
     give the same logits, but for rounding, with KV of the prompt's chunks in the store.
 
-    Raises
-    ------
-    RagCacheError
-        If they differ, or if nothing of the prompt was linked.
+    Raises RagCacheError if they differ, or if nothing of the prompt was linked.
     """
     model = rag.model
     ids = rag.link(prompt, policy="full").input_ids
@@ -188,10 +178,7 @@ def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
     ``generate`` links inside its prefill, on a GPU as a captured graph and over layers that are still on
     their way; ``link`` runs layer by layer ahead of it. Both must lead to the same token, but for rounding.
 
-    Raises
-    ------
-    RagCacheError
-        If they differ.
+    Raises RagCacheError if they differ.
     """
     expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
     answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)
