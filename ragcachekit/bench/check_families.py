@@ -101,8 +101,7 @@ def markdown(checks: Sequence[FamilyCheck]) -> str:
         f"model of each (some in several configurations): **{summary(checks)}**. This page is written by",
         "",
         "```",
-        "python -m benchmarks families --json benchmarks/results/families.json "
-        "--markdown docs/models.md",
+        "python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md",
         "```",
         "",
         *_EXPLAINED,
