@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test test-portable lint bench bench-gpu soak clean
 
 demo: $(STAMP)
-	$(BIN)/ragcachekit demo --out demo-out
+	$(BIN)/python -m benchmarks demo --out demo-out
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(STAMP)
@@ -34,27 +34,28 @@ bench: $(STAMP)
 		--json $(RESULTS)/ttft-1-thread.json --plot $(RESULTS)/ttft-1-thread.png
 	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench query-cache --lookups 500 --questions 40 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache --lookups 500 --questions 40 \
 		--json $(RESULTS)/query-cache.json --plot $(RESULTS)/query-cache.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
 		--json $(RESULTS)/ttft-policies-1-thread.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --encoders standalone,system,similar:1 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \
 		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --policies reuse \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse \
 		--encoders standalone,similar:1,similar:3,similar:10 --json $(RESULTS)/fidelity-similar.json
-	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --sweep $$sweep \
+	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --sweep $$sweep \
 		--policies full,reuse,deep:0.1 --encoders standalone,similar:1 --neighbours document \
 		--questions-per-type 10 --json $(RESULTS)/fidelity-$$sweep.json --plot docs/$$sweep.png || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
-	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench budget \
+	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks budget \
 		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench fidelity --policies reuse,lego:1,deep:0.1 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse,lego:1,deep:0.1 \
 		--encoders standalone,standalone+int8,standalone+fp8,similar:1,similar:1+int8,similar:1+fp8 \
 		--neighbours document --json $(RESULTS)/fidelity-quantised.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench store --json $(RESULTS)/store.json --plot docs/store.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench eviction --json $(RESULTS)/eviction.json --plot docs/eviction.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench planner --json $(RESULTS)/planner.json --plot docs/planner.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit check-model --all-families --json $(RESULTS)/families.json \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json --plot docs/store.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks eviction --json $(RESULTS)/eviction.json \
+		--plot docs/eviction.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json --plot docs/planner.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 
 # On a machine with an NVIDIA GPU; PYTHON names an interpreter whose torch can use it.

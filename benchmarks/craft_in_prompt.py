@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragcachekit import RagCache
-from ragcachekit.bench.demo_answers import READER
 from ragcachekit.bench.demo_score import wilson
 from ragcachekit.bench.report import BenchReport, show
 from ragcachekit.bench.world import Question, make_world, messages
+from ragcachekit.bench.world_reader import READER
 
 POLICIES = (
     "full",

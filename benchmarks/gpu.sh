@@ -30,22 +30,22 @@ workers=
 checked() {
     "$python" -m pytest -q -c /dev/null --rootdir . -m 'not soak' "$@"
 }
-bench() {
+tuned() {
     if [ -f "$tuning" ]; then export RAGCACHEKIT_KERNEL_TUNING="$tuning"; fi
-    "$python" -m ragcachekit bench "$@"
+    "$python" -m "$@"
 }
 speed() {
-    bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
+    tuned ragcachekit bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
         --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
 }
 run() {
     case $1 in
     smoke) checked tests/link/test_graph_capture_gpu.py tests/link/test_on_a_gpu.py tests/link/test_placing.py \
         tests/link/test_extract.py -k gpu ;;
-    tune) "$python" -m ragcachekit bench kernels --tune "$tuning" ;;
+    tune) "$python" -m benchmarks kernels --tune "$tuning" ;;
     kernels)
-        bench kernels --runs 20 --json "$out/kernels-gpu.json" ||
-            bench kernels --runs 20 --no-graphs --json "$out/kernels-gpu.json"
+        tuned benchmarks kernels --runs 20 --json "$out/kernels-gpu.json" ||
+            tuned benchmarks kernels --runs 20 --no-graphs --json "$out/kernels-gpu.json"
         ;;
     ttft-8k) speed --prompt-tokens 8192 --runs 7 --json "$out/ttft-gpu-8k.json" --plot "$out/ttft-gpu-8k.png" ;;
     ttft-32k) speed --prompt-tokens 32768 --runs 5 --json "$out/ttft-gpu-32k.json" --plot "$out/ttft-gpu-32k.png" ;;

@@ -23,8 +23,7 @@ from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import Corpus
 from ragcachekit.bench.embedding import DIM, MiniLM, model_folder
 from ragcachekit.bench.own_files import OwnFiles, at_least_1
-from ragcachekit.bench.reading_prompt import PLAIN_STOP, prompt_for
-from ragcachekit.bench.world import SEPARATOR
+from ragcachekit.bench.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_for
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RetrievalError
@@ -41,14 +40,8 @@ CAPACITY = 1000
 class AskSettings(OwnFiles):
     """What ``ragcachekit ask`` is told.
 
-    Attributes
-    ----------
-    k : int
-        Chunks in the prompt.
-    tolerance : float
-        Greatest cosine distance of a question that is answered from the query cache; 0 is equality.
-    max_new_tokens : int
-        Of an answer.
+    ``k`` chunks stand in the prompt; up to the cosine distance ``tolerance`` a question is answered from
+    the query cache.
     """
 
     k: int = 4
@@ -65,19 +58,9 @@ class AskSettings(OwnFiles):
 class Asked:
     """One answer and how it came about.
 
-    Attributes
-    ----------
-    text : str
-    sources : tuple of str
-        ``file#number`` of the chunks in the prompt, in order.
-    hit : bool or None
-        Whether the query cache knew the question; None if it was not asked.
-    distance : float or None
-        Distance of the cached question that was nearest.
-    retrieval_ms : float
-        Embedding included.
-    report : dict
-        :class:`~ragcachekit.GenerateReport` as plain data.
+    ``sources`` are ``file#number`` of the chunks in the prompt, in order; ``hit`` says whether the query
+    cache knew the question (None: it was not asked), ``distance`` how far its nearest one is; embedding
+    counts among ``retrieval_ms``; ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
     """
 
     text: str
@@ -108,9 +91,7 @@ class AskSession:
         for piece in self._chain.stream(question, config={"callbacks": [trace]}):
             parts.append(piece if isinstance(piece, str) else str(piece.content))
             on_text(parts[-1])
-        return Asked(
-            "".join(parts), trace.sources, trace.hit, trace.distance, trace.retrieval_ms, trace.report
-        )
+        return trace.asked("".join(parts))
 
     def keep(self) -> tuple[str, ...]:
         """Wait until the KV of the chunks that were missed is stored; names the tiers that refused some."""
@@ -122,10 +103,7 @@ class AskSession:
 def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model, join them into a chain.
 
-    Raises
-    ------
-    CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
-        Each says what to do.
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: each says what to do.
     """
     model_folder()
     folder = settings.folder

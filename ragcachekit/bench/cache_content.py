@@ -83,14 +83,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class CacheContent:
-    """The content of a cache folder, or of the folder of a disk tier.
-
-    Attributes
-    ----------
-    folder : CacheFolder
-    tiers : tuple of Tier
-        Each chunk store, and behind it the knowledge tree that shares its ``disk_path``.
-    """
+    """The content of a cache folder: each chunk store, and behind it the tree that shares its folder."""
 
     folder: CacheFolder
     tiers: tuple[Tier, ...]
@@ -99,10 +92,7 @@ class CacheContent:
     def at(cls, path: str | os.PathLike[str] | None) -> CacheContent:
         """What lies in the folder named, or in the user's own cache folder.
 
-        Raises
-        ------
-        RagCacheError
-            If a folder is named that there is not, or that cannot be read.
+        Raises RagCacheError if a folder is named that there is not, or that cannot be read.
         """
         folder = CacheFolder.at(path)
         if path is not None and not folder.path.is_dir():

@@ -3,86 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from ragcachekit.bench.calibrate_measure import Panel, candidates, measured_curve, needed
-from ragcachekit.bench.calibrate_probes import probes
 from ragcachekit.bench.checks import check_writable
-from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.bench.fidelity_engines import needs_neighbours
-from ragcachekit.bench.fidelity_questions import FidelityQuestion, read_questions, world_questions
+from ragcachekit.bench.own_questions import AGREEMENT, Asking, Sample, neighbours_of
 from ragcachekit.bench.report import BenchReport, versions
-from ragcachekit.bench.workspace import READER, check_dtype, explained, load_tokenizer, model_path, one_thread
+from ragcachekit.bench.workspace import check_dtype, load_checked
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import Calibration, write_record
 from ragcachekit.link.encodings import Encodings
-from ragcachekit.link.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.model.fingerprint import fingerprint
-from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
+from ragcachekit.model.loading import weights_folder
 from ragcachekit.model.rope_probe import describe_rope
 
-ANSWERS, AGREEMENT = "answers", "agreement"
 SIMILAR, PRECEDING = "similar", "preceding"
-_PER_TYPE = 67
-_TOKENS, _TOKENS_READER = 64, 16
 
 
 @dataclass(frozen=True)
-class CalibrateSettings:
-    """What is calibrated, and on what.
+class CalibrateSettings(Asking):
+    """What is calibrated, and on what; the record goes to the cache folder.
 
-    Attributes
-    ----------
-    model : str
-        Folder, hub id, or ``reader``.
-    questions : path, optional
-        A JSONL file, ``{"question", "chunks", "answer"}`` per line.
-    corpus : path, optional
-        Folder of texts; without ``questions``, probes are made from it.
-    encoder : str
-        What chunks are encoded behind.
-    neighbours : {"similar", "preceding"}
-        For ``similar:n``: by all-MiniLM-L6-v2, or the chunks before in the file (needs ``corpus``).
-    budget : float
-        F1 that may be lost, absolute.
-    policies : tuple of str
-        Candidates; default: those of this version.
-    namespace : str
-        Tenant and corpus that the record is for.
-    probes : int
-        How many to make.
-    chunk_tokens : int
-        Greatest size of a chunk of the corpus.
-    seed : int
-        Of probes and bootstrap.
-    max_new_tokens : int, optional
-        Default 16 for the reader, else 64.
-    device, dtype : str, optional
-    cache_dir : path, optional
-        Where the record goes; as for :class:`~ragcachekit.engine.RagCache`.
+    ``neighbours`` of ``similar:n`` are ``similar`` (all-MiniLM-L6-v2) or ``preceding`` (the chunks before in
+    the file); ``budget`` is F1 that may be lost, absolute; ``policies`` are the candidates.
     """
 
-    model: str = READER
-    questions: str | os.PathLike[str] | None = None
-    corpus: str | os.PathLike[str] | None = None
     encoder: str = "standalone"
     neighbours: str = SIMILAR
     budget: float = 0.01
-    policies: tuple[str, ...] = ()
     namespace: str = "default"
-    probes: int = 200
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    seed: int = 0
-    max_new_tokens: int | None = None
-    device: str | None = None
-    dtype: str = "auto"
-    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         Budget(self.budget)
@@ -93,27 +47,6 @@ class CalibrateSettings:
             raise ValueError(f"neighbours are 'similar' or 'preceding', not {self.neighbours!r}")
         if self.neighbours == PRECEDING and self.corpus is None:
             raise ValueError("give --corpus: a chunk's predecessors are those of its file")
-        if self.questions is None and self.corpus is None and self.model != READER:
-            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
-
-    @property
-    def folder(self) -> Path:
-        """The cache folder."""
-        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
-
-    @property
-    def new_tokens(self) -> int:
-        """Longest answer."""
-        return self.max_new_tokens or (_TOKENS_READER if self.model == READER else _TOKENS)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Questions, how answers to them are judged, and the corpus if there is one."""
-
-    questions: tuple[FidelityQuestion, ...]
-    quality: str
-    corpus: Corpus | None = None
 
 
 def run(
@@ -121,35 +54,22 @@ def run(
 ) -> Calibration:
     """Measure the curve and store the record, for engines loaded from files and made around a model.
 
-    Parameters
-    ----------
-    settings : CalibrateSettings
-    neighbours : Neighbours, optional
-        For the encoder ``similar:n``, instead of ``settings.neighbours``.
-    progress : bool
-        Show bars.
+    ``neighbours`` are for the encoder ``similar:n``, instead of those of the settings. Returned is the
+    record as it was stored for a model loaded by ``RagCache.from_pretrained``.
 
-    Returns
-    -------
-    Calibration
-        As it was stored under the fingerprint of a model loaded by ``RagCache.from_pretrained``.
-
-    Raises
-    ------
-    ValueError, CorpusError
-        For bad settings, questions or corpora; before any work.
-    RagCacheError
-        If the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
+    Raises ValueError, CorpusError for bad settings, questions or corpora; before any work; RagCacheError if
+    the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
     """
     check_writable(settings.folder)
-    sample = sample_of(settings)
-    with one_thread(settings.model == READER), explained(settings.model, ValueError):
-        dtype = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
-        model, tokenizer = load_model(model_path(settings.model), settings.device, **dtype)
-    with one_thread(settings.model == READER):
-        record = calibrated(settings, model, tokenizer, sample, neighbours=neighbours, progress=progress)
-        source = weights_folder(model_path(settings.model))
-        loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
+    sample = settings.sample()
+    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
+
+    def near() -> Neighbours:
+        return neighbours or neighbours_of(sample, settings.neighbours == PRECEDING, progress)
+
+    record = calibrated(settings, model, tokenizer, sample, near, progress=progress)
+    source = weights_folder(settings.model)
+    loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
     # The same weights have two names: by their files, and as they lie in memory.
     by_files = replace(record, fingerprint=loaded.digest)
     for one in (record, by_files):
@@ -157,41 +77,26 @@ def run(
     return by_files
 
 
-def sample_of(settings: CalibrateSettings) -> Sample:
-    """What is asked: the user's questions, probes from the corpus, or the reader's sample world."""
-    corpus = None
-    if settings.corpus is not None:
-        tokenizer = load_tokenizer(settings.model)
-        corpus = read_corpus(settings.corpus, chunk_tokens=settings.chunk_tokens, tokenizer=tokenizer)
-    if settings.questions is not None:
-        return Sample(tuple(read_questions(settings.questions)), ANSWERS, corpus)
-    if corpus is not None:
-        return Sample(tuple(probes(corpus.chunks, settings.probes, settings.seed)), AGREEMENT, corpus)
-    return Sample(tuple(world_questions(settings.seed, _PER_TYPE)), ANSWERS)
-
-
 def calibrated(
     settings: CalibrateSettings,
     model: Any,
     tokenizer: Any,
     sample: Sample,
+    neighbours: Callable[[], Neighbours],
     *,
-    neighbours: Neighbours | None = None,
     progress: bool = False,
 ) -> Calibration:
-    """The record of a model in memory; nothing is stored."""
+    """The record of a model in memory; nothing is stored. ``neighbours`` is for ``similar:n``."""
     encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
     policies = candidates(settings.policies, encoder)
-    if needs_neighbours(encoder) and neighbours is None:
-        neighbours = _neighbours(settings, sample, progress)
     panel = Panel(
         model,
         tokenizer,
         sample.questions,
         encoder=encoder,
         agreement=sample.quality == AGREEMENT,
-        neighbours=neighbours,
-        max_new_tokens=settings.new_tokens,
+        neighbours=neighbours() if needs_neighbours(encoder) else None,
+        max_new_tokens=settings.max_new_tokens,
         cache_dir=settings.cache_dir,
         progress=progress,
     )
@@ -275,14 +180,3 @@ def plot(record: Calibration, path: str | os.PathLike[str]) -> None:
     axes.set_title(f"{record.encoder}, {record.n} questions, chosen: {record.policy}", fontsize=10)
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def _neighbours(settings: CalibrateSettings, sample: Sample, progress: bool) -> Neighbours:
-    if settings.neighbours == PRECEDING and sample.corpus is not None:
-        return PrecedingChunks(documents(sample.corpus.chunks))
-    from ragcachekit.bench.embedding import MiniLM  # an extra, and needed here only
-
-    texts: Sequence[str] = sample.corpus.texts if sample.corpus is not None else []
-    asked = (chunk for question in sample.questions for chunk in question.chunks)
-    known = list(dict.fromkeys([*texts, *asked]))
-    return SimilarChunks(known, MiniLM().embed(known, progress=progress))

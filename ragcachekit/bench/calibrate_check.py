@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from ragcachekit.bench.calibrate import ANSWERS, CalibrateSettings, Sample, calibrated
+from ragcachekit.bench.calibrate import CalibrateSettings, calibrated
 from ragcachekit.bench.calibrate_measure import Panel, Scores
 from ragcachekit.bench.demo_score import KINDS
 from ragcachekit.bench.fidelity_engines import FULL, needs_neighbours
-from ragcachekit.bench.fidelity_questions import FidelityQuestion, held_out_world, world_questions
+from ragcachekit.bench.fidelity_questions import FidelityQuestion
+from ragcachekit.bench.own_questions import Sample
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.resample import Bootstrap
-from ragcachekit.bench.workspace import READER, model_path, one_thread
+from ragcachekit.bench.world_questions import held_out_world, world_questions
+from ragcachekit.bench.world_reader import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import Calibration, write_record
 from ragcachekit.link.neighbours import Neighbours, PrecedingChunks
@@ -78,11 +80,11 @@ def run(settings: CheckSettings | None = None, *, progress: bool = False) -> Ben
     near = PrecedingChunks(article.chunks for article in held_out_world(chosen.seed).articles)
     rows: list[dict[str, Any]] = []
     with one_thread(), tempfile.TemporaryDirectory(prefix="ragcachekit-budget-") as folder:
-        model, tokenizer = load_model(model_path(READER), "cpu")
+        model, tokenizer = load_model(READER, "cpu")
         for encoder in chosen.encoders:
             check = _Check(chosen, encoder, near, model, tokenizer, Path(folder), progress)
             rows += check.rows(first, others)
-    return BenchReport("budget", "the trained reader of the package", chosen.seed, tuple(rows))
+    return BenchReport("budget", READER_NAME, chosen.seed, tuple(rows))
 
 
 class _Check:
@@ -99,7 +101,7 @@ class _Check:
         progress: bool,
     ) -> None:
         self._settings, self._encoder = settings, encoder
-        self._near = near if needs_neighbours(encoder) else None
+        self._near = near
         self._model, self._tokenizer = model, tokenizer
         self._folder, self._progress = folder, progress
 
@@ -118,19 +120,18 @@ class _Check:
         return [*budgets, *self._curve(record)]
 
     def _calibrated(self, questions: Sequence[FidelityQuestion]) -> Calibration:
-        options = self._options()
         settings = CalibrateSettings(
+            READER,
             encoder=self._encoder,
             budget=self._settings.budgets[0],
             policies=self._settings.policies,
             seed=self._settings.seed,
-            max_new_tokens=options["max_new_tokens"],
+            max_new_tokens=ANSWER_TOKENS,
             cache_dir=self._folder,
         )
-        sample = Sample(tuple(questions), ANSWERS)
-        return calibrated(
-            settings, self._model, self._tokenizer, sample, neighbours=self._near, progress=self._progress
-        )
+        sample = Sample(tuple(questions))
+        model, tokenizer = self._model, self._tokenizer
+        return calibrated(settings, model, tokenizer, sample, lambda: self._near, progress=self._progress)
 
     def _row(
         self, record: Calibration, budget: float, panel: Panel, full: Scores, known: dict[str, Scores]
@@ -179,8 +180,8 @@ class _Check:
     def _options(self) -> dict[str, Any]:
         return {
             "encoder": self._encoder,
-            "neighbours": self._near,
-            "max_new_tokens": CalibrateSettings().new_tokens,
+            "neighbours": self._near if needs_neighbours(self._encoder) else None,
+            "max_new_tokens": ANSWER_TOKENS,
             "cache_dir": self._folder,
             "progress": self._progress,
         }

@@ -39,13 +39,9 @@ WISHED = (
 
 @dataclass(frozen=True)
 class Scores:
-    """What one policy gave, question by question.
+    """What one policy gave, ``[questions]`` each: F1, recomputed / cached rows, and certainty.
 
-    Attributes
-    ----------
-    f1, ratio, first : numpy.ndarray
-        ``[questions]``: F1; recomputed / cached rows; the probability of the token that full's answer
-        begins with.
+    ``first`` is the probability of the token that full's answer begins with.
     """
 
     f1: NDArray[np.float64]
@@ -56,10 +52,7 @@ class Scores:
 def candidates(names: Iterable[str], encoder: str) -> list[str]:
     """Policies to measure over ``encoder``, without ``full``; the default ones if none are named.
 
-    Raises
-    ------
-    ValueError
-        For an unknown policy, or one that insists on another encoder.
+    Raises ValueError for an unknown policy, or one that insists on another encoder.
     """
     given = list(names)
     out = []
@@ -80,19 +73,7 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
 class Panel:
     """Questions asked of one model over one encoder; close it.
 
-    Parameters
-    ----------
-    model, tokenizer
-    questions : sequence of FidelityQuestion
-    encoder : str
-    agreement : bool
-        Score against the answer of ``full``, not against the right one.
-    neighbours : Neighbours, optional
-        For the encoder ``similar:n``.
-    max_new_tokens : int
-    cache_dir : path, optional
-    progress : bool
-        Show a bar.
+    With ``agreement`` answers are scored against those of ``full``, not against the right ones.
     """
 
     def __init__(
@@ -164,10 +145,7 @@ class Panel:
 def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: float) -> tuple[CurvePoint, ...]:
     """Every candidate and ``full``, by the ratio spent.
 
-    Raises
-    ------
-    RagCacheError
-        As :func:`check_full`; no candidate is measured then.
+    Raises RagCacheError as :func:`check_full`; no candidate is measured then.
     """
     full = panel.scores(FULL.policy)
     check_full(full.f1, budget, seed)
@@ -184,11 +162,8 @@ def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: flo
 def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
     """Whether there is anything to lose: where ``full`` scores nothing, no policy can lose against it.
 
-    Raises
-    ------
-    RagCacheError
-        If a policy that answers nothing would be within the budget, or if ``full`` scores less than
-        :data:`LEAST_F1` on average.
+    Raises RagCacheError if a policy that answers nothing would be within the budget, or if ``full`` scores
+    less than :data:`LEAST_F1` on average.
     """
     mean = float(f1.mean())
     if mean < LEAST_F1:

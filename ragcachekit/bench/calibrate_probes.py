@@ -29,10 +29,7 @@ def probes(chunks: Sequence[CorpusChunk], number: int, seed: int) -> list[Fideli
     others. The answer given is the text's own; whoever calibrates with probes compares with what ``full``
     answers, right or wrong.
 
-    Raises
-    ------
-    CorpusError
-        If no chunk holds a sentence of eight words or more.
+    Raises CorpusError if no chunk holds a sentence of eight words or more.
     """
     rng = random.Random(seed)
     places = [(texts, at) for texts in documents(chunks) for at in range(len(texts))]

@@ -1,4 +1,4 @@
-"""check-model --all-families: every causal LM family of the installed transformers, one row each."""
+"""families: every causal LM family of the installed transformers, one row each."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def markdown(checks: Sequence[FamilyCheck]) -> str:
         f"model of each (some in several configurations): **{summary(checks)}**. This page is written by",
         "",
         "```",
-        "ragcachekit check-model --all-families --json benchmarks/results/families.json "
-        "--markdown docs/models.md",
+        "python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md",
         "```",
         "",
         *_EXPLAINED,

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.workspace import explained, load_tokenizer, model_path
+from ragcachekit.bench.workspace import load_checked, load_tokenizer
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.admission import admit
-from ragcachekit.model.loading import load_model
 from ragcachekit.model.rope import LayerRope, Rope
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.types import Chunk, Prompt, Text
@@ -27,21 +26,9 @@ _PROMPT, _FIRST = 48, 24
 class ModelCheck:
     """Whether the library gives what the model computes.
 
-    Attributes
-    ----------
-    family : str
-        The model's class.
-    status : str
-        ``exact``; ``refused``: the library will not link this model; ``wrong``: it would, and the
-        answer is not the model's own (a bug of this library, please report it).
-    reason : str
-        Why not, else empty.
-    max_abs_diff : float or None
-        Greatest difference seen, relative to the greatest value of its tensor.
-    tolerance : float or None
-        What is allowed in this dtype.
-    rope : tuple of str
-        Rotary embedding, one line per run of equal layers.
+    ``status`` is ``exact``, ``refused`` (the library will not link this model) or ``wrong`` (it would, and
+    the answer is not the model's own: a bug of this library, please report it). ``max_abs_diff`` is relative
+    to the greatest value of its tensor, ``rope`` has one line per run of equal layers.
     """
 
     family: str
@@ -60,15 +47,10 @@ class ModelCheck:
 def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelCheck:
     """Load the model called ``model`` and check it.
 
-    Raises
-    ------
-    RagCacheError
-        It cannot be loaded.
+    Raises RagCacheError: it cannot be loaded.
     """
     load_tokenizer(model)  # for its errors: a folder that holds no model says so
-    with explained(model):
-        loaded, _ = load_model(model_path(model), device, dtype=dtype)
-    return check(loaded)
+    return check(load_checked(model, device, dtype)[0])
 
 
 @torch.no_grad()

@@ -20,10 +20,7 @@ def check_writable(cache: Path) -> None:
 
     Asking for permissions does not do: root has all of them on a file system that takes nothing.
 
-    Raises
-    ------
-    RagCacheError
-        Names the folder and the reason.
+    Raises RagCacheError: names the folder and the reason.
     """
     place = cache.absolute()
     while not os.path.lexists(place):
@@ -51,12 +48,8 @@ def _unwritable(folder: Path, *, probe: bool) -> str | None:
 def check_picture(path: Path) -> None:
     """Whether a picture can be drawn into ``path``.
 
-    Raises
-    ------
-    ValueError
-        For an ending that is not among :data:`PICTURES`, or a folder that does not exist.
-    RagCacheError
-        matplotlib is not installed.
+    Raises ValueError for an ending that is not among :data:`PICTURES`, or a folder that does not exist;
+    RagCacheError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path}: give a name that ends in {', '.join(PICTURES)}")
@@ -69,10 +62,7 @@ def check_picture(path: Path) -> None:
 def check_device(name: str) -> None:
     """Whether this machine has a device to compute on.
 
-    Raises
-    ------
-    ValueError
-        Says which devices there are.
+    Raises ValueError: says which devices there are.
     """
     import torch
 

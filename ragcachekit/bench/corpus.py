@@ -42,17 +42,7 @@ class CorpusChunk:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a folder gave.
-
-    Attributes
-    ----------
-    chunks : tuple of CorpusChunk
-        In order of file and place; a text that occurs twice is in it once.
-    files : int
-        Files that were read.
-    notes : tuple of str
-        What was skipped, and why.
-    """
+    """What a folder gave: chunks by file and place, each text once; ``notes`` say what was skipped."""
 
     chunks: tuple[CorpusChunk, ...]
     files: int
@@ -69,27 +59,12 @@ def read_corpus(
 ) -> Corpus:
     """Read every text file below ``folder``.
 
-    Parameters
-    ----------
-    folder : path
-        Files ending in .txt, .md, .rst, .py, .html and .htm count, hidden ones do not.
-    chunk_tokens : int
-        Greatest size of a chunk, counted word by word (a tokenizer that looks beyond words may come
-        to one or two more or fewer).
-    tokenizer : transformers.PreTrainedTokenizerBase, optional
-        Counts tokens; None counts words.
+    Files with the endings :data:`SUFFIXES` count, hidden ones do not. ``chunk_tokens`` is counted word by
+    word (a tokenizer that looks beyond words may come to one or two more or fewer); without a tokenizer
+    it is words. A corpus has at least one chunk.
 
-    Returns
-    -------
-    Corpus
-        At least one chunk.
-
-    Raises
-    ------
-    CorpusError
-        The folder is missing or holds no text; the message says what to do.
-    ValueError
-        ``chunk_tokens`` below 1.
+    Raises CorpusError: the folder is missing or holds no text; the message says what to do; ValueError:
+    ``chunk_tokens`` below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")

@@ -1,4 +1,4 @@
-"""``ragcachekit demo``: a LangChain chain with both caches on, if it stays right, how much sooner."""
+"""``python -m benchmarks demo``: a LangChain chain with both caches on, and how much sooner it answers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +26,7 @@ from ragcachekit.bench.demo_store import ArticleStore, RememberedEmbeddings
 from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.bench.world import World, make_world
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import RagCacheError
@@ -34,7 +34,6 @@ from ragcachekit.link.neighbours import PrecedingChunks
 from ragcachekit.query.calibrate import Calibration
 from ragcachekit.store.factory import open_store
 
-READER = Path(__file__).with_name("reader")
 POLICIES = ("full", "deep:0.1", "lego:16", "lego:4", "reuse", "lego0")
 """Over chunks that were encoded alone, as every policy's papers have it."""
 

@@ -28,6 +28,7 @@ from ragcachekit.bench.timing import (
     NO_TIER,
     ONE_TOKEN,
     Engines,
+    Measured,
     Timings,
     check_exact,
     open_engines,
@@ -201,7 +202,8 @@ def _ask(rag: RagCache, prompt: str, timings: Timings) -> None:
         raise RagCacheError(
             f"{timings.policy}: expected chunks from {sorted(expected)}, got {sorted(sources)}"
         )
-    timings.add(report["ttft_ms"], link["link_ms"], link["recompute_ratio"], link["prompt_tokens"])
+    found = Measured(report["ttft_ms"], link["link_ms"], link["recompute_ratio"], link["prompt_tokens"])
+    timings.samples.append(found)
 
 
 def _with_state(row: dict[str, Any]) -> dict[str, Any]:

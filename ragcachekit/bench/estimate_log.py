@@ -12,23 +12,13 @@ from typing import Any
 
 from ragcachekit.errors import RagCacheError
 
-FIELDS = ("query", "docs", "time", "answer_tokens")
-
 
 @dataclass(frozen=True)
 class LoggedQuery:
-    """One line.
+    """One line, counted from 1.
 
-    Attributes
-    ----------
-    line : int
-        Its number in the file, from 1.
-    query : str
-    docs : tuple of str or None
-        What the user's retriever returned: ``file#number`` of the corpus, or the text itself.
-    time : float or None
-        Seconds since any fixed moment.
-    answer_tokens : int or None
+    ``docs`` is what the user's retriever returned, ``file#number`` of the corpus or the text itself;
+    ``time`` are seconds since any fixed moment.
     """
 
     line: int
@@ -45,12 +35,8 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
     ``time`` (seconds or ISO 8601) and ``answer_tokens``; other fields are let pass. A line that does not
     begin with ``{`` is a question as it stands; empty lines count for nothing.
 
-    Raises
-    ------
-    ValueError
-        For a bad line, with its number; for a log without questions.
-    RagCacheError
-        If it cannot be read.
+    Raises ValueError for a bad line, with its number; for a log without questions; RagCacheError if it
+    cannot be read.
     """
     try:
         queries = list(_queries(Path(path).expanduser()))

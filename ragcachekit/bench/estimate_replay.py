@@ -1,22 +1,17 @@
-"""Prompts through tiers: the library's own store, encoder order and eviction, over KV without content."""
+"""Prompts through tiers: keys and bytes through the eviction policy, without any KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from ragcachekit.bench.estimate_phantom import PhantomDisk, PhantomEncoder
 from ragcachekit.bench.estimate_requests import Request, Use
-from ragcachekit.link.base import GuidedPolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.link.planned import COMPUTED, Missing
-from ragcachekit.link.warm import Warmer
-from ragcachekit.store.base import Found, KVStore, LayerSource
+from ragcachekit.link.planned import COMPUTED
+from ragcachekit.model.encoder import Encoding
+from ragcachekit.store.eviction.base import Access
+from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.eviction.registry import open_eviction
-from ragcachekit.store.host import HostStore
-from ragcachekit.store.null import NullStore
-from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import KVKey
 
 HOST, DISK = "host", "disk"
@@ -29,7 +24,6 @@ class Tiers:
     Attributes
     ----------
     host_bytes : int
-        0 for none.
     eviction : str
         Of the host tier.
     disk : bool
@@ -42,22 +36,6 @@ class Tiers:
     eviction: str = "pgdsf"
     disk: bool = False
     precomputed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.precomputed and not self.disk:
-            raise ValueError("a corpus is encoded ahead onto the disk; add one")
-
-    def open(self, encoder: PhantomEncoder, ahead: Sequence[Missing]) -> KVStore:
-        """The tiers, joined as the library joins them; ``ahead`` is what is encoded ahead."""
-        tiers: list[Tier] = []
-        if self.host_bytes:
-            tiers.append(HostStore(self.host_bytes, policy=open_eviction(self.eviction)))
-        if self.disk:
-            disk = PhantomDisk()
-            if self.precomputed:
-                Warmer(encoder, disk, lambda: True).now(ahead)
-            tiers.append(disk)
-        return TieredStore(tiers) if tiers else NullStore()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,72 +52,83 @@ class Served:
     request: Request
     tiers: tuple[str, ...]
 
-    @property
-    def used(self) -> tuple[Use, ...]:
-        """What came from a tier."""
-        return tuple(u for u, tier in zip(self.request.uses, self.tiers, strict=True) if tier != COMPUTED)
+    def from_tier(self, tier: str) -> list[Use]:
+        """The uses that came from a tier."""
+        return [use for use, found in zip(self.request.uses, self.tiers, strict=True) if found == tier]
 
     def count(self, tier: str) -> int:
         """Chunks that came from a tier; the text before the first chunk does not count."""
-        pairs = zip(self.request.uses, self.tiers, strict=True)
-        return sum(found == tier and not use.prefix for use, found in pairs)
-
-    def without(self, keys: Collection[KVKey]) -> Served:
-        """The same with these entries computed."""
-        pairs = zip(self.request.uses, self.tiers, strict=True)
-        return Served(self.request, tuple(COMPUTED if use.item.key in keys else tier for use, tier in pairs))
+        return sum(not use.prefix for use in self.from_tier(tier))
 
 
 def replay(
     requests: Sequence[Request],
     tiers: Tiers,
-    encoder: PhantomEncoder,
-    ahead: Sequence[Missing] = (),
+    ahead: Collection[KVKey] = (),
     done: Callable[[], object] = lambda: None,
 ) -> tuple[Served, ...]:
     """Serve the requests one after the other; what one misses is stored behind it.
 
-    ``ahead`` is what is stored first, where the tiers are precomputed.
+    ``ahead`` are the keys that are on the disk first, where the tiers are precomputed.
     """
-    store = tiers.open(encoder, ahead)
-    warmer = Warmer(encoder, store, lambda: True)
+    host, disk = _Host(tiers), set(ahead if tiers.precomputed else ())
     served = []
     for request in requests:
-        served.append(_serve(request, store, warmer))
+        served.append(_serve(request, host, disk))
+        if tiers.disk:
+            disk.update(use.key for use in request.uses)
         done()
-    warmer.close()
-    store.close()
     return tuple(served)
 
 
-def _serve(request: Request, store: KVStore, warmer: Warmer) -> Served:
-    """Everything is looked up, then what has to be read is read; what was missed is stored afterwards."""
-    found: dict[KVKey, Found | LayerSource | None] = {}
-    for use in request.uses:
-        if use.item.key not in found:
-            found[use.item.key] = store.open(use.item.key)
-    for use in request.uses:
-        opened = found[use.item.key]
-        if opened is not None and not isinstance(opened, Found):
-            opened.finished(use.kv)
-            found[use.item.key] = Found(use.kv, opened.tier)
-    missing = {use.item.key: use.item for use in request.uses if found[use.item.key] is None}
-    tiers = tuple(_tier(found[use.item.key]) for use in request.uses)
-    warmer.now(missing.values())
-    return Served(request, tiers)
+def _serve(request: Request, host: _Host, disk: set[KVKey]) -> Served:
+    """All entries are looked up, then those on the disk are read, then what was missed is stored."""
+    uses = {use.key: use for use in request.uses}
+    found = {key: HOST if host.get(key) else DISK if key in disk else COMPUTED for key in uses}
+    for key, use in uses.items():
+        if found[key] == DISK:
+            host.put(use)
+    for use in _as_encoded(use for key, use in uses.items() if found[key] == COMPUTED):
+        host.put(use)
+    host.release()
+    return Served(request, tuple(found[use.key] for use in request.uses))
 
 
-def _tier(found: Found | LayerSource | None) -> str:
-    return COMPUTED if found is None else found.tier
+def _as_encoded(uses: Iterable[Use]) -> Iterator[Use]:
+    """The order of the chunk encoder: one encoding after the other, the longest chunks first."""
+    groups: defaultdict[Encoding, list[Use]] = defaultdict(list)
+    for use in uses:
+        groups[use.encoding].append(use)
+    for group in groups.values():
+        yield from sorted(group, key=lambda use: use.chunk.tokens)[::-1]
 
 
-def rows_chosen(policy: SelectionPolicy, chunks: Sequence[PlacedChunk], tokens: int) -> int:
-    """How many of these chunks' rows a policy recomputes.
+class _Host:
+    """The host tier's bookkeeping: what a request uses is held until its end."""
 
-    A policy that watches the question has nothing to watch here: which rows it takes is unknown, how
-    many is not.
-    """
-    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in chunks):
-        layers = len(policy.look.layers or (0,))
-        return len(policy.choose(chunks, [torch.ones(tokens)] * layers))
-    return len(policy.select(chunks))
+    def __init__(self, tiers: Tiers) -> None:
+        self._budget = tiers.host_bytes
+        self._ranking: Ranking[KVKey] = Ranking(open_eviction(tiers.eviction))
+        self._held: set[KVKey] = set()
+
+    def get(self, key: KVKey) -> bool:
+        if key not in self._ranking:
+            return False
+        self._ranking.hold(key)
+        self._held.add(key)
+        self._ranking.touch(key)
+        return True
+
+    def put(self, use: Use) -> None:
+        if sum(map(self._ranking.size, self._held)) + use.nbytes > self._budget:
+            return
+        tokens = use.chunk.tokens
+        self._ranking.add(use.key, use.nbytes, tokens, "", Access(False, tokens, tokens), hold=True)
+        while self._ranking.nbytes > self._budget:
+            self._ranking.evict()
+        self._ranking.release(use.key)
+
+    def release(self) -> None:
+        for key in self._held:
+            self._ranking.release(key)
+        self._held.clear()

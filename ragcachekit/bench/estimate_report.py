@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragcachekit.bench.estimate import Estimate, Outcome
 from ragcachekit.bench.estimate_advice import Advice
@@ -116,7 +117,7 @@ def _policies(estimate: Estimate, outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def _times(seconds: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+def _times(seconds: NDArray[np.float64]) -> dict[str, float]:
     return {
         "ttft_ms": float(np.median(seconds)) * 1e3,
         "ttft_ms_p90": float(np.quantile(seconds, 0.9)) * 1e3,
@@ -128,33 +129,20 @@ def plot(found: BenchReport, path: str | os.PathLike[str]) -> None:
     """Draw hit rate and mean time to first token over host bytes; the ending says which kind of image."""
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
-    tiers = part(found, TIERS).rows
+    rows = part(found, TIERS).rows
     figure = Figure(figsize=(10, 4), layout="constrained")
     hits, times = figure.subplots(1, 2)
-    for (eviction, disk, precomputed), rows in _series(tiers).items():
+    for tiers in dict.fromkeys((row["eviction"], row["disk"], row["precomputed"]) for row in rows):
+        line = [row for row in rows if (row["eviction"], row["disk"], row["precomputed"]) == tiers]
+        eviction, disk, precomputed = tiers
         label = eviction + (" + disk" if disk else "") + (", precomputed" if precomputed else "")
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2, "label": label}
-        style["linestyle"] = "-" if precomputed else "--" if disk else ":"
-        x = [row["host_mb"] for row in rows]
-        hits.plot(x, [row["from_host"] for row in rows], **style)
-        times.plot(x, [row["ttft_ms_mean"] for row in rows], **style)
+        x = [row["host_mb"] for row in line]
+        for axes, name in ((hits, "from_host"), (times, "ttft_ms_mean")):
+            axes.plot(x, [row[name] for row in line], "o-" if precomputed else "o--", label=label)
     full = next(row for row in found.rows if row.get("policy") == FULL)
     times.axhline(full["ttft_ms_mean"], color="#4d4d4d", linewidth=1, label="full prefill")
-    hits.set(xlabel="host memory (MB)", ylabel="chunks found in host memory", ylim=(0, 1.02))
-    times.set(xlabel="host memory (MB)", ylabel="mean time to first token (ms)", ylim=(0, None))
-    for axes in (hits, times):
-        axes.set_xscale("log")
-        sizes = sorted({row["host_mb"] for row in tiers})
-        axes.set_xticks(sizes, [f"{size:,.3g}" if size < 1000 else f"{size:,.0f}" for size in sizes])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+    hits.set(xscale="log", xlabel="host memory (MB)", ylabel="chunks found in host memory", ylim=(0, 1.02))
+    times.set(xscale="log", xlabel="host memory (MB)", ylabel="mean time to first token (ms)", ylim=(0, None))
     times.legend(fontsize=7)
     figure.suptitle(f"estimate: {found.model}", fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-def _series(rows: tuple[dict[str, Any], ...]) -> dict[tuple[str, bool, bool], list[dict[str, Any]]]:
-    out: dict[tuple[str, bool, bool], list[dict[str, Any]]] = {}
-    for row in rows:
-        out.setdefault((row["eviction"], row["disk"], row["precomputed"]), []).append(row)
-    return out

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from langchain_core.embeddings import Embeddings
-from langchain_core.retrievers import BaseRetriever
 from numpy.typing import NDArray
 
 from ragcachekit.bench.ask import CAPACITY
@@ -22,19 +21,16 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1)
 
 _NAME = re.compile(r"\S+#\d+")
 
+Search = Callable[[NDArray[Any]], tuple[str, ...]]
+"""From a question's embedding to the texts that are nearest to it."""
+
 
 @dataclass(frozen=True)
 class Retrievals:
-    """What every logged question finds.
+    """What every logged question finds: its texts, in the order of the prompt.
 
-    Attributes
-    ----------
-    texts : tuple of tuple of str
-        Per question, in the order of the prompt.
-    same : int
-        Questions that were asked before, letter for letter.
-    near : dict of float to int
-        Per tolerance, questions that the query cache would have answered.
+    ``same`` questions were asked before, letter for letter; ``near`` are, per tolerance, those that the
+    query cache would have answered.
     """
 
     texts: tuple[tuple[str, ...], ...]
@@ -43,37 +39,33 @@ class Retrievals:
 
 
 def retrieve(
-    log: Sequence[LoggedQuery],
-    corpus: Corpus,
-    vectors: NDArray[Any],
-    search: Callable[[str], tuple[str, ...]] | None,
-    tolerance: float,
+    log: Sequence[LoggedQuery], corpus: Corpus, vectors: NDArray[Any], search: Search, tolerance: float
 ) -> Retrievals:
     """Go through the log with a query cache in front of ``search``; what a line names counts instead.
 
-    ``vectors`` are the questions' embeddings, in the order of the log; without ``search`` every line
-    must name what it found.
+    ``vectors`` are the questions' embeddings, in the order of the log.
 
-    Raises
-    ------
-    ValueError
-        For a ``file#number`` that the corpus does not have.
+    Raises ValueError for a ``file#number`` that the corpus does not have.
     """
     names = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     caches = {t: CachedRetrieval[str](ProximityCache(CAPACITY, t)) for t in {*TOLERANCES, tolerance}}
-    texts = []
+    texts: list[tuple[str, ...]] = []
+    known: dict[str, tuple[str, ...]] = {}
     for query, vector in zip(log, vectors, strict=True):
-        found = tuple(_text(query, doc, names) for doc in query.docs) if query.docs is not None else None
-
-        def look(query: LoggedQuery = query, found: tuple[str, ...] | None = found) -> list[tuple[str, str]]:
-            if found is not None or search is None:
-                return [(text, text) for text in found or ()]
-            return [(text, text) for text in search(query.query)]
-
-        results = {t: cache.get(vector, "estimate", look) for t, cache in caches.items()}
-        texts.append(results[tolerance].documents if found is None else found)
+        if query.docs is not None:
+            found = tuple(_text(query, doc, names) for doc in query.docs)
+        else:
+            if query.query not in known:
+                known[query.query] = search(vector)
+            found = known[query.query]
+        results = {t: cache.get(vector, "estimate", partial(_pairs, found)) for t, cache in caches.items()}
+        texts.append(results[tolerance].documents if query.docs is None else found)
     near = {t: caches[t].stats().hits for t in sorted(caches)}
     return Retrievals(tuple(texts), len(log) - len({q.query for q in log}), near)
+
+
+def _pairs(found: Sequence[str]) -> list[tuple[str, str]]:
+    return [(text, text) for text in found]
 
 
 def _text(query: LoggedQuery, doc: str, names: dict[str, str]) -> str:
@@ -85,35 +77,3 @@ def _text(query: LoggedQuery, doc: str, names: dict[str, str]) -> str:
             "from 0, as `ask` names its sources, and depend on --chunk-tokens"
         )
     return doc
-
-
-class KnownVectors(Embeddings):
-    """Embeddings of texts that were embedded before, all at once."""
-
-    def __init__(self, vectors: dict[str, NDArray[Any]]) -> None:
-        self._vectors = vectors
-
-    def embed(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Rows, in order."""
-        return [self._vectors[text] for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        """One text."""
-        row: list[float] = self._vectors[text].tolist()
-        return row
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Several."""
-        return [self.embed_query(text) for text in texts]
-
-
-def search_of(retriever: BaseRetriever) -> Callable[[str], tuple[str, ...]]:
-    """A retriever as a function from a question to texts, each question searched once."""
-    known: dict[str, tuple[str, ...]] = {}
-
-    def search(query: str) -> tuple[str, ...]:
-        if query not in known:
-            known[query] = tuple(document.page_content for document in retriever.invoke(query))
-        return known[query]
-
-    return search

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ragcachekit.bench.estimate_replay import DISK, Served, rows_chosen
+from ragcachekit.bench.estimate_replay import DISK, HOST, Served
 from ragcachekit.bench.estimate_requests import Use
-from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.planner import LEAST_READS, Candidate, LoadPlanner, pipelined, pipelined_twice
-from ragcachekit.link.uses import guide_of, use_of
+from ragcachekit.link.base import GuidedPolicy, PlacedChunk, SelectionPolicy
+from ragcachekit.link.planner import pipelined, pipelined_twice
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.model.profiling import measure_profile
@@ -26,7 +24,6 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
-Say = Callable[[str], object]
 MEASURE_SECONDS = 5.0
 SAMPLE_TOKENS = 256
 _READS = 5
@@ -42,16 +39,8 @@ ASSUMED_MEMORY = {"cpu": 1e10, "cuda": 1e12}
 class Speeds:
     """What times are estimated with.
 
-    Attributes
-    ----------
-    profile : PrefillProfile
-    disk : float
-        Bytes of KV per second from the disk, verified.
-    copy : float
-        Bytes of KV per second from memory into a prompt's cache, turned to its place.
-    layers : int
-    notes : tuple of str
-        Where the figures come from.
+    ``disk`` are bytes of KV per second from the disk, ``copy`` those from memory into a prompt's cache,
+    turned to its place; ``notes`` say where the figures come from.
     """
 
     profile: PrefillProfile
@@ -65,26 +54,28 @@ class Speeds:
         return self.profile.seconds(0, tokens)
 
     def served(self, served: Served, policy: SelectionPolicy) -> float:
-        """Seconds to the first token: what is worth loading is loaded, while earlier layers compute.
+        """Seconds to the first token if the longest entries on the disk are loaded, as many as pay."""
+        here = served.from_tier(HOST)
+        slow = sorted(served.from_tier(DISK), key=lambda use: -use.chunk.tokens)
+        total = served.request.tokens
+        return min(self._seconds(total, here, slow[:n], policy) for n in range(len(slow) + 1))
+
+    def _seconds(
+        self, total: int, here: Sequence[Use], loaded: Sequence[Use], policy: SelectionPolicy
+    ) -> float:
+        """Seconds where these entries are loaded while earlier layers compute.
 
         A policy that watches the question runs it over what is used first, as the engine does.
         """
-        total = served.request.tokens
-        slow = {u.item.key: u for u, t in zip(served.request.uses, served.tiers, strict=True) if t == DISK}
-        new = total - sum(use.chunk.tokens for use in served.used)
-        guide = guide_of(policy, new, [use.chunk for use in served.used if use.item.key not in slow])
-        wanted, _ = self._planner.choose(
-            [self._candidate(u, policy) for u in slow.values()], total, new, guide
-        )
-        loads = dict(zip(slow, wanted, strict=True))
-        used = served.without({key for key, load in loads.items() if not load}).used
+        used = [*here, *loaded]
         unknown = total - sum(use.chunk.tokens for use in used)
         compute = self._rows(unknown + rows_chosen(policy, [use.chunk for use in used], total), total)
-        load = sum(slow[key].kv.nbytes for key, wanted in loads.items() if wanted) / self.disk
-        place = sum(use.kv.nbytes for use in used) / self.copy
-        if guide is None or all(use.chunk.exempt for use in used):
+        load = sum({use.key: use.nbytes for use in loaded}.values()) / self.disk
+        place = sum(use.nbytes for use in used) / self.copy
+        if not isinstance(policy, GuidedPolicy) or all(use.chunk.exempt for use in used):
             return place + pipelined(load, compute, self.layers)
-        seen = guide.layers(self.layers)
+        watched = policy.look.layers
+        seen = self.layers if watched is None else max(layer % self.layers for layer in watched) + 1
         watch = self._rows(unknown, total) * seen / self.layers
         return place + pipelined_twice(load, watch, compute, self.layers, seen)
 
@@ -93,31 +84,22 @@ class Speeds:
         rows = max(rows, 1)
         return self.profile.seconds(total - rows, rows)
 
-    @cached_property
-    def _planner(self) -> LoadPlanner:
-        """The engine's own, with a disk that it knows."""
-        planner = LoadPlanner(self.profile)
-        for _ in range(LEAST_READS):
-            planner.observe_read(DISK, 1 << 20, (1 << 20) / self.disk)
-        return planner
 
-    def _candidate(self, use: Use, policy: SelectionPolicy) -> Candidate:
-        made = use_of(policy, use.chunk, self.layers)
-        per_layer = use.kv.nbytes / self.layers
-        return Candidate(DISK, self.layers, per_layer, self.layers, made.spared, made.recomputed, made.exempt)
+def rows_chosen(policy: SelectionPolicy, chunks: Collection[PlacedChunk], tokens: int) -> int:
+    """How many of these chunks' rows a policy recomputes; which ones may depend on the question."""
+    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in chunks):
+        layers = len(policy.look.layers or (0,))
+        return len(policy.choose(list(chunks), [torch.ones(tokens)] * layers))
+    return len(policy.select(list(chunks)))
 
 
-def measured(model: Any, rope: Rope, token: ChunkKV, folder: Path, disk: float | None, say: Say) -> Speeds:
+def measured(
+    model: Any, rope: Rope, token: ChunkKV, folder: Path, disk: float | None, say: Callable[[str], object]
+) -> Speeds:
     """Take a few seconds to measure this machine with this model.
 
-    Parameters
-    ----------
-    token : ChunkKV
-        KV of one token, as the model gives it.
-    folder : Path
-        On the disk that the KV would lie on; a temporary folder is made there.
-    disk : float or None
-        Bytes per second, if they are known.
+    ``token`` is the KV of one token; ``folder`` is on the disk that KV would lie on, for a temporary
+    folder; ``disk`` are bytes per second, if they are known.
     """
     say("measuring prefills of a few lengths")
     profile = measure_profile(model, context=rope.context, budget=MEASURE_SECONDS)

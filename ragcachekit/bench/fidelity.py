@@ -6,8 +6,7 @@ Everything goes through the public interface of :class:`~ragcachekit.engine.RagC
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,69 +18,70 @@ from ragcachekit.bench.fidelity_measure import Measurement, measure
 from ragcachekit.bench.fidelity_prompts import PromptMaker
 from ragcachekit.bench.fidelity_questions import FidelityQuestion, digest
 from ragcachekit.bench.fidelity_rows import QUALITY, layer_rows, quality_rows
-from ragcachekit.bench.fidelity_settings import (
-    FidelitySettings,
-    chosen_questions,
-    chosen_ways,
-    document_neighbours,
-)
+from ragcachekit.bench.fidelity_settings import DOCUMENT, FidelitySettings, chosen_ways
 from ragcachekit.bench.fidelity_work import Work, WorkHeader
+from ragcachekit.bench.own_questions import neighbours_of
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.workspace import READER, check_dtype, explained, model_path, one_thread
+from ragcachekit.bench.workspace import check_dtype, load_checked
 from ragcachekit.errors import PromptTooLong, RagCacheError
-from ragcachekit.link.neighbours import Neighbours, SimilarChunks
+from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.fingerprint import fingerprint
-from ragcachekit.model.loading import default_cache_dir, load_model
 
 
 def run(
-    settings: FidelitySettings | None = None,
+    settings: FidelitySettings, *, work: str | os.PathLike[str] | None = None, progress: bool = False
+) -> BenchReport:
+    """Ask the user's questions, or probes made from the user's corpus, in every way.
+
+    Results are kept in the file ``work`` as they come; one of an earlier run is continued. The report is
+    that of :func:`measured`.
+
+    Raises ValueError, CorpusError for unknown policies or encoders, bad or missing questions; before any
+    work; RagCacheError as :func:`measured`.
+    """
+    check(settings)
+    settings.check_neighbours(documents=settings.corpus is not None)
+    sample = settings.sample()
+
+    def near() -> Neighbours:
+        return neighbours_of(sample, settings.neighbours == DOCUMENT, progress)
+
+    return measured(settings, sample.questions, near, work=work, progress=progress)
+
+
+def check(settings: FidelitySettings) -> None:
+    """ValueError for an unknown dtype or policy."""
+    check_dtype(settings.dtype)
+    for name in settings.policies:
+        open_policy(name)
+
+
+def measured(
+    settings: FidelitySettings,
+    questions: Sequence[FidelityQuestion],
+    neighbours: Callable[[], Neighbours],
     *,
+    part: str = QUALITY,
     work: str | os.PathLike[str] | None = None,
-    neighbours: Neighbours | None = None,
     progress: bool = False,
 ) -> BenchReport:
-    """Ask every question in every way.
-
-    Parameters
-    ----------
-    settings : FidelitySettings, optional
-    work : path, optional
-        Results are kept here as they come; a file of an earlier run is continued.
-    neighbours : Neighbours, optional
-        For the encoders ``similar:n``; default: what the settings say.
-    progress : bool
-        Show bars.
+    """Ask these questions in every way; ``neighbours`` is called where an encoder ``similar:n`` needs them.
 
     Returns
     -------
     BenchReport
-        Flat rows. ``part`` is ``quality`` (or the name of the sweep): means per policy, encoder and
-        question type with ``<metric>_low`` and ``<metric>_high``, of ``f1`` just ``low`` and ``high``
-        (95 %, bootstrap over questions); ``layer``: KV deviation per layer; ``check``: ``full``
-        against the model's own generate.
+        Flat rows. ``part`` is ``quality`` (or the name given): means per policy, encoder and question
+        type with ``<metric>_low`` and ``<metric>_high``, of ``f1`` just ``low`` and ``high`` (95 %,
+        bootstrap over questions); ``layer``: KV deviation per layer; ``check``: ``full`` against the
+        model's own generate.
 
-    Raises
-    ------
-    ValueError
-        For unknown policies, encoders or sweeps, and bad questions; before any work.
-    RagCacheError
-        If ``full`` through the library is not what the model's own ``generate`` gives (no figure
-        then), a way falls back to a full prefill, or the work file belongs to another run.
+    Raises RagCacheError if ``full`` through the library is not what the model's own ``generate`` gives (no
+    figure then), a way falls back to a full prefill, or the work file belongs to another run.
     """
-    chosen = settings or FidelitySettings()
-    check_dtype(chosen.dtype)
-    for name in chosen.policies:
-        open_policy(name)
-    questions = chosen_questions(chosen)
-    neighbours = neighbours or document_neighbours(chosen)
-    with one_thread(chosen.model == READER), explained(chosen.model, ValueError):
-        dtype = {} if chosen.dtype == "auto" else {"dtype": getattr(torch, chosen.dtype)}
-        model, tokenizer = load_model(model_path(chosen.model), chosen.device, **dtype)
-    ways = chosen_ways(chosen, model, tokenizer)
-    with one_thread(chosen.model == READER):
-        return _Run(chosen, questions, ways, model, tokenizer, neighbours, progress).report(work)
+    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
+    ways = chosen_ways(settings, model, tokenizer)
+    return _Run(settings, questions, ways, model, tokenizer, neighbours, part, progress).report(work)
 
 
 class _Run:
@@ -94,27 +94,26 @@ class _Run:
         ways: Sequence[Way],
         model: Any,
         tokenizer: Any,
-        neighbours: Neighbours | None,
+        neighbours: Callable[[], Neighbours],
+        part: str,
         progress: bool,
     ) -> None:
         self._settings, self._questions, self._ways = settings, questions, ways
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
-        self._neighbours = neighbours
+        self._neighbours, self._part = neighbours, part
         self._maker = PromptMaker(tokenizer)
         self._prompts = [self._maker.prompt(question) for question in questions]
-        self._tokens = settings.new_tokens
+        self._tokens = settings.max_new_tokens
         self._check_lengths()
 
     def report(self, path: str | os.PathLike[str] | None) -> BenchReport:
         """Do what is left and sum up."""
-        settings = self._settings
         with Work(self._header(), path) as work:
             expected = self._own_answers(work)
             with self._engines() as engines:
                 self._ask_all(engines, work, expected)
             rows = self._rows(work)
-        model = "the trained reader of the package" if settings.model == READER else settings.model
-        return BenchReport("fidelity", model, settings.seed, tuple(rows))
+        return BenchReport("fidelity", self._settings.model, self._settings.seed, tuple(rows))
 
     def _check_lengths(self) -> None:
         context = self._model.config.get_text_config().max_position_embeddings
@@ -126,8 +125,7 @@ class _Run:
                 )
 
     def _header(self) -> WorkHeader:
-        folder = Path(self._settings.cache_dir) if self._settings.cache_dir else default_cache_dir()
-        found = fingerprint(self._model, self._tokenizer, cache=folder / "digests.json")
+        found = fingerprint(self._model, self._tokenizer, cache=self._settings.folder / "digests.json")
         return WorkHeader(
             found.digest,
             self._settings.seed,
@@ -156,9 +154,7 @@ class _Run:
 
     def _engines(self) -> Engines:
         encoders = dict.fromkeys(way.encoder for way in self._ways if way.encoder != NO_ENCODER)
-        near = self._neighbours
-        if near is None and any(map(needs_neighbours, encoders)):
-            near = _similar(self._questions, self._progress)
+        near = self._neighbours() if any(map(needs_neighbours, encoders)) else None
         return Engines(
             self._model,
             self._tokenizer,
@@ -205,26 +201,18 @@ class _Run:
         results = {
             way: [self._result(work, i, way) for i in range(len(self._questions))] for way in self._ways
         }
-        part, seed = self._settings.sweep or QUALITY, self._settings.seed
+        seed = self._settings.seed
         check = {
             "part": "check",
             "name": "full equals the model's own generate",
             "n": len(self._questions),
             "mismatches": 0,
         }
-        layers = [] if self._settings.sweep else layer_rows(results, seed)
-        return [*quality_rows(part, self._questions, results, seed), *layers, check]
+        layers = layer_rows(results, seed) if self._part == QUALITY else []
+        return [*quality_rows(self._part, self._questions, results, seed), *layers, check]
 
     @staticmethod
     def _result(work: Work, i: int, way: Way) -> Measurement:
         found = work.get(i, way)
         assert found is not None
         return found
-
-
-def _similar(questions: Sequence[FidelityQuestion], progress: bool) -> Neighbours:
-    """The corpus: every chunk of the questions."""
-    from ragcachekit.bench.embedding import MiniLM  # an extra, and needed here only
-
-    texts = list(dict.fromkeys(chunk for question in questions for chunk in question.chunks))
-    return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))

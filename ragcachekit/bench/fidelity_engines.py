@@ -50,14 +50,9 @@ _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger 
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt's KV and next-token log probabilities.
+    """A prompt's next-token log probabilities, ``[vocab]`` float64, and its KV without the last token.
 
-    Attributes
-    ----------
-    log_probs : torch.Tensor
-        ``[vocab]``, float64.
-    keys, values : tuple of torch.Tensor
-        Per layer ``[kv_heads, tokens - 1, head_dim]``, by position; without the prompt's last token.
+    ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per layer, by position.
     """
 
     log_probs: torch.Tensor
@@ -68,16 +63,7 @@ class Prefilled:
 class Engines:
     """One :class:`RagCache` per encoder, around one model; one store, and one per way of rounding.
 
-    Parameters
-    ----------
-    model, tokenizer
-    encoders : iterable of str
-    stop : sequence of str
-        Where an answer ends.
-    max_new_tokens : int
-    neighbours : Neighbours, optional
-        For the encoders ``similar:n``.
-    cache_dir : path, optional
+    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``.
     """
 
     def __init__(
@@ -133,10 +119,7 @@ class Engines:
         What a first try missed (the text before the chunks; what the store has evicted) is encoded
         behind it, and the prompt asked again: an answer over chunks computed in place would be too good.
 
-        Raises
-        ------
-        RagCacheError
-            If chunk KV is not kept.
+        Raises RagCacheError if chunk KV is not kept.
         """
         for _ in range(_TRIES):
             answer = self._engine(way).generate(
@@ -191,10 +174,7 @@ def _served(report: LinkReport) -> bool:
 def quantisation(encoder: str) -> str:
     """What chunks are rounded to at rest: ``int8`` of ``standalone+int8``, else nothing.
 
-    Raises
-    ------
-    ValueError
-        For a rounding that there is not.
+    Raises ValueError for a rounding that there is not.
     """
     _, rounded, kind = encoder.partition(_ROUNDED)
     if rounded and kind not in QUANTISATIONS:

@@ -15,22 +15,9 @@ from ragcachekit.errors import RagCacheError
 class Measurement:
     """What one question gave in one way; plain values only.
 
-    Attributes
-    ----------
-    text : str
-        The answer.
-    exact_match, f1, rouge_l : float
-        Against the right answer.
-    agreement, agreement_rouge_l, agreement_jaccard : float
-        Against the answer of ``full``.
-    answer_tokens : int
-    kl : float
-        KL(full || this way) of the first token, in nats.
-    key_deviation, value_deviation : tuple of float
-        Per layer, relative to ``full``, over the chunks' rows.
-    ratio_spent : float
-        Recomputed / cached rows, over all layers.
-    prompt_tokens, recomputed_tokens, reused_tokens : int
+    ``exact_match``, ``f1`` and ``rouge_l`` are against the right answer, ``agreement...`` against that of
+    ``full``; ``kl`` is KL(full || this way) of the first token, in nats; deviations are per layer, relative
+    to ``full``, over the chunks' rows; ``ratio_spent`` is recomputed / cached rows over all layers.
     """
 
     text: str

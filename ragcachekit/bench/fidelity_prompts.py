@@ -22,16 +22,8 @@ _ROLES = {"system": "system", "human": "user"}
 class FidelityPrompt:
     """A question as the model sees it.
 
-    Attributes
-    ----------
-    prompt : Prompt
-        Chunks as text (an encoder may look for similar ones), all else as token ids.
-    token_ids : tuple of int
-        All of it.
-    before : str
-        The text before the first chunk: what contextual encoders encode behind.
-    spans : tuple of range
-        Positions of every chunk.
+    In ``prompt`` chunks are text (an encoder may look for similar ones), all else token ids; ``before`` is
+    the text before the first chunk, ``spans`` are the positions of every chunk.
     """
 
     prompt: Prompt
@@ -60,10 +52,8 @@ class PromptMaker:
     def prompt(self, question: FidelityQuestion) -> FidelityPrompt:
         """The prompt of one question.
 
-        Raises
-        ------
-        RagCacheError
-            If the chat template changes the chunks, so that nothing of them could be reused.
+        Raises RagCacheError if the chat template changes the chunks, so that nothing of them could be
+        reused.
         """
         texts = self._chat(question) if self._reading.chat else self._plain(question)
         ids = () if self._reading.chat else self._tokens.leading

@@ -1,38 +1,24 @@
-"""What the fidelity bench asks: questions about the sample world, or the user's own from a file."""
+"""What the fidelity bench asks: questions with their retrieved chunks and right answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.bench.demo_calibrate import choose_questions
-from ragcachekit.bench.demo_score import KINDS
-from ragcachekit.bench.world import SEPARATOR, TRAINING_SEEDS, Article, Question, World, make_world
-
-ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
+from ragcachekit.bench.reading_prompt import SEPARATOR
 
 
 @dataclass(frozen=True)
 class FidelityQuestion:
-    """One question with its retrieved chunks.
+    """One question with its retrieved chunks, in the order of the prompt.
 
-    Attributes
-    ----------
-    question, answer : str
-    chunks : tuple of str
-        In the order of the prompt.
-    question_type : str
-        Figures are given per type too; empty for none.
-    joints : tuple of str
-        What stands between the chunks, one fewer than chunks; empty: a blank line everywhere.
-    cell : tuple of (str, value)
-        Which cell of a sweep this question belongs to; empty outside sweeps.
+    ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere);
+    ``cell`` is the cell of a sweep, as (name, value) pairs.
     """
 
     question: str
@@ -54,54 +40,11 @@ def digest(questions: Sequence[FidelityQuestion]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def world_questions(seed: int, per_type: int) -> list[FidelityQuestion]:
-    """``per_type`` questions of each kind about a world that the reader was not trained on.
-
-    Each prompt holds the articles that are needed and random others, four in all, in random order.
-
-    Raises
-    ------
-    ValueError
-        For a seed that training used, or more questions than the world has.
-    """
-    rng = random.Random(seed)
-    world = held_out_world(seed)
-    questions = choose_questions(world, per_type * len(KINDS), rng)
-    return [world_question(q, shuffled(world, q, ARTICLES, rng)) for q in questions]
-
-
-def held_out_world(seed: int) -> World:
-    """The world of a seed that training did not use."""
-    if not 0 <= seed < TRAINING_SEEDS:
-        raise ValueError(f"the seed must be from 0 to {TRAINING_SEEDS - 1}: the reader was trained above")
-    return make_world(seed)
-
-
-def shuffled(world: World, question: Question, articles: int, rng: random.Random) -> list[Article]:
-    """The articles that the question needs among random others, in random order."""
-    needed = [article for article in world.articles if article.title in question.articles]
-    others = [article for article in world.articles if article.title not in question.articles]
-    picked = needed + rng.sample(others, articles - len(needed))
-    rng.shuffle(picked)
-    return picked
-
-
-def world_question(
-    question: Question, articles: Sequence[Article], cell: Sequence[tuple[str, Any]] = ()
-) -> FidelityQuestion:
-    """A question over whole articles, in this order."""
-    chunks = tuple(chunk for article in articles for chunk in article.chunks)
-    return FidelityQuestion(question.text, chunks, question.answer, question.kind, cell=tuple(cell))
-
-
 def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
     """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line, ``"type"`` if wanted.
 
-    Raises
-    ------
-    ValueError
-        For a line that is not of this form (with its number), or a file without questions.
-    OSError
+    Raises ValueError for a line that is not of this form (with its number), or a file without questions;
+    OSError.
     """
     out = []
     with Path(path).open(encoding="utf-8") as lines:

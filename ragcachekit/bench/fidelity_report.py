@@ -8,7 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from ragcachekit.bench.fidelity_rows import ALL, LAYER, QUALITY
-from ragcachekit.bench.fidelity_sweeps import CHUNKS, NEEDLE
 from ragcachekit.bench.report import BenchReport, table
 
 _WAY = ("policy", "encoder")
@@ -37,7 +36,6 @@ _AGAINST_FULL = (
     "prompt_tokens",
     "recomputed_tokens",
 )
-_CELLS = {NEEDLE: ("chunks", "position"), CHUNKS: ("axis", "size", "chunks")}
 
 
 def tables(report: BenchReport) -> Iterator[Table]:
@@ -47,10 +45,6 @@ def tables(report: BenchReport) -> Iterator[Table]:
         whole = [row for row in rows if row["question_type"] == ALL]
         yield table("Against full, all questions", whole, _AGAINST_FULL)
         yield _layers(_part(report, LAYER))
-    for part, cells in _CELLS.items():
-        if rows := [row for row in _part(report, part) if row["question_type"] == ALL]:
-            columns = (*_WAY, *cells, "ratio_spent", "exact_match", "f1", "low", "high", "kl", "n")
-            yield table(f"Sweep {part}: {report.model}", rows, columns)
 
 
 def _layers(rows: Sequence[dict[str, Any]]) -> Table:

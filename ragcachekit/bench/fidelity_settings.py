@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from ragcachekit.bench.fidelity_engines import BASELINES, FULL, Way, quantisation
-from ragcachekit.bench.fidelity_questions import (
-    FidelityQuestion,
-    held_out_world,
-    read_questions,
-    world_questions,
-)
-from ragcachekit.bench.fidelity_sweeps import sweep_questions
-from ragcachekit.bench.workspace import READER
+from ragcachekit.bench.own_questions import Asking
 from ragcachekit.link.encodings import IN_PROMPT, Encodings
-from ragcachekit.link.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.rope_probe import describe_rope
 
-WISHED = (
+POLICIES = (
     "full",
     "reuse",
     "lego0",
@@ -31,110 +22,39 @@ WISHED = (
     "craft-focused:0.6",
 )
 EMBEDDING, DOCUMENT = "embedding", "document"
-_PER_TYPE, _PER_TYPE_SWEEP = 100, 20
-_TOKENS, _TOKENS_READER = 64, 16
 
 
 @dataclass(frozen=True)
-class FidelitySettings:
-    """What is measured.
+class FidelitySettings(Asking):
+    """What is measured: every policy over every encoder.
 
-    Attributes
-    ----------
-    model : str
-        Folder, hub id, or ``reader``.
-    policies, encoders : tuple of str
-        Every policy over every encoder; a policy that insists on an encoder gets that one only.
-        ``full``, and ``reuse`` over ``system``, are always added.
-    neighbours : {"embedding", "document"}
-        Where the encoders ``similar:n`` get theirs: by all-MiniLM-L6-v2 among all chunks of the
-        questions, or (sample world only) the chunks that stand before in the same article.
-    questions : path, optional
-        A JSONL file; default: the sample world.
-    per_type : int, optional
-        Questions of each kind about the sample world; default 100, in a sweep 20.
-    seed : int
-        Of the sample world and of the bootstrap.
-    sweep : {"needle", "chunks"}, optional
-    max_new_tokens : int, optional
-        Default 16 for the reader, else 64.
-    device, dtype : str, optional
-        As for :func:`~ragcachekit.model.loading.load_model`.
-    cache_dir : path, optional
-        As for :class:`~ragcachekit.engine.RagCache`.
+    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system``, are
+    always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2) or of the
+    ``document`` (the chunks before).
     """
 
-    model: str = READER
-    policies: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ("standalone",)
     neighbours: str = EMBEDDING
-    questions: str | os.PathLike[str] | None = None
-    per_type: int | None = None
-    seed: int = 0
-    sweep: str | None = None
-    max_new_tokens: int | None = None
-    device: str | None = None
-    dtype: str = "auto"
-    cache_dir: str | os.PathLike[str] | None = None
 
-    @property
-    def new_tokens(self) -> int:
-        """Longest answer."""
-        return self.max_new_tokens or (_TOKENS_READER if self.model == READER else _TOKENS)
-
-
-def default_policies() -> tuple[str, ...]:
-    """Those of the wished policies that this version has."""
-    return tuple(name for name in WISHED if _opens(name))
-
-
-def chosen_questions(settings: FidelitySettings) -> list[FidelityQuestion]:
-    """What is asked.
-
-    Raises
-    ------
-    ValueError
-        For bad questions, an unknown sweep, or a sweep of one's own questions.
-    """
-    per_type = settings.per_type or (_PER_TYPE_SWEEP if settings.sweep else _PER_TYPE)
-    if settings.questions is not None:
-        if settings.sweep is not None:
-            raise ValueError("a sweep is made of the sample world's articles; leave out --questions")
-        return read_questions(settings.questions)
-    if settings.sweep is not None:
-        return sweep_questions(settings.sweep, settings.seed, per_type)
-    return world_questions(settings.seed, per_type)
-
-
-def document_neighbours(settings: FidelitySettings) -> Neighbours | None:
-    """The neighbours that the articles' own order gives, where asked for.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name, or a file of questions, which says nothing of documents.
-    """
-    if settings.neighbours not in (EMBEDDING, DOCUMENT):
-        raise ValueError(f"unknown neighbours {settings.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
-    if settings.neighbours == EMBEDDING:
-        return None
-    if settings.questions is not None:
-        raise ValueError("a file of questions does not say what stands before a chunk; use embedding")
-    return PrecedingChunks(article.chunks for article in held_out_world(settings.seed).articles)
+    def check_neighbours(self, documents: bool) -> None:
+        """ValueError for unknown neighbours, or for those of a document where no ``documents`` are known."""
+        if self.neighbours not in (EMBEDDING, DOCUMENT):
+            raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
+        if self.neighbours == DOCUMENT and not documents:
+            raise ValueError(
+                "a file of questions does not say what stands before a chunk; give --corpus, or use embedding"
+            )
 
 
 def chosen_ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
     """The baselines, then every policy over every encoder, once each.
 
-    Raises
-    ------
-    ValueError
-        For an unknown policy or encoder, or one that this model cannot have.
+    Raises ValueError for an unknown policy or encoder, or one that this model cannot have.
     """
     if not settings.encoders:
         raise ValueError("give at least one encoder, for example standalone")
     rope, out = describe_rope(model), dict.fromkeys(BASELINES)
-    for name in settings.policies or default_policies():
+    for name in settings.policies or POLICIES:
         policy = open_policy(name)
         if not policy.reads_cache:
             out[FULL] = None
@@ -150,11 +70,3 @@ def chosen_ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[
             found = Encodings(plain, rope, tokenizer.bos_token_id).name
             out[Way(policy.name, f"{found}+{rounded}" if rounded else found)] = None
     return list(out)
-
-
-def _opens(name: str) -> bool:
-    try:
-        open_policy(name)
-    except ValueError:
-        return False
-    return True

@@ -8,14 +8,9 @@ from dataclasses import replace
 
 from ragcachekit.bench.demo_calibrate import choose_questions
 from ragcachekit.bench.demo_score import KINDS
-from ragcachekit.bench.fidelity_questions import (
-    ARTICLES,
-    FidelityQuestion,
-    held_out_world,
-    shuffled,
-    world_question,
-)
+from ragcachekit.bench.fidelity_questions import FidelityQuestion
 from ragcachekit.bench.world import SEPARATOR, Article, Question, World
+from ragcachekit.bench.world_questions import ARTICLES, held_out_world, shuffled, world_question
 
 NEEDLE = "needle"
 CHUNKS = "chunks"
@@ -38,7 +33,7 @@ def sweep_questions(name: str, seed: int, per_type: int) -> list[FidelityQuestio
     Raises
     ------
     ValueError
-        For an unknown sweep; else as :func:`~ragcachekit.bench.fidelity_questions.world_questions`.
+        For an unknown sweep; else as :func:`~ragcachekit.bench.world_questions.world_questions`.
     """
     if name not in SWEEPS:
         raise ValueError(f"unknown sweep {name!r}; known: {', '.join(SWEEPS)}")

@@ -14,6 +14,7 @@ from ragcachekit.bench.fidelity_measure import Measurement
 from ragcachekit.errors import RagCacheError
 
 _FORMAT = 1
+_NOT_OURS = "{} is no work file of this bench; give another one"
 _SAME = {
     "fingerprint": "another model",
     "seed": "another seed",
@@ -25,20 +26,9 @@ _SAME = {
 
 @dataclass(frozen=True)
 class WorkHeader:
-    """What must be the same for results to go together.
+    """What must be the same for results to go together: model, questions in order, length of answers, ...
 
-    Attributes
-    ----------
-    fingerprint : str
-        Of the model.
-    seed : int
-    questions : str
-        Digest of all questions, in order.
-    max_new_tokens : int
-    neighbours : str
-        Where ``similar:n`` gets its neighbours.
-    version : str
-        Of the package.
+    ``neighbours`` says where ``similar:n`` gets them; ``version`` is that of the package.
     """
 
     fingerprint: str
@@ -58,10 +48,7 @@ class Work:
     path : path, optional
         Continued where it exists. A last line that was cut off is dropped.
 
-    Raises
-    ------
-    RagCacheError
-        If the file belongs to another run or is none of ours.
+    Raises RagCacheError if the file belongs to another run or is none of ours.
     """
 
     def __init__(self, header: WorkHeader, path: str | os.PathLike[str] | None = None) -> None:
@@ -103,13 +90,11 @@ class Work:
 
     def _read(self, header: WorkHeader, path: Path) -> bool:
         """Take over what a file holds; False if it holds nothing yet."""
-        if not path.exists():
-            return False
-        raw = path.read_bytes()
+        raw = path.read_bytes() if path.exists() else b""
         whole = raw[: raw.rfind(b"\n") + 1]
-        if not whole and not raw.startswith(b'{"fidelity"'[: len(raw)]):
-            raise RagCacheError(f"{path} is no work file of this bench; give another one")
         if not whole:
+            if not raw.startswith(b'{"fidelity"'[: len(raw)]):
+                raise RagCacheError(_NOT_OURS.format(path))
             return False
         lines = whole.decode("utf-8", errors="replace").splitlines()
         _check(header, lines[0], path)
@@ -141,7 +126,7 @@ def _check(header: WorkHeader, line: str, path: Path) -> None:
     except ValueError:
         known = False
     if not known:
-        raise RagCacheError(f"{path} is no work file of this bench; give another one")
+        raise RagCacheError(_NOT_OURS.format(path))
     for name, what in _SAME.items():
         if found.get(name) != getattr(header, name):
             raise RagCacheError(

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ragcachekit.bench.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.bench.workspace import (
-    CacheFolder,
-    check_dtype,
-    disk_bytes,
-    explained,
-    load_tokenizer,
-    model_path,
-)
+from ragcachekit.bench.workspace import CacheFolder, check_dtype, disk_bytes, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine import RagCache
 from ragcachekit.link.neighbours import PrecedingChunks
+from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.policies import open_policy
+from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope import Rope
 from ragcachekit.store.base import KVStore
 
 
@@ -26,18 +23,9 @@ from ragcachekit.store.base import KVStore
 class OwnFiles:
     """Checked before anything is loaded.
 
-    Attributes
-    ----------
-    corpus, model : str
-        Folder of documents; folder or hub id of a model, or ``reader``.
-    policy, encoder : str
-        As for :class:`~ragcachekit.RagCache`.
-    cache : str or None
-        The cache folder; None for the user's own.
-    chunk_tokens : int
-        Greatest size of a chunk.
-    disk_gb : float or None
-        Budget of the KV on disk; None for the library's default.
+    ``corpus`` is a folder of documents, ``model`` a folder or hub id, ``cache`` the cache folder (None: the
+    user's own), ``chunk_tokens`` the greatest size of a chunk; the rest is as for
+    :class:`~ragcachekit.RagCache`.
     """
 
     corpus: str
@@ -85,7 +73,7 @@ class OwnFiles:
         """
         with explained(self.model):
             return RagCache.from_pretrained(
-                model_path(self.model),
+                self.model,
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,
@@ -100,6 +88,12 @@ class OwnFiles:
     def _neighbours(self, corpus: Corpus) -> PrecedingChunks | None:
         encoder = self.encoder or open_policy(self.policy).encoder or ""
         return PrecedingChunks(documents(corpus.chunks)) if encoder.startswith("similar") else None
+
+
+def one_token(model: Any, rope: Rope) -> ChunkKV:
+    """KV of one token over all layers, as the model gives it (layers may differ in width)."""
+    ((_, kv),) = ChunkEncoder(model, rope, ObservedCache).encode([[1]], Encoding("standalone"))
+    return kv
 
 
 def at_least_1(settings: object, *names: str) -> None:

@@ -56,10 +56,7 @@ class Precomputed:
 def estimate(settings: PrecomputeSettings) -> Work:
     """Measure the work and leave the cache folder as it is (the dry run).
 
-    Raises
-    ------
-    CorpusError, RagCacheError, ModelNotSupported, ValueError
-        As :func:`open_run`.
+    Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
     corpus, kv = settings.read_corpus(), settings.folder.kv
 
@@ -78,12 +75,9 @@ def estimate(settings: PrecomputeSettings) -> Work:
 def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterator[PrecomputeRun]:
     """Load everything for a run; :attr:`PrecomputeRun.work` says how much it will be.
 
-    Raises
-    ------
-    CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError
-        The corpus, the model or the cache folder cannot be used, or the KV would not fit.
-    ValueError
-        A setting is wrong, or a chunk is longer than the model's context.
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: the corpus, the model or
+    the cache folder cannot be used, or the KV would not fit; ValueError: A setting is wrong, or a chunk is
+    longer than the model's context.
     """
     model_folder()
     check_writable(settings.folder.path)
@@ -115,10 +109,7 @@ class PrecomputeRun:
 
         The KV that was stored stays if this is interrupted.
 
-        Raises
-        ------
-        StoreError
-            Some KV, or the list of what is encoded, could not be written.
+        Raises StoreError: some KV, or the list of what is encoded, could not be written.
         """
         begun, store = time.perf_counter(), self._job.store
         self._job.forget_gone()

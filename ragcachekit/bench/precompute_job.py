@@ -6,16 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ragcachekit.bench.corpus import Corpus
-from ragcachekit.bench.own_files import OwnFiles
+from ragcachekit.bench.own_files import OwnFiles, one_token
 from ragcachekit.bench.precompute_manifest import Scope, read_manifests, write_manifest
 from ragcachekit.bench.precompute_store import WatchedStore
 from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.engine import RagCache
-from ragcachekit.link.observed import ObservedCache
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.types import KVKey
@@ -28,22 +25,9 @@ SAMPLE_TOKENS = 1024
 class Work:
     """How much there is to do.
 
-    Attributes
-    ----------
-    files, chunks, tokens : int
-        Of the corpus.
-    stored : int
-        Chunks whose KV is stored already.
-    todo_tokens : int
-        Tokens of the others.
-    token_bytes : int
-        KV of one token, all layers, as the model gives it.
-    gone : int
-        Chunks that earlier runs encoded, that are no longer in the corpus, and are to be forgotten.
-    seconds : float or None
-        Time for the others, from encoding a small sample; None if it was not measured.
-    notes : tuple of str
-        What of the corpus was skipped; what cannot be forgotten, and why.
+    ``stored`` chunks have their KV already, ``todo_tokens`` are those of the others, ``token_bytes`` is the
+    KV of one token over all layers, ``gone`` chunks are to be forgotten, ``seconds`` is the time for the
+    others from a small sample (None: not measured), ``notes`` say what was skipped.
     """
 
     files: int
@@ -112,7 +96,7 @@ class Job:
             sum(self._sizes),
             len(self._sizes) - len(todo),
             sum(self._sizes[i] for i in todo),
-            _token_bytes(self.rag.model),
+            one_token(self.rag.model, describe_rope(self.rag.model)).nbytes,
             len(self.gone),
             None,
             (*self.corpus.notes, *self._known.notes),
@@ -134,13 +118,6 @@ class Job:
         with self.store.pretending() as keys:
             self.encode()
         return keys
-
-
-def _token_bytes(model: Any) -> int:
-    """KV of one token over all layers, read off the KV of one token (layers may differ in width)."""
-    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
-    ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
-    return kv.nbytes
 
 
 def _scope(settings: OwnFiles, rag: RagCache, keys: Sequence[KVKey]) -> Scope:

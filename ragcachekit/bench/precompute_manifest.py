@@ -23,17 +23,7 @@ class ManifestDamaged(Exception):
 
 @dataclass(frozen=True)
 class Scope:
-    """What one manifest is about.
-
-    Attributes
-    ----------
-    namespace : str
-    corpus : str
-        The folder, resolved.
-    encoder, fingerprint : str
-        Of the engine.
-    chunk_tokens : int
-    """
+    """What one manifest is about; ``corpus`` is the folder, resolved."""
 
     namespace: str
     corpus: str
@@ -51,14 +41,8 @@ class Scope:
 class Known:
     """What manifests say about one scope.
 
-    Attributes
-    ----------
-    chunks : mapping of str to int
-        Chunk ids of the scope's earlier runs, and their tokens.
-    elsewhere : frozenset of str
-        Ids that other manifests of the namespace list.
-    notes : tuple of str
-        What could not be read. Then nothing may be forgotten.
+    ``chunks`` are ids of its earlier runs with their tokens, ``elsewhere`` ids that other manifests of the
+    namespace list; ``notes`` say what could not be read, and then nothing may be forgotten.
     """
 
     chunks: Mapping[str, int]
@@ -95,10 +79,7 @@ def read_manifests(folder: Path, scope: Scope) -> Known:
 def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> None:
     """Replace the manifest of ``scope`` as a whole: after a crash it is the old or the new one.
 
-    Raises
-    ------
-    StoreError
-        If it cannot be written.
+    Raises StoreError if it cannot be written.
     """
     text = json.dumps({"schema": SCHEMA, **asdict(scope), "chunks": dict(chunks)}, indent=0)
     try:

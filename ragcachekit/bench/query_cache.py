@@ -55,23 +55,12 @@ def run(
     metric: str = "cosine",
     eviction: str = "fifo",
 ) -> list[dict[str, Any]]:
-    """Replay a workload against every capacity and tolerance.
+    """Replay a workload against every capacity and tolerance (in the metric's unit).
 
-    Parameters
-    ----------
-    embeddings : array ``[n, dim]``
-        Of the questions, in the order they are asked.
-    search : callable
-        One embedding -> ordered result ids: the index without a cache.
-    capacities, tolerances
-        Of :class:`~ragcachekit.query.proximity.ProximityCache`; the tolerance in the metric's unit.
-
-    Returns
-    -------
-    list of dict
-        Rows ``capacity, tolerance, hit_rate, lookup_us, latency_ms, latency_ms_uncached,
-        result_recall``; lookup_us is the median, the latencies are means per question, and
-        result_recall is the mean share of the index's own results that were returned.
+    ``embeddings`` ``[n, dim]`` are those of the questions, in the order they are asked; ``search`` is the
+    index without a cache, from one embedding to ordered result ids. Rows have ``capacity, tolerance,
+    hit_rate, lookup_us`` (median), ``latency_ms`` and ``latency_ms_uncached`` (means per question), and
+    ``result_recall``, the mean share of the index's own results that were returned.
 
     Raises
     ------
@@ -97,10 +86,7 @@ def lookup_timings(
 ) -> list[LookupTiming]:
     """Time single lookups in full caches of random unit vectors; 200 answers of each kind are checked.
 
-    Raises
-    ------
-    RuntimeError
-        As :func:`run`.
+    Raises RuntimeError as :func:`run`.
     """
     return [
         timing

@@ -1,65 +1,53 @@
-"""What ``bench query-cache`` shows: lookups, the wrapper's overhead, and a sweep over the sample world."""
+"""What ``bench query-cache`` shows: lookups, the wrapper's overhead, and a sweep over a workload."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.bench.embedding import DIM, MiniLM
 from ragcachekit.bench.query_cache import lookup_timings, run, wrapper_overhead
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.world import make_world, variants
 from ragcachekit.query.base import ResultId
 from ragcachekit.search.registry import open_index
 
 LOOKUP, WRAPPER, SWEEP = "lookup", "wrapper", "sweep"
-WORKLOAD = "sample world, each question with four prefixes, shuffled; all-MiniLM-L6-v2"
+TOLERANCES = (0.0, 0.02, 0.05, 0.1)
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a sweep replays: embeddings ``[n, dim]`` of questions, in their order, and of what is searched.
+
+    ``distinct`` counts different questions: the sweep's capacities are a tenth, half and all of them.
+    """
+
+    name: str
+    questions: NDArray[np.float32]
+    chunks: NDArray[np.float32]
+    distinct: int
 
 
 def measure(
+    workload: Workload | None = None,
     *,
     capacities: Sequence[int] = (300, 1000),
     dim: int = 768,
     lookups: int = 2000,
-    questions: int = 200,
-    tolerances: Sequence[float] = (0.0, 0.02, 0.05, 0.1),
+    tolerances: Sequence[float] = TOLERANCES,
     k: int = 4,
     seed: int = 0,
-    progress: bool = False,
 ) -> BenchReport:
-    """Run all three parts.
+    """Time lookups over random vectors and, where there is a workload, replay it.
 
-    Parameters
-    ----------
-    capacities, dim, lookups
-        Of the timed lookups, in caches of random vectors.
-    questions : int
-        Of the sweep, each asked four times in other words; 0 leaves the sweep out.
-    tolerances : sequence of float
-        Cosine distances of the sweep; its capacities are a tenth, half and all of the questions.
-    k : int
-        Results per search.
-    seed : int
-    progress : bool
-        Show a bar while embedding.
+    ``capacities``, ``dim`` and ``lookups`` are of the timed lookups; ``tolerances`` (cosine distances) and
+    ``k`` results per search of the sweep. Rows have a ``part``: ``lookup`` (as ``LookupTiming``),
+    ``wrapper`` (as ``WrapperOverhead``) or ``sweep`` (as :func:`ragcachekit.bench.query_cache.run`).
 
-    Returns
-    -------
-    BenchReport
-        Rows with ``part``: ``lookup`` (as :class:`~ragcachekit.bench.query_cache.LookupTiming`),
-        ``wrapper`` (as ``WrapperOverhead``), ``sweep`` (as :func:`ragcachekit.bench.query_cache.run`).
-
-    Raises
-    ------
-    RetrievalError
-        The embedding model is not installed.
-    RuntimeError
-        The cache disagreed with a plain oracle; no figure is given then.
+    Raises RuntimeError: the cache disagreed with a plain oracle; no figure is given then.
     """
     rows = [
         {"part": LOOKUP, **asdict(timing)}
@@ -67,9 +55,9 @@ def measure(
     ]
     overhead = wrapper_overhead(capacity=max(capacities), dim=dim, k=k, calls=lookups, seed=seed)
     rows.append({"part": WRAPPER, **asdict(overhead)})
-    if questions:
-        rows += [{"part": SWEEP, **row} for row in _sweep(questions, tolerances, k, seed, progress)]
-    return BenchReport("query-cache", WORKLOAD, seed, tuple(rows))
+    if workload is not None:
+        rows += [{"part": SWEEP, **row} for row in _sweep(workload, tolerances, k)]
+    return BenchReport("query-cache", workload.name if workload else "random vectors", seed, tuple(rows))
 
 
 def part(report: BenchReport, name: str) -> BenchReport:
@@ -88,7 +76,7 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
 
     rows = part(report, SWEEP).rows
     if not rows:
-        raise ValueError("there is no sweep to draw; ask for more than 0 questions")
+        raise ValueError("there is no sweep to draw: it needs questions and chunks")
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     axes = figure.subplots(1, 3)
     for at, (name, label) in enumerate(
@@ -110,22 +98,13 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
-def _sweep(
-    questions: int, tolerances: Sequence[float], k: int, seed: int, progress: bool
-) -> list[dict[str, float]]:
-    world, rng = make_world(seed), random.Random(seed)
-    if questions < 0 or questions > len(world.questions):
-        raise ValueError(f"questions must be between 0 and {len(world.questions)}, got {questions}")
-    chosen = rng.sample(world.questions, questions)
-    asked = [text for question in chosen for text in variants(question.text)]
-    rng.shuffle(asked)
-    embedder = MiniLM()
-    chunks = [chunk for article in world.articles for chunk in article.chunks]
-    index = open_index("faiss-flat", DIM)
-    index.add(range(len(chunks)), embedder.embed(chunks, progress=progress))
+def _sweep(workload: Workload, tolerances: Sequence[float], k: int) -> list[dict[str, float]]:
+    index = open_index("faiss-flat", workload.chunks.shape[1])
+    index.add(range(len(workload.chunks)), workload.chunks)
 
     def search(question: NDArray[np.float32]) -> tuple[ResultId, ...]:
         return index.search(question, k).ids
 
-    sizes = sorted({max(1, questions // 10), max(1, questions // 2), questions})
-    return run(embedder.embed(asked, progress=progress), search, capacities=sizes, tolerances=tolerances)
+    n = workload.distinct
+    sizes = sorted({max(1, n // 10), max(1, n // 2), n})
+    return run(workload.questions, search, capacities=sizes, tolerances=tolerances)

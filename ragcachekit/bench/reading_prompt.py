@@ -8,8 +8,11 @@ from typing import Any
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 
-from ragcachekit.bench.world import INSTRUCTION, SEPARATOR
 from ragcachekit.model.tokens import SegmentTokenizer
+
+INSTRUCTION = "Answer the question from the context."
+SEPARATOR = "\n\n"
+"""What stands between chunks."""
 
 _CONTEXT = f"{INSTRUCTION}{SEPARATOR}{{context}}"
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
@@ -23,13 +26,8 @@ PLAIN_STOP = ("\nQuestion:",)
 class ReadingPrompt:
     """A LangChain prompt with the variables ``context`` and ``input``.
 
-    Attributes
-    ----------
-    template : BasePromptTemplate
-    chat : bool
-        Whether it gives messages (for a chat model) or a string.
-    before : str
-        The text before the first chunk, as the model sees it: what the encoder ``system`` needs.
+    ``chat``: it gives messages, not a string. ``before`` is the text before the first chunk, as the model
+    sees it.
     """
 
     template: BasePromptTemplate[Any]

@@ -22,18 +22,7 @@ WHOLE = 24
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Rows of one bench with what is needed to read them elsewhere.
-
-    Attributes
-    ----------
-    bench : str
-        Name of the bench.
-    model : str
-        Path, hub id or shape; says so where weights are random.
-    seed : int
-    rows : tuple of dict
-        Flat rows of plain values.
-    """
+    """Rows of one bench, flat and of plain values; ``model`` says so where weights are random."""
 
     bench: str
     model: str

@@ -23,10 +23,7 @@ class Bootstrap:
         Number of units (questions).
     seed : int
 
-    Raises
-    ------
-    ValueError
-        If there is nothing to draw from.
+    Raises ValueError if there is nothing to draw from.
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:

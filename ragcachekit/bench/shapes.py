@@ -40,10 +40,7 @@ SHAPES = {
 def dtype_named(name: str) -> torch.dtype:
     """The torch dtype called ``name``.
 
-    Raises
-    ------
-    ValueError
-        For any other than float32, bfloat16 and float16.
+    Raises ValueError for any other than float32, bfloat16 and float16.
     """
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(_DTYPES)}")
@@ -56,24 +53,11 @@ def describe(shape: str, dtype: str = "float32") -> str:
 
 
 def random_model(shape: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> Any:
-    """Build a causal LM of this shape with random weights, in eval mode.
+    """Build a causal LM of a shape with random weights, in eval mode.
 
     The same seed gives the same weights on the same kind of device. The configuration has no end
     token, so nothing ends a generation early. (Llama 3.1's frequency scaling is left out: it costs
-    no time.)
-
-    Parameters
-    ----------
-    shape : str
-        A key of :data:`SHAPES`.
-    dtype : {"float32", "bfloat16", "float16"}
-    device : str
-    seed : int
-
-    Raises
-    ------
-    ValueError
-        For an unknown shape or dtype.
+    no time.) Raises ValueError for an unknown shape or dtype.
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")

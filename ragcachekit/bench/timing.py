@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,64 +33,53 @@ _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
 _BYTES = 32 << 30  # nothing that is measured may be evicted
 
 
+class Measured(NamedTuple):
+    """One request: times in ms, recomputed / cached rows, and how the linked forward ran."""
+
+    ttft_ms: float
+    link_ms: float
+    recompute_ratio: float
+    prompt_tokens: int
+    wait_ms: float = 0.0
+    overlap: float | None = None
+    forward: str = ""
+
+
 @dataclass
 class Timings:
     """Samples of one row of the table, filled round by round."""
 
     policy: str
     tier: str
-    ttft_ms: list[float] = field(default_factory=list)
-    link_ms: list[float] = field(default_factory=list)
-    recompute_ratio: list[float] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    wait_ms: list[float] = field(default_factory=list)
-    overlap: list[float] = field(default_factory=list)
-    forwards: set[str] = field(default_factory=set)
+    samples: list[Measured] = field(default_factory=list)
 
-    def add(
-        self,
-        ttft_ms: float,
-        link_ms: float,
-        ratio: float,
-        prompt_tokens: int,
-        wait_ms: float = 0.0,
-        overlap: float | None = None,
-        forward: str = "",
-    ) -> None:
-        """One measured request."""
-        self.ttft_ms.append(ttft_ms)
-        self.link_ms.append(link_ms)
-        self.recompute_ratio.append(ratio)
-        self.prompt_tokens.append(prompt_tokens)
-        self.wait_ms.append(wait_ms)
-        if forward:
-            self.forwards.add(forward)
-        if overlap is not None:
-            self.overlap.append(overlap)
+    def median(self, name: str) -> float | None:
+        """Of one field, over the samples that have it."""
+        values = [value for sample in self.samples if (value := getattr(sample, name)) is not None]
+        return statistics.median(values) if values else None
 
     def row(self, full_ms: float) -> dict[str, Any]:
         """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
-        median = statistics.median(self.ttft_ms)
+        times = [sample.ttft_ms for sample in self.samples]
+        forwards = sorted({sample.forward for sample in self.samples} - {""})
         return {
             "policy": self.policy,
             "tier": self.tier,
-            "prompt_tokens": round(statistics.median(self.prompt_tokens)),
-            "recompute_ratio": statistics.median(self.recompute_ratio),
-            "ttft_ms": median,
-            "ttft_ms_min": min(self.ttft_ms),
-            "ttft_ms_max": max(self.ttft_ms),
-            "speedup": full_ms / median,
-            "link_ms": statistics.median(self.link_ms),
-            "wait_ms": statistics.median(self.wait_ms),
-            "overlap": statistics.median(self.overlap) if self.overlap else None,
-            "forward": ", ".join(sorted(self.forwards)) or None,
-            "runs": len(self.ttft_ms),
+            "prompt_tokens": round(self.median("prompt_tokens") or 0),
+            "recompute_ratio": self.median("recompute_ratio"),
+            "ttft_ms": statistics.median(times),
+            "ttft_ms_min": min(times),
+            "ttft_ms_max": max(times),
+            "speedup": full_ms / statistics.median(times),
+            **{name: self.median(name) for name in ("link_ms", "wait_ms", "overlap")},
+            "forward": ", ".join(forwards) or None,
+            "runs": len(times),
         }
 
 
 def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
     """Rows of all timings, with speed-ups over the one called ``full``."""
-    full_ms = next(statistics.median(t.ttft_ms) for t in timings if t.policy == "full")
+    full_ms = next(t.median("ttft_ms") or 0.0 for t in timings if t.policy == "full")
     return tuple(t.row(full_ms) for t in timings)
 
 
@@ -98,16 +87,9 @@ def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
 class Engines:
     """Engines around one model.
 
-    Attributes
-    ----------
-    filler : RagCache
-        Stores what it encodes, and what its prompts missed, in every tier at once.
-    warm : dict of str to RagCache
-        By tier: reads that tier alone, stores nothing.
-    cold : RagCache
-        Has an empty host tier that stays empty.
-    folder : Path
-        Where the disk tier's files are, if there is one.
+    ``filler`` stores what it encodes, and what its prompts missed, in every tier at once; those of
+    ``warm``, by tier, read that tier alone and store nothing; ``cold`` has a host tier that stays empty;
+    ``folder`` holds the files of the disk tier, if there is one.
     """
 
     filler: RagCache
@@ -166,10 +148,7 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     ``full`` must give the same greedy token. The linked path with every cached row recomputed must
     give the same logits, but for rounding, with KV of the prompt's chunks in the store.
 
-    Raises
-    ------
-    RagCacheError
-        If they differ, or if nothing of the prompt was linked.
+    Raises RagCacheError if they differ, or if nothing of the prompt was linked.
     """
     model = rag.model
     ids = rag.link(prompt, policy="full").input_ids
@@ -199,10 +178,7 @@ def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
     ``generate`` links inside its prefill, on a GPU as a captured graph and over layers that are still on
     their way; ``link`` runs layer by layer ahead of it. Both must lead to the same token, but for rounding.
 
-    Raises
-    ------
-    RagCacheError
-        If they differ.
+    Raises RagCacheError if they differ.
     """
     expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
     answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)

@@ -21,6 +21,7 @@ from ragcachekit.bench.timing import (
     NO_TIER,
     ONE_TOKEN,
     Engines,
+    Measured,
     Timings,
     check_exact,
     check_policy,
@@ -60,44 +61,19 @@ def run(
     that holds the very same prompt up to the question: exact, and of use to no other order of chunks;
     copying that cache for each request is not counted).
 
-    Parameters
-    ----------
-    shape : str, optional
-        A key of :data:`~ragcachekit.bench.shapes.SHAPES`, for random weights; default smollm2-135m.
-    model : path or hub id, optional
-        A real model instead.
-    prompt_tokens, chunk_tokens, question_tokens : int
-        Tokens of the whole prompt, of a chunk (about), and of the question.
-    policies : sequence of str
-        Selection policies.
-    dtype : {"float32", "bfloat16", "float16"}
-    runs : int
-        Rounds; a row has their median, least and greatest.
-    device : str
-    tiers : sequence of {"gpu", "host", "disk", "disk-cold"}
-        Where the chunk KV lies; host memory is page-locked if the model is on a GPU. ``disk`` has no host
-        tier before it, but the system's page cache, which ``disk-cold`` has forget the files before each
-        request.
-    seed : int
-        Of weights and prompt.
-    progress : bool
-        Show a bar.
+    ``shape`` (of :data:`~ragcachekit.bench.shapes.SHAPES`, for random weights; default smollm2-135m) or a
+    real ``model``. ``tiers`` are where the chunk KV lies; host memory is page-locked if the model is on a
+    GPU; ``disk`` has no host tier before it, but the system's page cache, which ``disk-cold`` has forget
+    the files before each request. A row has median, least and greatest of ``runs`` rounds.
 
-    Returns
-    -------
-    BenchReport
-        Rows ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max,
-        speedup, link_ms, wait_ms, overlap, forward, runs``; the tier is ``none`` where nothing is reused.
-        ``link_ms`` is the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms``
-        what the request waited for loads, ``overlap`` the share of loading that it did not wait for,
-        ``forward`` whether the linked forward ran as a graph.
+    Rows are ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max, speedup,
+    link_ms, wait_ms, overlap, forward, runs``; the tier is ``none`` where nothing is reused. ``link_ms`` is
+    the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms`` what the request
+    waited for loads, ``overlap`` the share of loading that it did not wait for, ``forward`` how the linked
+    forward ran.
 
-    Raises
-    ------
-    ValueError
-        For unknown names or sizes that do not fit together.
-    RagCacheError
-        The library's answer is not the model's own; no figure is given then.
+    Raises ValueError for unknown names or sizes that do not fit together; RagCacheError: the library's
+    answer is not the model's own; no figure is given then.
     """
     _check_arguments(shape, model, policies, tiers, runs)
     name = describe(shape or "smollm2-135m", dtype) if model is None else f"{os.fspath(model)}, {dtype}"
@@ -122,7 +98,7 @@ def run(
                 ask()
         for _ in range(runs):
             for timings, ask in ways:
-                timings.add(*ask())
+                timings.samples.append(ask())
             bar.update()
     return BenchReport("ttft", name, seed, rows([timings for timings, _ in ways]))
 
@@ -150,10 +126,6 @@ def random_prompt(
     )
 
 
-Measured = tuple[float, float, float, int, float, float | None, str]
-"""TTFT and link time in ms, recompute ratio, prompt tokens, wait in ms, overlap, how the forward ran."""
-
-
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
     """What one request took that was served as expected.
 
@@ -170,15 +142,8 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
         served = not link.reused_tokens + link.recomputed_tokens
     if not served:
         raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
-    return (
-        report.ttft_ms,
-        link.link_ms,
-        link.recompute_ratio,
-        link.prompt_tokens,
-        link.wait_ms,
-        link.overlap,
-        link.forward,
-    )
+    cached = (link.recompute_ratio, link.prompt_tokens, link.wait_ms, link.overlap, link.forward)
+    return Measured(report.ttft_ms, link.link_ms, *cached)
 
 
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
@@ -252,7 +217,7 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     )
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
-    return (time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]), 0.0, None, ""
+    return Measured((time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]))
 
 
 def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:

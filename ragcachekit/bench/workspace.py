@@ -1,4 +1,4 @@
-"""The cache folder of the command line, and the models that it names."""
+"""The cache folder of the command line, and loading the models that users name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.loading import default_cache_dir
-
-READER = "reader"
-"""The name of the small trained model that comes with the package."""
+from ragcachekit.model.loading import default_cache_dir, load_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,11 +42,6 @@ class CacheFolder:
         return self.path / "precomputed"
 
 
-def model_path(name: str) -> str:
-    """The folder or hub id that ``name`` stands for: ``reader`` is the model inside the package."""
-    return str(Path(__file__).parent / "reader") if name == READER else name
-
-
 @contextmanager
 def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
     """Say in one line that the model called ``name`` cannot be loaded, and what to give instead.
@@ -64,21 +54,8 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         where = "is no model folder" if Path(name).exists() else "is neither a folder nor a model at hand"
         raise RagCacheError(
-            f"cannot load the model: {name} {where}; give the folder of a Hugging Face model, a hub id, "
-            f"or {READER!r} for the small model that comes with the package"
+            f"cannot load the model: {name} {where}; give the folder of a Hugging Face model or a hub id"
         ) from error
-
-
-@contextmanager
-def one_thread(tiny: bool = True) -> Iterator[None]:
-    """One torch thread for the reader, whose tensors are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    if tiny:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -86,10 +63,15 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer  # half a second that a look into the cache folder does without
 
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
-        path = model_path(name)
-        if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise FileNotFoundError(path)  # not a hub id: do not ask the hub
-        return AutoTokenizer.from_pretrained(path)
+        if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise FileNotFoundError(name)  # not a hub id: do not ask the hub
+        return AutoTokenizer.from_pretrained(name)
+
+
+def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
+    with explained(name, ValueError):
+        return load_model(name, device, dtype=dtype)
 
 
 def check_dtype(dtype: str) -> None:

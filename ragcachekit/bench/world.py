@@ -31,6 +31,7 @@ DEFAULT_SEED = 0
 TRAINING_SEEDS = (
     1 << 32
 )  # training draws its worlds from seeds at or above this one, everybody else from below
+# As the prompts of `ask`: the reader was trained on them.
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
 PREFIXES = (

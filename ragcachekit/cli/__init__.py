@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
-from rich.markup import escape
-from typer.core import TyperGroup
 
 import ragcachekit
-from ragcachekit.cli import (
-    cache,
-    calibrate,
-    corpus,
-    estimate,
-    eviction,
-    fidelity,
-    kernels,
-    measure,
-    planner,
-    store_bench,
-)
-from ragcachekit.cli.console import errors, one_line
-from ragcachekit.errors import RagCacheError
-
-FAILED = 2
-
-
-class _Commands(TyperGroup):
-    """Shows what a user can mend as one red line; anything else is a bug and keeps its traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (RagCacheError, ValueError, ImportError, OSError) as error:
-            if ctx.params.get("debug"):
-                raise
-            errors().print(f"[bold red]{escape(one_line(error))}[/]")
-            raise typer.Exit(FAILED) from error
+from ragcachekit.cli import cache, calibrate, corpus, estimate, fidelity, measure, moved
+from ragcachekit.cli.console import Commands
 
 
 def _version(asked: bool) -> None:
@@ -53,34 +25,29 @@ def root(
     """Options of all commands."""
 
 
+def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Retrieval-augmented generation on your own model without paying twice for retrieval and prefill.",
 )
 app.callback()(root)
-for command in (measure.demo, corpus.ask, corpus.precompute, calibrate.calibrate, measure.check_model):
-    app.command()(command)
-app.command()(estimate.estimate)
+_add(app, corpus.ask, corpus.precompute, calibrate.calibrate, estimate.estimate, measure.check_model)
+moved.add(app, moved.TOP)
 
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
-_bench.command()(measure.ttft)
-_bench.command()(measure.query_cache)
-_bench.command()(fidelity.fidelity)
-_bench.command()(calibrate.budget)
-_bench.command()(eviction.eviction)
-_bench.command()(store_bench.store)
-_bench.command()(planner.planner)
-_bench.command()(kernels.kernels)
+_add(_bench, measure.ttft, measure.query_cache, fidelity.fidelity)
+moved.add(_bench, moved.BENCHES)
 app.add_typer(_bench, name="bench")
 
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
-_cache.command()(cache.stats)
-_cache.command()(cache.verify)
-_cache.command()(cache.repair)
-_cache.command()(cache.clear)
+_add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 app.add_typer(_cache, name="cache")
 
 

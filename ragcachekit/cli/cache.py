@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 
 from ragcachekit.cli.console import errors, put, size
@@ -56,7 +49,7 @@ def verify(cache: ContentDir = None) -> None:
 
     bad = mend = False
     for tier in _content(cache).tiers:
-        with _bar("reading") as progress:
+        with _reading() as progress:
             found = verify(tier.path, progress)
         _list("damaged", found.damaged)
         _list("unreadable", found.unreadable)
@@ -77,7 +70,7 @@ def repair(cache: ContentDir = None) -> None:
     from ragcachekit.store.disk_check import repair
 
     for tier in _content(cache).tiers:
-        with _bar("reading") as progress:
+        with _reading() as progress:
             done = repair(tier.path, progress)
         _list("dropped", done.damaged)
         typer.echo(
@@ -97,11 +90,10 @@ def _content(cache: str | None) -> CacheContent:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def _reading() -> Iterator[Callable[[int, int], None]]:
     """A bar over bytes, on the standard error."""
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors(), transient=True) as bar:
-        task = bar.add_task(what, total=None)
+    with Progress(console=errors(), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

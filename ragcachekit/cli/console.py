@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
+
+from ragcachekit.errors import RagCacheError
+
+if TYPE_CHECKING:
+    from ragcachekit.bench.report import BenchReport
+
+FAILED = 2
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Commands that show what a user can mend as one red line; a bug keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except (RagCacheError, ValueError, ImportError, OSError) as error:
+            if ctx.params.get("debug"):
+                raise
+            errors().print(f"[bold red]{escape(one_line(error))}[/]")
+            raise typer.Exit(FAILED) from error
 
 
 def put(renderable: Any) -> None:
@@ -22,6 +48,19 @@ def show(renderable: Any) -> None:
     from ragcachekit.bench.report import show
 
     show(renderable)
+
+
+def written(
+    report: BenchReport,
+    json: Path | None,
+    plot: Path | None = None,
+    draw: Callable[[BenchReport, Path], object] | None = None,
+) -> None:
+    """Write the report's JSON and its picture, where they are asked for."""
+    if json is not None:
+        report.write_json(json)
+    if plot is not None and draw is not None:
+        draw(report, plot)
 
 
 def errors() -> Console:

@@ -9,80 +9,41 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ragcachekit.cli.console import counted, errors, note, pairs, put, quiet_loading, size
-from ragcachekit.cli.options import (
-    CacheDir,
-    ChunkTokens,
-    CorpusDir,
-    Device,
-    DiskGb,
-    Dtype,
-    Encoder,
-    ModelName,
-    Namespace,
-    Policy,
-    check_folders,
-    model_given,
-)
+from ragcachekit.cli import options as opt
+from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, put, quiet_loading, size
 
 if TYPE_CHECKING:
     from ragcachekit.bench.ask import Asked
     from ragcachekit.bench.precompute_job import Work
 
-INTERRUPTED = 130
-
 
 def ask(
-    corpus: CorpusDir,
+    corpus: opt.CorpusDir,
     questions: Annotated[
-        list[str] | None,
-        typer.Argument(help="One or more questions; without any, one per line of the input."),
+        list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
-    model: ModelName = None,
-    policy: Policy = "lego:16",
-    encoder: Encoder = None,
-    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks in the prompt.")] = 4,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            "--tolerance",
-            min=0.0,
-            help="Cosine distance up to which a question counts as asked before; 0: the same question only.",
-        ),
-    ] = 0.0,
-    cache: CacheDir = None,
-    namespace: Namespace = "default",
-    chunk_tokens: ChunkTokens = 200,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Length of an answer.")
-    ] = 128,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    disk_gb: DiskGb = None,
+    model: opt.ModelName = None,
+    policy: opt.Policy = "lego:16",
+    encoder: opt.Encoder = None,
+    k: opt.K = 4,
+    tolerance: opt.Tolerance = 0.0,
+    cache: opt.CacheDir = None,
+    namespace: opt.Namespace = "default",
+    chunk_tokens: opt.ChunkTokens = 200,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    disk_gb: opt.DiskGb = None,
 ) -> None:
     """Answer questions about your own files with your own model, and say what was reused.
 
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
-    chosen = model_given(model)
-    check_folders(corpus, cache)
+    chosen = opt.model_given(model)
+    opt.check_folders(corpus, cache)
     from ragcachekit.bench.ask import AskSettings, open_session
 
-    settings = AskSettings(
-        corpus=corpus,
-        model=chosen,
-        policy=policy,
-        encoder=encoder,
-        k=k,
-        tolerance=tolerance,
-        cache=cache,
-        namespace=namespace,
-        chunk_tokens=chunk_tokens,
-        max_new_tokens=max_new_tokens,
-        device=device,
-        dtype=dtype,
-        disk_gb=disk_gb,
-    )
+    settings = opt.settings_of(AskSettings, locals(), model=chosen)
     quiet_loading()
     with open_session(settings, note) as session:
         for question in questions or _typed():
@@ -94,22 +55,18 @@ def ask(
 
 
 def precompute(
-    corpus: CorpusDir,
-    model: ModelName = None,
-    policy: Policy = "lego:16",
-    encoder: Encoder = None,
-    cache: CacheDir = None,
-    namespace: Namespace = "default",
-    chunk_tokens: ChunkTokens = 200,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how much it is and how long it takes.")
-    ] = False,
-    keep_gone: Annotated[
-        bool, typer.Option("--keep-gone", help="Leave the KV of chunks that are gone from the corpus.")
-    ] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    disk_gb: DiskGb = None,
+    corpus: opt.CorpusDir,
+    model: opt.ModelName = None,
+    policy: opt.Policy = "lego:16",
+    encoder: opt.Encoder = None,
+    cache: opt.CacheDir = None,
+    namespace: opt.Namespace = "default",
+    chunk_tokens: opt.ChunkTokens = 200,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how much it is and how long.")] = False,
+    keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    disk_gb: opt.DiskGb = None,
 ) -> None:
     """Encode and embed a corpus now, so that the first question about it is as quick as the others.
 
@@ -117,23 +74,11 @@ def precompute(
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype.
     """
-    chosen = model_given(model)
-    check_folders(corpus, None if dry_run else cache)
+    chosen = opt.model_given(model)
+    opt.check_folders(corpus, None if dry_run else cache)
     from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
 
-    settings = PrecomputeSettings(
-        corpus=corpus,
-        model=chosen,
-        policy=policy,
-        encoder=encoder,
-        cache=cache,
-        namespace=namespace,
-        chunk_tokens=chunk_tokens,
-        device=device,
-        dtype=dtype,
-        disk_gb=disk_gb,
-        keep_gone=keep_gone,
-    )
+    settings = opt.settings_of(PrecomputeSettings, locals(), model=chosen)
     quiet_loading()
     if dry_run:
         work = estimate(settings)

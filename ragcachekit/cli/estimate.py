@@ -8,22 +8,8 @@ import typer
 from rich.table import Table
 
 from ragcachekit.bench.estimate_log import read_log
-from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, size
-from ragcachekit.cli.options import (
-    CacheDir,
-    ChunkTokens,
-    CorpusDir,
-    Device,
-    Dtype,
-    Encoder,
-    Json,
-    ModelName,
-    Plot,
-    Policy,
-    check_folders,
-    model_given,
-    names,
-)
+from ragcachekit.cli import options as opt
+from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, size, written
 
 if TYPE_CHECKING:
     from ragcachekit.bench.estimate import Estimate
@@ -38,56 +24,33 @@ def estimate(
             '"answer_tokens": ...}; docs are texts or file#number, what your retriever returned.',
         ),
     ],
-    corpus: CorpusDir,
-    model: ModelName = None,
-    policy: Policy = "lego:16",
-    encoder: Encoder = None,
-    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")] = 4,
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="Of the query cache, as for `ask`.")
-    ] = 0.0,
-    host: Annotated[
-        str, typer.Option("--host", help="Host memory tiers, as shares of the KV that the log touches.")
-    ] = "0.1,0.25,0.5,1",
+    corpus: opt.CorpusDir,
+    model: opt.ModelName = None,
+    policy: opt.Policy = "lego:16",
+    encoder: opt.Encoder = None,
+    k: opt.K = 4,
+    tolerance: opt.Tolerance = 0.0,
+    host: Annotated[str, typer.Option("--host", help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
     eviction: Annotated[str, typer.Option("--eviction", help="Policies to compare.")] = "lru,pgdsf",
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure this machine, or assume one.")
-    ] = True,
-    disk_gbps: Annotated[
-        float | None, typer.Option("--disk-gbps", help="GB/s of your disk; default: it is measured.")
-    ] = None,
-    cache: CacheDir = None,
-    chunk_tokens: ChunkTokens = 200,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    json: Json = None,
-    plot: Plot = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Or assume a machine.")] = True,
+    disk_gbps: Annotated[float | None, typer.Option("--disk-gbps", help="Default: it is measured.")] = None,
+    cache: opt.CacheDir = None,
+    chunk_tokens: opt.ChunkTokens = 200,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
-    chosen = model_given(model)
+    chosen = opt.model_given(model)
     read_log(log)
-    check_folders(corpus, cache)
+    opt.check_folders(corpus, cache)
     from ragcachekit.bench import estimate_report
     from ragcachekit.bench.estimate import EstimateSettings, run
     from ragcachekit.bench.estimate_advice import advise
 
-    settings = EstimateSettings(
-        log=log,
-        corpus=corpus,
-        model=chosen,
-        policy=policy,
-        encoder=encoder,
-        k=k,
-        tolerance=tolerance,
-        cache=cache,
-        chunk_tokens=chunk_tokens,
-        device=device,
-        dtype=dtype,
-        shares=_shares(host),
-        evictions=names(eviction),
-        measure=measure,
-        disk_gbps=disk_gbps,
-    )
+    shares, evictions = opt.numbers("--host", host), opt.names(eviction)
+    settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
     quiet_loading()
     found = run(settings, note, progress=True)
     advice = advise(found)
@@ -101,23 +64,11 @@ def estimate(
     show(policies.table("With the tiers advised below", ("policy", "ttft_ms", "ttft_ms_p90", "speedup")))
     for line in advice.lines:
         typer.echo(line)
-    if json is not None:
-        report.write_json(json)
-    if plot is not None:
-        estimate_report.plot(report, plot)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, names(text)))
-    except ValueError as error:
-        raise ValueError(f"--host is a list of shares such as 0.1,0.5,1, not {text!r}") from error
+    written(report, json, plot, estimate_report.plot)
 
 
 def _about(row: dict[str, Any], found: Estimate) -> Table:
-    near = [
-        f"{count} within {tolerance:g}" for tolerance, count in found.retrievals.near.items() if tolerance
-    ]
+    near = [f"{count} within {t:g}" for t, count in found.retrievals.near.items() if t]
     rows = {
         "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
         f"one: {', '.join(near)}",

@@ -11,14 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 from ragcachekit import PrecedingChunks, Prompt, RagCache
-from ragcachekit.bench import calibrate, calibrate_check
-from ragcachekit.bench.calibrate import CalibrateSettings, Sample, calibrated, sample_of, summary
+from ragcachekit.bench import calibrate
+from ragcachekit.bench.calibrate import CalibrateSettings, calibrated, summary
 from ragcachekit.bench.calibrate_measure import candidates, check_full, needed, upper_bound
 from ragcachekit.bench.calibrate_probes import probes
 from ragcachekit.bench.corpus import CorpusChunk, documents
 from ragcachekit.bench.fidelity_prompts import PromptMaker
-from ragcachekit.bench.fidelity_questions import held_out_world, world_questions
-from ragcachekit.bench.workspace import model_path
+from ragcachekit.bench.own_questions import Sample
+from ragcachekit.bench.world_questions import held_out_world, world_questions
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.cli import app
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.link.calibration import Calibration, read_record
@@ -119,7 +120,7 @@ def test_the_command_stores_nothing_where_full_answers_nothing(tmp_path: Path, q
     rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
     path = tmp_path / "wrong.jsonl"
     path.write_text("".join(json.dumps({**row, "answer": "xyzzy"}) + "\n" for row in rows))
-    arguments = ("calibrate", "--model", "reader", "--questions", path, "--budget", "0.2")
+    arguments = ("calibrate", "--model", READER, "--questions", path, "--budget", "0.2")
     result = CliRunner().invoke(app, [*map(str, arguments), "--cache", str(tmp_path / "cache")])
     assert result.exit_code == 2
     assert "answers (nearly) nothing right" in result.output
@@ -135,6 +136,8 @@ def record(folder: Path, questions_file: Path) -> Calibration:
     threads = torch.get_num_threads()
     found = calibrate.run(
         CalibrateSettings(
+            READER,
+            max_new_tokens=16,
             questions=questions_file,
             policies=("lego:8", "reuse"),
             budget=0.9,
@@ -161,7 +164,7 @@ def first_probabilities(rag: RagCache, prompt: Prompt, policy: str) -> torch.Ten
 
 def test_the_curve_is_what_the_engine_gives(record: Calibration, folder: Path) -> None:
     """Asked again, one by one, through the public interface, scored by hand."""
-    model, tokenizer = load_model(model_path("reader"), "cpu")
+    model, tokenizer = load_model(READER, "cpu")
     maker, asked = PromptMaker(tokenizer), world_questions(0, PER_TYPE)
     right = {"full": 0.0, "reuse": 0.0, "lego:8": 0.0}
     doubts = dict.fromkeys(right, 0.0)
@@ -195,10 +198,10 @@ def test_the_curve_is_what_the_engine_gives(record: Calibration, folder: Path) -
 
 def test_the_record_is_found_by_engines_of_either_making(record: Calibration, folder: Path) -> None:
     assert record.policy == "reuse"
-    model, tokenizer = load_model(model_path("reader"), "cpu")
+    model, tokenizer = load_model(READER, "cpu")
     made = RagCache(model, tokenizer, policy="budget:0.9", namespace="acme", cache_dir=folder)
     loaded = RagCache.from_pretrained(
-        model_path("reader"), device="cpu", policy="budget:0.9", namespace="acme", cache_dir=folder
+        READER, device="cpu", policy="budget:0.9", namespace="acme", cache_dir=folder
     )
     with made, loaded:
         assert made.fingerprint != loaded.fingerprint
@@ -216,13 +219,13 @@ def test_too_few_questions_are_not_taken_for_proof(record: Calibration) -> None:
 
 
 def test_neighbours_are_part_of_the_encoder(folder: Path) -> None:
-    model, tokenizer = load_model(model_path("reader"), "cpu")
+    model, tokenizer = load_model(READER, "cpu")
     near = PrecedingChunks(article.chunks for article in held_out_world(0).articles)
     settings = CalibrateSettings(
-        encoder="similar:1", policies=("reuse",), max_new_tokens=16, cache_dir=folder
+        READER, encoder="similar:1", policies=("reuse",), max_new_tokens=16, cache_dir=folder
     )
-    sample = Sample(tuple(world_questions(0, PER_TYPE)), "answers")
-    found = calibrated(settings, model, tokenizer, sample, neighbours=near)
+    sample = Sample(tuple(world_questions(0, PER_TYPE)))
+    found = calibrated(settings, model, tokenizer, sample, lambda: near)
     assert found.encoder == "similar:1"
     assert found.curve[0].f1 == 1.0  # what standalone chunks lose, see docs/encoders.md
 
@@ -275,7 +278,7 @@ def test_a_corpus_without_sentences_cannot_be_asked_about() -> None:
 
 def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Path) -> None:
     output = command(
-        *("calibrate", "--model", "reader", "--corpus", corpus, "--chunk-tokens", 60, "--probes", 4),
+        *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 4),
         *("--policies", "reuse,lego:2000", "--namespace", "probed", "--budget", "0.6"),
         *("--json", tmp_path / "c.json", "--plot", tmp_path / "c.png"),
         folder=folder,
@@ -293,7 +296,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
 
 def test_similar_chunks_may_be_those_before(folder: Path, corpus: Path) -> None:
     output = command(
-        *("calibrate", "--model", "reader", "--corpus", corpus, "--chunk-tokens", 60, "--probes", 2),
+        *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 2),
         *("--policies", "reuse", "--encoder", "similar:1", "--neighbours", "preceding", "--budget", "0.9"),
         folder=folder,
     )
@@ -303,14 +306,12 @@ def test_similar_chunks_may_be_those_before(folder: Path, corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "some/model"), "give --questions"),
-        (("--model", "reader", "--budget", "1.5"), "loss of F1"),
-        (("--model", "reader", "--policies", "magic"), "unknown policy"),
-        (("--model", "reader", "--encoder", "backwards"), "unknown encoder"),
-        (("--model", "reader", "--neighbours", "preceding"), "give --corpus"),
-        (("--model", "reader", "--neighbours", "random"), "'similar' or 'preceding'"),
-        (("--model", "reader", "--namespace", ""), "namespace is empty"),
-        (("--model", "reader", "--corpus", "/nowhere"), "does not exist"),
+        (("--model", READER), "give --questions"),
+        (("--model", READER, "--budget", "1.5"), "loss of F1"),
+        (("--model", READER, "--neighbours", "preceding"), "give --corpus"),
+        (("--model", READER, "--neighbours", "random"), "'similar' or 'preceding'"),
+        (("--model", READER, "--namespace", ""), "namespace is empty"),
+        (("--model", READER, "--corpus", "/nowhere"), "does not exist"),
         ((), "which model"),
     ],
 )
@@ -320,45 +321,12 @@ def test_bad_arguments(folder: Path, arguments: tuple[str, ...], message: str) -
     assert message in result.output
 
 
-def test_the_sample_world_is_asked_where_nothing_is_given() -> None:
-    sample = sample_of(CalibrateSettings())
-    assert (len(sample.questions), sample.quality) == (201, "answers")
-
-
-def test_bench_budget_measures_on_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    panel = calibrate_check.Panel
-
-    def spied(model, tokenizer, questions, **options):
-        seen.append([q.question + "".join(q.chunks) for q in questions])
-        return panel(model, tokenizer, questions, **options)
-
-    monkeypatch.setattr(calibrate_check, "Panel", spied)
-    monkeypatch.setattr(calibrate, "Panel", spied)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    result = CliRunner().invoke(
-        app,
-        [
-            *("bench", "budget", "--budgets", "0.3,0.9", "--encoders", "standalone", "--policies", "reuse"),
-            *("--calibrate-on", "9", "--measure-on", "6", "--json", str(tmp_path / "b.json")),
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    first, others = seen
-    assert (len(first), len(others)) == (9, 6)
-    assert not set(first) & set(others)
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    found = [row for row in rows if row["part"] == "budget"]
-    assert [row["budget"] for row in found] == [0.3, 0.9]
-    for row in found:
-        assert row["loss"] == pytest.approx(row["f1_full"] - row["f1"])
-        assert row["low"] <= row["loss"] <= row["high"]
-        assert row["held"] == (row["loss"] <= row["budget"])
-    assert {row["chosen"] for row in found} <= {"reuse", "full"}
-    assert not (tmp_path / "home" / "ragcachekit" / "calibrations").exists()
-
-
-def test_a_budget_that_is_none_is_refused_before_any_work() -> None:
-    result = CliRunner().invoke(app, ["bench", "budget", "--budgets", "0.01,2"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--policies", "magic"), "unknown policy"), (("--encoder", "backwards"), "unknown encoder")],
+)
+def test_bad_names(folder: Path, questions_file: Path, arguments: tuple[str, ...], message: str) -> None:
+    given = ("--model", READER, "--questions", str(questions_file), "--cache", str(folder))
+    result = CliRunner().invoke(app, ["calibrate", *given, *arguments])
     assert result.exit_code == 2
-    assert "loss of F1" in result.output
+    assert message in result.output

@@ -1,16 +1,13 @@
 """Times to the first token, by hand: one millisecond per computed token."""
 
 import pytest
-import torch
 
 from ragcachekit.bench.estimate_replay import Served
 from ragcachekit.bench.estimate_requests import Request, Use
 from ragcachekit.bench.estimate_speed import Speeds
 from ragcachekit.link.base import PlacedChunk
-from ragcachekit.link.planned import Missing
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import Encoding
-from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.types import KVKey
 
@@ -20,10 +17,9 @@ LINEAR = PrefillProfile([0, 1000], [1, 1000], [[0.001, 1.0], [0.001, 1.0]])
 
 def use(start, tokens, exact=False):
     """KV of 8 bytes per token and layer."""
-    one = torch.zeros(1, tokens, 1)
     name = "prefix" if exact else "standalone"
-    item = Missing(KVKey("f", "n", f"chunk at {start}", name), (1,) * tokens, Encoding(name))
-    return Use(item, PlacedChunk(f"chunk at {start}", start, tokens, exact), ChunkKV((one,) * 4, (one,) * 4))
+    key = KVKey("f", "n", f"chunk at {start}", name)
+    return Use(key, Encoding(name), PlacedChunk(key.chunk_id, start, tokens, exact), 32 * tokens)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ragcachekit.bench import check_families, second_check
 from ragcachekit.bench.families import Family, build, families
-from ragcachekit.cli import app
+from ragcachekit.bench.proofs_cli import app
 from ragcachekit.engine import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link import attention
@@ -122,7 +122,7 @@ def test_a_family_that_breaks_does_not_end_the_sweep(monkeypatch):
 def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
     few = (FAMILIES["llama"], FAMILIES["gpt2"])
     monkeypatch.setattr(check_families, "families", lambda: few)
-    arguments = ["check-model", "--all-families", "--json", str(tmp_path / "f.json")]
+    arguments = ["families", "--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(app, [*arguments, "--markdown", str(tmp_path / "models.md")])
     assert result.exit_code == 0
     assert "1 exact, 1 refused, 0 wrong" in result.stdout
@@ -134,13 +134,6 @@ def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
     page = (tmp_path / "models.md").read_text()
     assert frame["versions"]["transformers"] in page
     assert "| llama | exact |  |" in page
-
-
-@pytest.mark.parametrize("arguments", [[], ["reader", "--all-families"], ["reader", "--markdown", "x.md"]])
-def test_a_model_or_all_families(arguments):
-    result = CliRunner().invoke(app, ["check-model", *arguments])
-    assert result.exit_code == 2
-    assert "--all-families" in result.output
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -13,18 +13,18 @@ from ragcachekit.bench.fidelity_questions import (
     FidelityQuestion,
     digest,
     read_questions,
-    world_questions,
 )
 from ragcachekit.bench.fidelity_sweeps import sweep_questions
-from ragcachekit.bench.workspace import model_path
 from ragcachekit.bench.world import TRAINING_SEEDS, make_world, messages
+from ragcachekit.bench.world_questions import world_questions
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.errors import RagCacheError
 from ragcachekit.types import Chunk
 
 
 @pytest.fixture
 def tokenizer():
-    return AutoTokenizer.from_pretrained(model_path("reader"))
+    return AutoTokenizer.from_pretrained(READER)
 
 
 def test_every_prompt_holds_its_evidence_among_four_whole_articles() -> None:

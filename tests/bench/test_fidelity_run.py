@@ -14,14 +14,14 @@ from transformers.cache_utils import DynamicCache
 from ragcachekit import RagCache
 from ragcachekit.bench import fidelity
 from ragcachekit.bench.fidelity_engines import Engines
-from ragcachekit.bench.fidelity_plot import plot
 from ragcachekit.bench.fidelity_prompts import PromptMaker
-from ragcachekit.bench.fidelity_questions import world_questions
-from ragcachekit.bench.fidelity_report import tables
 from ragcachekit.bench.fidelity_settings import FidelitySettings
 from ragcachekit.bench.report import BenchReport
-from ragcachekit.bench.workspace import model_path
 from ragcachekit.bench.world import messages
+from ragcachekit.bench.world_fidelity import WorldFidelitySettings, run
+from ragcachekit.bench.world_questions import world_questions
+from ragcachekit.bench.world_reader import READER
+from ragcachekit.bench.world_sweeps_report import plot, tables
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
 
@@ -41,9 +41,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def settings(**options: object) -> FidelitySettings:
+def settings(**options: object) -> WorldFidelitySettings:
     chosen = {"per_type": PER_TYPE, "policies": ("lego:4", "reuse", "lego0"), **options}
-    return FidelitySettings(**chosen)  # type: ignore[arg-type]
+    return WorldFidelitySettings(**chosen)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def work(home: Path) -> Path:
 def report(work: Path) -> BenchReport:
     """An uninterrupted run."""
     threads = torch.get_num_threads()
-    found = fidelity.run(settings(), work=work)
+    found = run(settings(), work=work)
     assert torch.get_num_threads() == threads
     return found
 
@@ -101,7 +101,7 @@ def test_full_is_full(report: BenchReport) -> None:
 
 def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchReport, home: Path) -> None:
     asked = world_questions(0, PER_TYPE)
-    with RagCache.from_pretrained(model_path("reader"), policy="lego:4", cold="now") as rag:
+    with RagCache.from_pretrained(READER, policy="lego:4", cold="now") as rag:
         rag.encode([chunk for question in asked for chunk in question.chunks])
         rag.generate(messages(asked[0].chunks, asked[0].question), max_new_tokens=1)  # the system text
         found = [rag.generate(messages(q.chunks, q.question), max_new_tokens=16) for q in asked]
@@ -118,7 +118,7 @@ def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchR
 @torch.no_grad()
 def test_kl_and_deviation_of_reuse_are_those_of_chunks_run_alone(report: BenchReport) -> None:
     """No library: each chunk alone at its positions, put into the prompt's cache by hand."""
-    model = AutoModelForCausalLM.from_pretrained(model_path("reader")).eval()
+    model = AutoModelForCausalLM.from_pretrained(READER).eval()
     asked, maker = world_questions(0, PER_TYPE), PromptMaker(load_tokenizer())
     kl, keys = [], []
     for question in asked:
@@ -157,7 +157,7 @@ def test_kl_and_deviation_of_reuse_are_those_of_chunks_run_alone(report: BenchRe
 def load_tokenizer() -> object:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path("reader"))
+    return AutoTokenizer.from_pretrained(READER)
 
 
 def test_chunks_behind_similar_ones(home: Path) -> None:
@@ -166,9 +166,7 @@ def test_chunks_behind_similar_ones(home: Path) -> None:
             return [chunk for chunk in corpus if chunk != text][:2]
 
     corpus = [chunk for question in world_questions(0, 1) for chunk in question.chunks]
-    found = fidelity.run(
-        settings(per_type=1, policies=("reuse",), encoders=("similar:2",)), neighbours=Before()
-    )
+    found = run(settings(per_type=1, policies=("reuse",), encoders=("similar:2",)), neighbours=Before())
     similar, system = row(found, "reuse", "similar:2"), row(found, "reuse", "system")
     assert similar["ratio_spent"] == 0.0
     assert similar["kl"] != system["kl"]
@@ -176,7 +174,7 @@ def test_chunks_behind_similar_ones(home: Path) -> None:
 
 def test_chunks_rounded_at_rest(report: BenchReport, home: Path) -> None:
     """Layer 0 of a chunk read back is off by the rounding alone; without it, by nothing."""
-    rounded = fidelity.run(settings(policies=("reuse",), encoders=("standalone+int8",)))
+    rounded = run(settings(policies=("reuse",), encoders=("standalone+int8",)))
 
     def first_layer(found: BenchReport, encoder: str) -> dict[str, float]:
         (layer,) = [
@@ -192,7 +190,7 @@ def test_chunks_rounded_at_rest(report: BenchReport, home: Path) -> None:
         assert plain[part] < 1e-6 < 1e-4 < off[part] < 0.02
     assert row(rounded, "full", "none")["kl"] == 0
     with pytest.raises(ValueError, match="unknown rounding 'int5'; known: int8, fp8"):
-        fidelity.run(settings(encoders=("standalone+int5",)))
+        run(settings(encoders=("standalone+int5",)))
 
 
 def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
@@ -209,7 +207,7 @@ def test_sweeps_have_a_row_per_cell(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: str, cells: int
 ) -> None:
     monkeypatch.setattr("ragcachekit.bench.fidelity_sweeps.choose_questions", one_of_each)
-    found = fidelity.run(settings(sweep=sweep, policies=("reuse",), encoders=("system",)))
+    found = run(settings(sweep=sweep, policies=("reuse",), encoders=("system",)))
     rows = [r for r in found.rows if r["part"] == sweep and r["question_type"] == "all"]
     assert len(rows) == 2 * cells  # full and reuse
     assert len(
@@ -237,7 +235,7 @@ def test_an_interrupted_run_goes_on(
     part.write_bytes(b"".join(lines[:13]) + lines[13][:40])  # cut off within a line
     measured, measure = [], fidelity.measure
     monkeypatch.setattr(fidelity, "measure", lambda *given: measured.append(given[3]) or measure(*given))
-    again = fidelity.run(settings(), work=part)
+    again = run(settings(), work=part)
     assert len(measured) == 5 * 3 * PER_TYPE - 12
     assert again.rows == report.rows
     assert part.read_bytes() == work.read_bytes()
@@ -247,9 +245,9 @@ def test_a_finished_run_asks_nothing_again(
     report: BenchReport, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "measure", None)
-    assert fidelity.run(settings(), work=work).rows == report.rows
+    assert run(settings(), work=work).rows == report.rows
     monkeypatch.undo()
-    more = fidelity.run(settings(policies=("lego:4", "full")), work=work)
+    more = run(settings(policies=("lego:4", "full")), work=work)
     assert row(more, "lego:4", "standalone") == row(report, "lego:4", "standalone")
 
 
@@ -265,7 +263,7 @@ def test_results_of_other_runs_are_refused(
     report: BenchReport, work: Path, change: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RagCacheError, match=message):
-        fidelity.run(settings(**change), work=work)
+        run(settings(**change), work=work)
 
 
 def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
@@ -274,7 +272,7 @@ def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp
     other = tmp_path / "other.work"
     other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     with pytest.raises(RagCacheError, match="another model"):
-        fidelity.run(settings(), work=other)
+        run(settings(), work=other)
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])
@@ -282,7 +280,7 @@ def test_files_that_are_none_of_ours_are_left_alone(home: Path, tmp_path: Path, 
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(RagCacheError, match="no work file"):
-        fidelity.run(settings(), work=path)
+        run(settings(), work=path)
     assert path.read_text() == text
 
 
@@ -292,7 +290,7 @@ def test_a_damaged_line_is_named(report: BenchReport, work: Path, tmp_path: Path
     bad = tmp_path / "bad.work"
     bad.write_text("\n".join(lines) + "\n")
     with pytest.raises(RagCacheError, match="line 5 is damaged"):
-        fidelity.run(settings(), work=bad)
+        run(settings(), work=bad)
 
 
 # -- checks -------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ def test_a_full_that_is_not_the_models_own_gives_no_figure(
 ) -> None:
     monkeypatch.setattr(Engines, "token_ids", lambda self, prompt: (1, 2, 3))
     with pytest.raises(RagCacheError, match="do not trust any figure"):
-        fidelity.run(settings(per_type=1, policies=("reuse",)))
+        run(settings(per_type=1, policies=("reuse",)))
 
 
 def test_chunks_that_the_store_cannot_keep_give_no_figure(
@@ -313,11 +311,11 @@ def test_chunks_that_the_store_cannot_keep_give_no_figure(
     small = StoreConfig(host_bytes=60_000)  # holds one chunk, not eight
     monkeypatch.setattr("ragcachekit.bench.fidelity_engines.StoreConfig", lambda **_: small)
     with pytest.raises(RagCacheError, match="is not kept"):
-        fidelity.run(settings(per_type=1, policies=("reuse",)))
+        run(settings(per_type=1, policies=("reuse",)))
 
 
 def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "Why?", "chunks": ["soap " * 2100], "answer": "soap"}))
     with pytest.raises(PromptTooLong, match="'Why\\?'"):
-        fidelity.run(settings(questions=path))
+        fidelity.run(FidelitySettings(READER, questions=path))

@@ -14,7 +14,7 @@ from ragcachekit import RagCache
 from ragcachekit.bench import planner as bench
 from ragcachekit.bench import planner_measured
 from ragcachekit.bench.planner_pipeline import Machine, Medium, prefill_seconds, read_layers
-from ragcachekit.cli import app
+from ragcachekit.bench.proofs_cli import app
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.profiling import extended, measure_profile, store_profile, stored_profile
 
@@ -89,7 +89,7 @@ def test_the_command_writes_what_it_shows(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(bench, name, few)
     files = ["--json", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.png")]
-    done = CliRunner().invoke(app, ["bench", "planner", "--draws", "1", *files])
+    done = CliRunner().invoke(app, ["planner", "--draws", "1", *files])
     assert done.exit_code == 0, done.output
     frame = json.loads((tmp_path / "p.json").read_text())
     assert (frame["bench"], len(frame["rows"])) == ("planner", 8)

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import ragcachekit.bench.workspace as workspace
 from ragcachekit.bench.ask import AskSettings, open_session
 from ragcachekit.bench.embedding import MiniLM
+from ragcachekit.bench.proofs_cli import app as proofs_app
 from ragcachekit.bench.world import make_world
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.cli import app
-
-READER = Path(workspace.__file__).parent / "reader"
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +39,7 @@ def minilm():
 def prepared(corpus, minilm, tmp_path_factory):
     """A cache folder with the corpus's index and the reader's digests, but no KV; to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
-    settings = AskSettings(str(corpus), "reader", cache=str(folder), chunk_tokens=34)
+    settings = AskSettings(str(corpus), READER, cache=str(folder), chunk_tokens=34)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragcachekit.bench.ask.MiniLM", lambda: minilm)
         with open_session(settings):
@@ -54,21 +53,28 @@ def one_minilm(minilm, monkeypatch):
     """Commands share the loaded embedding model."""
     monkeypatch.setattr("ragcachekit.bench.ask.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.bench.precompute.MiniLM", lambda: minilm)
-    monkeypatch.setattr("ragcachekit.bench.query_cache_report.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.bench.own_workload.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.bench.world_query_cache.MiniLM", lambda: minilm)
     return minilm
 
 
 @pytest.fixture
 def command():
     """Run a command line; the result has exit_code, output (both streams) and stdout."""
+    return lambda *arguments, **options: _run(app, arguments, **options)
 
-    def run(*arguments, **options):
-        result = CliRunner().invoke(app, [str(a) for a in arguments], **options)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
 
-    return run
+@pytest.fixture
+def proofs():
+    """As ``command``, of ``python -m benchmarks``."""
+    return lambda *arguments, **options: _run(proofs_app, arguments, **options)
+
+
+def _run(app, arguments, **options):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def reader_copy(tmp_path):
     def copy(template: str | None) -> Path:
         folder = tmp_path / "model"
         folder.mkdir()
-        for file in READER.iterdir():
+        for file in Path(READER).iterdir():
             if file.name != "chat_template.jinja":
                 (folder / file.name).write_bytes(file.read_bytes())
         if template is not None:

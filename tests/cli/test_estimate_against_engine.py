@@ -14,7 +14,7 @@ from ragcachekit.bench.corpus import read_corpus
 from ragcachekit.bench.estimate import EstimateSettings, run
 from ragcachekit.bench.precompute import PrecomputeSettings, open_run
 from ragcachekit.bench.reading_prompt import prompt_for
-from ragcachekit.bench.workspace import READER, model_path
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.config import LoadConfig
 from ragcachekit.model.loading import load_model
 
@@ -23,7 +23,7 @@ SMALL = 34
 
 @pytest.fixture(scope="module")
 def reader():
-    return load_model(model_path(READER), "cpu")
+    return load_model(READER, "cpu")
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from ragcachekit.bench.corpus import read_corpus
 from ragcachekit.bench.estimate import EstimateSettings
 from ragcachekit.bench.estimate_advice import duration
-from ragcachekit.bench.workspace import READER, load_tokenizer
+from ragcachekit.bench.workspace import load_tokenizer
+from ragcachekit.bench.world_reader import READER
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def estimate(command, corpus, minilm, prepared, tmp_path, monkeypatch):
         log = tmp_path / "log.jsonl"
         log.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
         return command(
-            *("estimate", "--log", log, "--corpus", corpus, "--model", "reader", measure),
+            *("estimate", "--log", log, "--corpus", corpus, "--model", READER, measure),
             *("--cache", tmp_path / "cache", "--chunk-tokens", "34", "--json", tmp_path / "out.json"),
             *arguments,
         )
@@ -36,7 +37,7 @@ def rows(tmp_path):
 
     def of(part):
         found = json.loads((tmp_path / "out.json").read_text())
-        assert (found["schema"], found["bench"], found["model"]) == (1, "estimate", "reader")
+        assert (found["schema"], found["bench"], found["model"]) == (1, "estimate", READER)
         return [row for row in found["rows"] if row["part"] == part]
 
     return of
@@ -167,7 +168,7 @@ def test_bad_logs_are_one_line(estimate, lines, message):
         (("--encoder", "in-prompt"), "does not replay encoder"),
         (("--eviction", "newest"), "unknown eviction policy"),
         (("--eviction", ","), "at least one eviction policy"),
-        (("--host", "half"), "list of shares"),
+        (("--host", "half"), "--host takes numbers"),
         (("--host", "0"), "shares > 0"),
         (("--disk-gbps", "0"), "more than 0 GB/s"),
     ],
@@ -180,7 +181,7 @@ def test_bad_arguments_are_one_line(estimate, arguments, message):
 
 def test_settings_check_themselves():
     with pytest.raises(ValueError, match="k must be at least 1"):
-        EstimateSettings("folder", "reader", log="log", k=0)
+        EstimateSettings("folder", READER, log="log", k=0)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (64.7, "64.7 s"), (1110.0, "18 minutes")])

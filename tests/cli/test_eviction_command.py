@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-TINY = ("bench", "eviction", "--documents", "60", "--requests", "120", "--seeds", "2", "--sizes", "0.05,0.1")
+TINY = ("eviction", "--documents", "60", "--requests", "120", "--seeds", "2", "--sizes", "0.05,0.1")
 
 
-def test_it_prints_tables_and_writes_json_and_a_picture(command, tmp_path):
-    result = command(*TINY, "--traces", "zipf", "--json", tmp_path / "e.json", "--plot", tmp_path / "e.svg")
+def test_it_prints_tables_and_writes_json_and_a_picture(proofs, tmp_path):
+    result = proofs(*TINY, "--traces", "zipf", "--json", tmp_path / "e.json", "--plot", tmp_path / "e.svg")
     assert result.exit_code == 0
     for words in ("Documents found", "bound", "pgdsf", "1.02-1.32", "always-reload", "time saved by"):
         assert words in result.output
@@ -21,16 +21,15 @@ def test_it_prints_tables_and_writes_json_and_a_picture(command, tmp_path):
     assert "<svg" in (tmp_path / "e.svg").read_text()
 
 
-def test_it_replays_a_trace_of_the_users(command, tmp_path):
+def test_it_replays_a_trace_of_the_users(proofs, tmp_path):
     trace = tmp_path / "asked.jsonl"
     lines = [
         {"docs": [f"doc {n % 7}", {"id": f"doc {n % 3 + 7}", "tokens": 50 * (n % 3 + 1)}]} for n in range(40)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "e.json"
-    result = command(
+    result = proofs(
         *(
-            "bench",
             "eviction",
             "--trace",
             trace,
@@ -63,15 +62,15 @@ def test_it_replays_a_trace_of_the_users(command, tmp_path):
         (("--trace", "nowhere.jsonl"), "nowhere.jsonl"),
     ],
 )
-def test_what_cannot_be_is_one_line(command, arguments, says):
-    result = command(*TINY[:-2], *arguments)
+def test_what_cannot_be_is_one_line(proofs, arguments, says):
+    result = proofs(*TINY[:-2], *arguments)
     assert result.exit_code == 2
     assert says in result.output
 
 
-def test_a_bad_line_of_a_trace_is_named(command, tmp_path):
+def test_a_bad_line_of_a_trace_is_named(proofs, tmp_path):
     trace = tmp_path / "asked.jsonl"
     trace.write_text('{"docs": ["a"]}\n{"docs": []}\n')
-    result = command("bench", "eviction", "--trace", trace)
+    result = proofs("eviction", "--trace", trace)
     assert result.exit_code == 2
     assert "line 2: expected" in result.output

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ragcachekit.bench import check_model, report
-from ragcachekit.bench.world import make_world
+from ragcachekit.bench.world_reader import READER
 
 
 def test_the_reader_is_exact(command, tmp_path):
-    result = command("check-model", "reader", "--json", tmp_path / "check.json")
+    result = command("check-model", READER, "--json", tmp_path / "check.json")
     assert result.exit_code == 0
     assert "exact" in result.stdout
     assert "layers 0-5: half-split, 16 pairs" in result.stdout
@@ -42,7 +42,7 @@ def test_a_model_with_learned_positions_is_refused(command, reader_copy):
 
 def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
     monkeypatch.setattr(check_model, "_answer_difference", lambda model: 0.5)
-    result = command("check-model", "reader")
+    result = command("check-model", READER)
     assert result.exit_code == 1
     assert "wrong" in result.stdout
     assert "by 0.5 of the largest" in result.stdout
@@ -50,12 +50,11 @@ def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
 
 def test_the_second_look_sees_what_the_model_does():
     """The comparison must fail when the linked cache is not what the model computed."""
-    from ragcachekit.bench.workspace import READER, model_path
     from ragcachekit.model.kv import ChunkKV
     from ragcachekit.model.loading import load_model
     from ragcachekit.store.host import HostStore
 
-    model, _ = load_model(model_path(READER), "cpu")
+    model, _ = load_model(READER, "cpu")
     assert check_model._answer_difference(model) < 1e-4
     get = HostStore.get
 
@@ -96,7 +95,7 @@ def test_bench_ttft_writes_json_and_plot(command, tmp_path):
         (("--shape", "tiny", "--policies", "fastest"), "unknown policy"),
         (("--shape", "tiny", "--dtype", "int3"), "unknown dtype"),
         (("--shape", "tiny", "--runs", "0"), "Invalid value for '--runs'"),
-        (("--shape", "tiny", "--model", "reader"), "not both"),
+        (("--shape", "tiny", "--model", READER), "not both"),
     ],
 )
 def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
@@ -105,70 +104,82 @@ def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
     assert message in result.output
 
 
-@pytest.fixture
-def small_world(monkeypatch):
-    monkeypatch.setattr(
-        "ragcachekit.bench.query_cache_report.make_world",
-        lambda seed: make_world(seed, people=4, companies=2, towns=2),
-    )
-
-
-def test_bench_query_cache_has_three_parts(command, one_minilm, small_world, tmp_path):
+def test_bench_query_cache_over_own_files(command, one_minilm, corpus, world, tmp_path):
+    asked = [question.text for question in world.questions[:10]]
+    (tmp_path / "log.txt").write_text("\n".join([*asked, *(f"Please tell me: {text}" for text in asked)]))
     result = command(
-        *("bench", "query-cache", "--lookups", "20", "--questions", "10"),
+        *("bench", "query-cache", "--lookups", "20", "--log", tmp_path / "log.txt", "--corpus", corpus),
         *("--json", tmp_path / "q.json", "--plot", tmp_path / "q.svg"),
     )
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "q.json").read_text())["rows"]
-    lookups = [row for row in rows if row["part"] == "lookup"]
-    assert {(row["capacity"], row["dim"]) for row in lookups} == {(300, 768), (1000, 768)}
-    (wrapper,) = [row for row in rows if row["part"] == "wrapper"]
-    assert wrapper["overhead_us"] > 0
     sweep = [row for row in rows if row["part"] == "sweep"]
-    assert {row["capacity"] for row in sweep} == {1, 5, 10}
+    assert {row["capacity"] for row in sweep} == {2, 10, 20}
     exact = [row for row in sweep if row["tolerance"] == 0]
     assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
-    widest = max(sweep, key=lambda row: (row["capacity"], row["tolerance"]))
-    assert widest["hit_rate"] > 0
+    assert max(row["hit_rate"] for row in sweep) > 0
     assert (tmp_path / "q.svg").read_text().startswith("<?xml")
 
 
-def test_bench_query_cache_without_a_sweep(command, tmp_path):
-    result = command("bench", "query-cache", "--lookups", "5", "--questions", "0")
+def test_bench_query_cache_without_files(command, tmp_path):
+    result = command("bench", "query-cache", "--lookups", "5", "--json", tmp_path / "q.json")
     assert result.exit_code == 0
-    assert "Hit rate" not in result.stdout
-    result = command(
-        "bench", "query-cache", "--lookups", "5", "--questions", "0", "--plot", tmp_path / "q.png"
-    )
-    assert result.exit_code == 2
-    assert "no sweep to draw" in result.output
-
-
-def test_too_many_questions_are_refused(command, one_minilm, small_world):
-    result = command("bench", "query-cache", "--lookups", "5", "--questions", "5000")
-    assert result.exit_code == 2
-    assert "questions must be between" in result.output
+    assert "no hit rates: give --log" in result.output
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"lookup", "wrapper"}
+    assert {(row["capacity"], row["dim"]) for row in rows if row["part"] == "lookup"} == {
+        (300, 768),
+        (1000, 768),
+    }
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given"),
+    ("arguments", "message"),
     [
-        ((), {"quick": False, "full_manual": False}),
-        (("--quick",), {"quick": True, "full_manual": False}),
-        (("--full",), {"quick": False, "full_manual": True}),
+        (("--plot", "q.png"), "no sweep to draw"),
+        (("--corpus", "."), "need both --log"),
+        (("--log", "log.txt"), "need both --log"),
+        (("--questions", "40"), "python -m benchmarks query-cache"),
     ],
 )
-def test_demo_hands_its_options_on(command, monkeypatch, tmp_path, arguments, given):
-    heard = []
-    monkeypatch.setattr("ragcachekit.bench.demo.run", lambda **options: heard.append(options))
-    assert command("demo", "--out", tmp_path, *arguments).exit_code == 0
-    assert heard == [{"out": tmp_path, **given}]
-
-
-def test_demo_is_quick_or_full(command):
-    result = command("demo", "--quick", "--full")
+def test_bench_query_cache_says_what_to_give(command, arguments, message):
+    result = command("bench", "query-cache", *arguments)
     assert result.exit_code == 2
-    assert "not both" in result.output
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("demo", "--quick"), "demo"),
+        (("demo", "--help"), "demo"),
+        (("bench", "eviction", "--traces", "zipf"), "eviction"),
+        (("bench", "planner"), "planner"),
+        (("bench", "store", "--sizes", "1"), "store"),
+        (("bench", "kernels"), "kernels"),
+        (("bench", "budget", "--budgets", "0.01"), "budget"),
+        (("check-model", "--all-families", "--markdown", "models.md"), "families"),
+        (("bench", "fidelity", "--sweep", "needle"), "fidelity"),
+        (("bench", "fidelity", "--questions-per-type", "5"), "fidelity"),
+    ],
+)
+def test_what_proves_our_claims_says_where_it_went(command, arguments, name):
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert f"run `python -m benchmarks {name}` in a checkout" in result.output
+    assert name == "fidelity" or name not in command("bench", "--help").stdout.split()
+
+
+def test_check_model_needs_a_model(command):
+    result = command("check-model")
+    assert result.exit_code == 2
+    assert "which model" in result.output
+
+
+def test_the_reader_says_where_it_went(command):
+    result = command("check-model", "reader")
+    assert result.exit_code == 2
+    assert "python -m benchmarks demo" in result.output
 
 
 def test_help_and_version_need_no_torch():
@@ -185,7 +196,6 @@ def test_help_and_version_need_no_torch():
 def test_every_command_has_a_help_text(command):
     for names in (
         (),
-        ("demo",),
         ("ask",),
         ("precompute",),
         ("check-model",),
@@ -201,7 +211,7 @@ def test_every_command_has_a_help_text(command):
 
 def test_what_extra_is_missing_is_one_line(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "ragcachekit.bench.ask", None)
-    result = command("ask", "--corpus", ".", "--model", "reader", "Why?")
+    result = command("ask", "--corpus", ".", "--model", READER, "Why?")
     assert result.exit_code == 2
     assert "pip install -c constraints.txt '.[demo]' in the folder of RagCacheKit's clone" in result.output
 
@@ -212,8 +222,8 @@ def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_p
 
     real = importlib.util.find_spec
     monkeypatch.setattr("ragcachekit.bench.checks.importlib.util.find_spec", find)
-    monkeypatch.setattr("ragcachekit.bench.planner.run", None)
-    result = command("bench", "planner", "--plot", tmp_path / "plot.png")
+    monkeypatch.setattr("ragcachekit.bench.ttft.run", None)
+    result = command("bench", "ttft", "--plot", tmp_path / "plot.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install" in result.output
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragcachekit.bench.embedding import DIM
 from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
-from ragcachekit.bench.workspace import READER, model_path
+from ragcachekit.bench.world_reader import READER
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
 
@@ -36,7 +36,7 @@ def quick_embedding(monkeypatch):
 def precompute(command, corpus, tmp_path):
     def run(*arguments):
         return command(
-            *("precompute", "--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache"),
+            *("precompute", "--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache"),
             *("--chunk-tokens", "34", *arguments),
         )
 
@@ -64,7 +64,7 @@ def test_the_second_run_has_nothing_to_do(precompute):
 def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "cache")
     precompute()
-    options = ("--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
     result = command("ask", *options, "--policy", "reuse", "Where was he born?")
     total, kept, computed = re.search(
         r"(\d+) tokens: (\d+) reused from disk .* (\d+) computed", result.stdout
@@ -77,7 +77,7 @@ def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpu
     result = precompute()
     assert re.search(r"embedding (\d+) of \1 chunks", result.output)
     assert "embedding" not in precompute().output
-    options = ("--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
     result = command("ask", *options, "Where was he born?")
     assert result.exit_code == 0
     assert "embedding" not in result.output
@@ -90,7 +90,7 @@ def test_chunks_behind_their_predecessors_are_found_by_ask(
     count, _ = encoded(precompute("--encoder", "similar:1"))
     assert count > 10
     assert encoded(precompute("--encoder", "similar:1")) == (0, count)
-    options = ("--corpus", corpus, "--model", "reader", "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
     result = command("ask", *options, "--encoder", "similar:1", "--policy", "reuse", "Where was he born?")
     total, kept = re.search(r"(\d+) tokens: (\d+) reused from disk", result.stdout).groups()
     assert int(kept) > int(total) / 2
@@ -100,7 +100,7 @@ def test_one_is_not_many(command, tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("It rains.")
     result = command(
-        *("precompute", "--corpus", tmp_path / "corpus", "--model", "reader", "--cache", tmp_path / "cache")
+        *("precompute", "--corpus", tmp_path / "corpus", "--model", READER, "--cache", tmp_path / "cache")
     )
     assert "1 file, 1 chunk, " in result.stdout
     assert "encoded 1 chunk (" in result.stdout
@@ -108,7 +108,7 @@ def test_one_is_not_many(command, tmp_path):
 
 def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
     work = estimate(settings)
-    config = json.loads((Path(model_path(READER)) / "config.json").read_text())
+    config = json.loads((Path(READER) / "config.json").read_text())
     per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
     per_token += 4  # the attention that the token got, kept for policies
     assert work.token_bytes == per_token
@@ -154,7 +154,7 @@ def rerun(command, mine, tmp_path):
 
     def run(*arguments, folder=mine):
         result = command(
-            *("precompute", "--corpus", folder, "--model", "reader", "--cache", tmp_path / "cache"),
+            *("precompute", "--corpus", folder, "--model", READER, "--cache", tmp_path / "cache"),
             *("--chunk-tokens", "34", *arguments),
         )
         assert result.exit_code == 0, result.output

@@ -66,13 +66,13 @@ def test_no_figure_beside_a_wrong_answer(tmp_path, monkeypatch):
         store_bench.run(sizes_mb=[0.1], rounds=1, entries=0, folder=tmp_path)
 
 
-def test_the_command_writes_the_frame(command, tmp_path, monkeypatch):
+def test_the_command_writes_the_frame(proofs, tmp_path, monkeypatch):
     monkeypatch.setattr(store_bench, "_ROUND_BYTES", 200_000)
     out = tmp_path / "out.json"
     options = ("--sizes", "0.1", "--rounds", "1", "--entries", "20", "--requests", "2", "--folder", tmp_path)
-    result = command("bench", "store", *options, "--json", out)
+    result = proofs("store", *options, "--json", out)
     assert result.exit_code == 0, result.output
     frame = json.loads(out.read_text())
     assert frame["bench"] == "store"
     assert {row["part"] for row in frame["rows"]} == {"throughput", "bookkeeping"}
-    assert command("bench", "store", "--sizes", "0").exit_code == 2
+    assert proofs("store", "--sizes", "0").exit_code == 2

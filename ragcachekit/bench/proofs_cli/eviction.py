@@ -1,4 +1,4 @@
-"""bench eviction: which entries a cache should let go of."""
+"""eviction: which entries a cache should let go of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from ragcachekit.cli.console import errors, note, show
-from ragcachekit.cli.options import Json, Plot, names
+from ragcachekit.cli.console import errors, note, show, written
+from ragcachekit.cli.options import Json, Plot, names, numbers
 
 
 def eviction(
@@ -60,7 +60,7 @@ def eviction(
         traces=names(traces) if traces is not None else tuple(TRACES),
         file=trace,
         policies=names(policies) if policies is not None else module.POLICIES,
-        shares=_numbers(sizes) if sizes is not None else module.SHARES,
+        shares=numbers("--sizes", sizes) if sizes is not None else module.SHARES,
         structures=names(structure),
         seeds=seeds,
         seed=seed,
@@ -75,14 +75,4 @@ def eviction(
         show(table)
     if found := eviction_report.verdict(report):
         note(found)
-    if json is not None:
-        report.write_json(json)
-    if plot is not None:
-        eviction_report.plot(report, plot)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in names(text))
-    except ValueError as error:
-        raise ValueError(f"--sizes takes numbers with commas between, as 0.01,0.04; got {text!r}") from error
+    written(report, json, plot, eviction_report.plot)

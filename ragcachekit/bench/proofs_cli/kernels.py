@@ -1,4 +1,4 @@
-"""bench kernels: how near the kernels come to what the device can do."""
+"""kernels: how near the kernels come to what the device can do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ragcachekit.cli.console import errors, note, show
-from ragcachekit.cli.options import Device, Json, names
+from ragcachekit.cli.console import errors, note, show, written
+from ragcachekit.cli.options import Device, Json, Seed, names, numbers
 
 
 def kernels(
@@ -31,7 +31,7 @@ def kernels(
     ] = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Calls per figure; the median counts.")] = 20,
     device: Device = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Seed = 0,
     baselines: Annotated[
         bool, typer.Option("--baselines/--no-baselines", help="torch's own attentions beside.")
     ] = True,
@@ -61,8 +61,9 @@ def kernels(
     gpu = torch.device(device).type == "cuda"
     if not gpu:
         note("no GPU: this measures the torch code that CPUs use, not the Triton kernels")
+    lengths = numbers("--tokens", tokens or ("32768,8192" if gpu else "2048"))
     settings = module.KernelSettings(
-        tokens=_integers(tokens) if tokens is not None else (32768, 8192) if gpu else (2048,),
+        tokens=tuple(map(int, lengths)),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -91,14 +92,4 @@ def kernels(
             typer.echo(line)
         return
     show(report.table(f"Kernels: {report.model}", [n for n in report.rows[0] if n != "runs"]))
-    if json is not None:
-        report.write_json(json)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in names(text))
-    except ValueError as error:
-        raise ValueError(
-            f"--tokens takes numbers with commas between, as 32768,8192; got {text!r}"
-        ) from error
+    written(report, json)

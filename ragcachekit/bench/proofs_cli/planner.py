@@ -1,4 +1,4 @@
-"""bench planner: does loading-or-computing get decided right?"""
+"""planner: does loading-or-computing get decided right?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import show
-from ragcachekit.cli.options import Json, Plot
+from ragcachekit.cli.console import show, written
+from ragcachekit.cli.options import Json, Plot, Seed
 
 
 def planner(
@@ -20,7 +20,7 @@ def planner(
         bool,
         typer.Option("--measured", help="Instead: time auto against always on this machine (a few minutes)."),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Seed = 0,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -37,10 +37,7 @@ def planner(
     show(table("By latency", module.summary(report, ("latency_ms",))))
     show(table("By chunks in the prompt", module.summary(report, ("chunks",))))
     show(table("All", module.summary(report)))
-    if json is not None:
-        report.write_json(json)
-    if plot is not None:
-        module.plot(report, plot)
+    written(report, json, plot, module.plot)
 
 
 def _measured(seed: int, json: Path | None) -> None:
@@ -48,5 +45,4 @@ def _measured(seed: int, json: Path | None) -> None:
 
     report = planner_measured.run(seed=seed)
     show(report.table("TTFT with load=auto against load=always, from disk"))
-    if json is not None:
-        report.write_json(json)
+    written(report, json)

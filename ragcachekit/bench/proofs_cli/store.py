@@ -1,4 +1,4 @@
-"""bench store: the disk tier against the bare file system."""
+"""store: the disk tier against the bare file system."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import note, show
-from ragcachekit.cli.options import Json, Plot, names
+from ragcachekit.cli.console import note, show, written
+from ragcachekit.cli.options import Json, Plot, Seed, numbers
 
 
 def store(
@@ -23,7 +23,7 @@ def store(
     folder: Annotated[
         Path | None, typer.Option("--folder", help="On the disk to measure; default: the temporary folder.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Seed = 0,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -31,7 +31,7 @@ def store(
     from ragcachekit.bench import store_bench as module
     from ragcachekit.bench.report import table
 
-    sizes_mb = [float(size) for size in names(sizes)]
+    sizes_mb = numbers("--sizes", sizes)
     if not sizes_mb or min(sizes_mb) <= 0 or 0 < entries < 20:
         raise ValueError("--sizes takes numbers > 0 with commas between, --entries 0 or at least 20")
     report = module.run(
@@ -52,7 +52,4 @@ def store(
             {k: v for k, v in row.items() if k != "part"} for row in report.rows if row["part"] == part
         ]:
             show(table(title, rows))
-    if json is not None:
-        report.write_json(json)
-    if plot is not None:
-        module.plot(report, plot)
+    written(report, json, plot, module.plot)

@@ -1,0 +1,1 @@
+"""What proves the library's claims; not in the wheel."""

@@ -1,0 +1,5 @@
+"""``python -m benchmarks``."""
+
+from ragcachekit.bench.proofs_cli import main
+
+main()
