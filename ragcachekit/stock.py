@@ -39,7 +39,6 @@ from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.null import NullStore
-from ragcachekit.store.process import PerProcess
 from ragcachekit.tree.factory import open_tree
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
@@ -117,7 +116,7 @@ class Stock:
         self._warned = False
         self._query_caches: WeakSet[QueryResults] = WeakSet()
         self.forgets = ForgetEpochs()
-        self._registering = PerProcess(Lock)
+        self._registering = Lock()
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
@@ -222,7 +221,7 @@ class Stock:
         self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], space: str, since: int
     ) -> _Item:
         """``use`` of those texts that were not forgotten since; no forget ends meanwhile."""
-        with self._registering.get():
+        with self._registering:
             return use(space, [t for t in texts if not self.forgets.forgot_text(space, t, since)])
 
     def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
@@ -256,7 +255,7 @@ class Stock:
             try:
                 return self._drop(space, gone)
             finally:  # also where a tier raised
-                with self._registering.get():
+                with self._registering:
                     self.forgets.add(space, gone, texts)
                     self._unregister(space, gone, texts)
 

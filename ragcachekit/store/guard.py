@@ -14,8 +14,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ragcachekit.store.breaker import Breaker
-from ragcachekit.store.condition import Condition
 from ragcachekit.store.patience import patience
+from ragcachekit.threads import Condition
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from threading import RLock
 from ragcachekit.errors import StoreError
 from ragcachekit.files import open_regular
 from ragcachekit.store.folder import locked, open_folder, release
-from ragcachekit.store.process import PerProcess
 
 _NAME = "cache.db"
 _SUFFIXES = ("", "-journal", "-wal", "-shm")
@@ -79,7 +78,7 @@ class IndexFile:
         self._schema = schema
         self._path = folder / _NAME
         self._lock_path = folder / "lock"
-        self._mutex = PerProcess(RLock)
+        self._mutex = RLock()
         self._connection: sqlite3.Connection | None = None
         self._ended = 0  # connections; one that is open keeps the file's inode from being used again
         self._of: tuple[int, int, int] | None = None
@@ -143,7 +142,7 @@ class IndexFile:
 
     @contextmanager
     def _alone(self, seconds: float) -> Iterator[None]:
-        mutex = self._mutex.get()
+        mutex = self._mutex
         try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
             if not mutex.acquire(timeout=seconds):
                 raise IndexFailed("another thread is busy with the index")
@@ -173,14 +172,14 @@ class IndexFile:
 
     def discard(self, seconds: float = SECONDS_TO_LOCK) -> None:
         """Remove the files of a damaged index. No session is under way meanwhile, in no process."""
-        with self._mutex.get(), self._held(seconds):
+        with self._mutex, self._held(seconds):
             self._disconnect()
             for suffix in _SUFFIXES:
                 self._path.with_name(_NAME + suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the connection; further sessions fail."""
-        with self._mutex.get():
+        with self._mutex:
             self._closed = True
             self._disconnect()
 

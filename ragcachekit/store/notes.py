@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from threading import Lock
 
-from ragcachekit.store.process import PerProcess
-
 _SOME = 256
 _MOST = 16 * _SOME
 
@@ -14,7 +12,7 @@ class Notes:
     """Which entries were used, in which order, and which were not there. Thread safe, also after a fork."""
 
     def __init__(self) -> None:
-        self._lock = PerProcess(Lock)
+        self._lock = Lock()
         self._used: dict[str, None] = {}
         self._missed: set[str] = set()
         self._due = _SOME
@@ -28,7 +26,7 @@ class Notes:
         Whoever is told so and cannot do it is told again some uses later. What cannot be written for long is
         let go: an order of use is all that is lost.
         """
-        with self._lock.get():
+        with self._lock:
             self._used.pop(digest, None)
             if found:
                 self._used[digest] = None
@@ -43,7 +41,7 @@ class Notes:
 
     def take(self) -> tuple[list[str], set[str]]:
         """What was used, least recently first, and what was not there; forgotten here."""
-        with self._lock.get():
+        with self._lock:
             taken = list(self._used), self._missed
             self._clear()
         return taken
