@@ -8,10 +8,10 @@ from functools import cached_property
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import concerns
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk_shelf import Shelf
+from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf
 from ragcachekit.store.entry_file import read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.index_file import IndexFailed
+from ragcachekit.store.folder import FolderBusy, IndexFailed
 from ragcachekit.types import KVKey
 
 _Which = tuple[str, frozenset[str] | None]
@@ -21,9 +21,9 @@ _Which = tuple[str, frozenset[str] | None]
 class DiskForgets:
     """Deletes what is to be forgotten, and remembers what ought to be gone and is not.
 
-    Such an entry, which could not be deleted, or whose header could not be read and of which the index did
-    not say whose it is, is neither handed out nor replaced by this process: whoever asks for it next has it
-    deleted.
+    Such an entry could not be deleted (Windows deletes no open file), or its header could not be read and
+    the index did not say whose it is. This process neither hands it out nor replaces it. It tries again to
+    delete it with the next put or forget, when it is asked for, and at the end.
     """
 
     def __init__(self, shelf: Shelf, counters: Counters) -> None:
@@ -33,18 +33,46 @@ class DiskForgets:
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> frozenset[str]:
         """Digests of what went; raises as :meth:`ragcachekit.store.disk.DiskStore.forget`."""
+        if not self._shelf.exists():
+            return frozenset()
+        self.retry()
+        late = self._late_writer()
         sweep = _Sweep(self._shelf, self._counters, namespace, chunk_ids)
         try:
-            self._shelf.interrupt(namespace, chunk_ids)
             files: Iterable[str] = self._shelf.files()
-        except FileNotFoundError:  # no folder, nothing in it
-            return frozenset()
         except OSError as error:
             self._dropped(sweep, [digest for digest, owner in sweep.owners.items() if owner == namespace])
             raise StoreError(
                 f"cannot list the cache folder, so entries may be left; forget again: {error}"
             ) from error
-        return self._dropped(sweep, files)
+        dropped = self._dropped(sweep, files)
+        if late is not None:
+            raise StoreError(
+                "another process or thread keeps the cache folder busy and may write what was forgotten; "
+                f"forget again when it goes on or has ended: {late}"
+            ) from late
+        return dropped
+
+    def retry(self) -> None:
+        """Try again to delete what is left."""
+        for digest in tuple(self._left):
+            try:
+                self.hides(read_key(self._shelf.path(digest)), digest)
+            except EntryDamaged:
+                if self._shelf.remove(digest):
+                    self._left.pop(digest, None)
+            except OSError:
+                continue
+
+    def _late_writer(self) -> FolderBusy | None:
+        """Wait for a put under way; the error if that takes too long."""
+        try:
+            self._shelf.wait_for_writers(SECONDS_TO_OPEN)
+        except FolderBusy as error:
+            return error
+        except IndexFailed as error:  # nobody who locks the folder can write to it then
+            self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
+        return None
 
     def hide(self, key: KVKey, digest: str) -> None:
         """It ought to be gone, and could not be deleted."""

@@ -1,7 +1,9 @@
 """The disk tier's index: which entries there are, whose, how large, in which order they were last used.
 
-It can be lost at any time: the files are the truth, and :class:`~ragcachekit.store.disk_shelf.Shelf` rebuilds
-it from them.
+It is a SQLite file that can be lost at any time: the entry files are the truth, and
+:class:`~ragcachekit.store.disk_shelf.Shelf` rebuilds it from them. Its journal is therefore never flushed to
+the medium, and is a plain rollback journal: WAL maps a file into memory (cut short, that is a SIGBUS) and
+does not work on network file systems.
 
 Not diskcache: its rows would be values in an order of insertion, so that each use deletes and inserts
 one, quotas have no query, and its default is pickle (CVE-2025-69872).
@@ -9,43 +11,143 @@ one, quotas have no query, and its default is pickle (CVE-2025-69872).
 
 from __future__ import annotations
 
+import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ragcachekit.store.index_file import IndexFile
+from ragcachekit.files import NO_FOLLOW, make_folder, open_regular
+from ragcachekit.store.folder import FolderLock, IndexFailed
 
-_AT_ONCE = 500  # values that a statement is given; SQLite takes at least 999
+SECONDS_TO_LOCK = 5.0
+"""How long work that changes the folder waits for others who do."""
+
+_NAME = "cache.db"
+_SUFFIXES = ("", "-journal", "-wal", "-shm")
+_SETTINGS = (
+    "PRAGMA cell_size_check = ON",
+    "PRAGMA mmap_size = 0",
+    "PRAGMA journal_mode = PERSIST",
+    "PRAGMA synchronous = OFF",
+)
 _SCHEMA = (
     # The order of use is the row id: the oldest row is the first, and any index on a column has it behind.
     "CREATE TABLE entries (used INTEGER PRIMARY KEY, digest TEXT NOT NULL, namespace TEXT NOT NULL, "
     "nbytes INTEGER NOT NULL)",
     "CREATE UNIQUE INDEX by_digest ON entries (digest)",
     "CREATE INDEX by_namespace ON entries (namespace)",
-    # Kept by the statements below in the same transaction as the rows, not by triggers: a flipped bit in a
-    # trigger's text would go on counting wrongly.
     "CREATE TABLE totals (namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL, nbytes INTEGER NOT NULL) "
     "WITHOUT ROWID",
 )
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
+_AT_ONCE = 500  # values that a statement is given; SQLite takes at least 999
+
+# What the machine is to blame for: rebuilding would help against none of it. That a file cannot be written
+# (SQLITE_READONLY) is not among it: so says a flipped bit, and a file of its own can be replaced.
+_NOT_DAMAGE = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+}
+
+# The second, if a damaged schema is no text: sqlite3 cannot even decode the message that says so.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)
 
 
-class EntryIndex(IndexFile):
-    """Digest → namespace and file size, oldest use first. All of it belongs inside a session."""
+class IndexDamaged(IndexFailed):
+    """The index is gone, or is not what was written to it: it has to be rebuilt."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, _SCHEMA)
+
+class EntryIndex:
+    """Digest → namespace and file size, oldest use first.
+
+    All but ``session``, ``discard`` and ``close`` belongs inside a session.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the SQLite file is kept; made where it is missing.
+    lock : FolderLock
+        Held during a session. SQLite has locks of its own, but they cannot guard :meth:`discard`.
+    """
+
+    def __init__(self, folder: Path, lock: FolderLock) -> None:
+        self._path = folder / _NAME
+        self._lock = lock
+        self._connection: sqlite3.Connection | None = None
+        self._of: tuple[int, int, int] | None = None  # process and file that it belongs to
+        self._inherited: list[sqlite3.Connection] = []
+        self._closed = False
+
+    @contextmanager
+    def session(self, *, create: bool = False, seconds: float = SECONDS_TO_LOCK) -> Iterator[None]:
+        """A transaction that no other thread or process can come between.
+
+        It is committed even if the body raises: rows follow what happened to files, and files have no
+        rollback. Sessions do not nest.
+
+        Parameters
+        ----------
+        create : bool
+            Begin an index where there is none; otherwise that is damage.
+        seconds : float
+            How long to wait while somebody else is at work.
+
+        Raises
+        ------
+        IndexDamaged, IndexFailed
+            For whatever SQLite or a damaged row brings up; nothing is changed then.
+        """
+        with self._lock.held(seconds):
+            try:
+                self._begin(create)
+                try:
+                    yield
+                except _FAILURES:
+                    raise
+                except BaseException:
+                    self._finish()
+                    raise
+                self._finish()
+            except _FAILURES as error:
+                self._disconnect()  # takes back what was not committed
+                raise _failure(error) from error
+
+    def commit(self) -> None:
+        """Commit what was changed so far, and go on."""
+        self._finish()
+        self._execute("BEGIN IMMEDIATE")
+
+    def discard(self) -> None:
+        """Remove the files of a damaged index; the lock is held."""
+        self._disconnect()
+        for suffix in _SUFFIXES:
+            self._path.with_name(_NAME + suffix).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the connection; further sessions fail."""
+        self._closed = True
+        self._disconnect()
 
     def check(self) -> None:
-        """Raise unless it can be written, and tables, indexes and sums agree and every row makes sense."""
+        """Raise unless it can be written, and tables and indexes agree."""
         self._execute("PRAGMA user_version = 0")
         for (found,) in self._execute("PRAGMA integrity_check(1)"):
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found))
-        sums = "SELECT namespace, COUNT(*), SUM(nbytes) FROM entries GROUP BY namespace ORDER BY namespace"
-        kept = "SELECT namespace, entries, nbytes FROM totals WHERE entries ORDER BY namespace"
-        if self._execute(sums).fetchall() != self._execute(kept).fetchall():
-            raise sqlite3.DatabaseError("an index whose sums are wrong")
+
+    def sum_up(self) -> None:
+        """Make the sums from the rows."""
+        self._execute("DELETE FROM totals")
+        self._execute("INSERT INTO totals SELECT namespace, COUNT(*), SUM(nbytes) FROM entries GROUP BY 1")
 
     def rows(self) -> dict[str, int]:
         """Digest → file size, least recently used first."""
@@ -85,19 +187,9 @@ class EntryIndex(IndexFile):
             raise sqlite3.DatabaseError("an index whose sizes do not add up")
         return row[0]
 
-    def held(self, digest: str) -> tuple[int, int]:
-        """Both :meth:`size` of an entry and the sum of all sizes, in one step."""
-        held, total = self._execute(
-            "SELECT (SELECT IFNULL(SUM(nbytes), 0) FROM entries WHERE digest = ?), "
-            "(SELECT IFNULL(SUM(nbytes), 0) FROM totals)",
-            (digest,),
-        ).fetchone()
-        return _size(held), _size(total)
-
-    def add(self, digest: str, namespace: str, nbytes: int, new: bool = False) -> None:
-        """Add or replace an entry as the most recently used one; ``new``: there is none to be replaced."""
-        if not new:
-            self.remove(digest)
+    def add(self, digest: str, namespace: str, nbytes: int) -> None:
+        """Add or replace an entry as the most recently used one."""
+        self.remove(digest)
         self._execute(
             f"INSERT INTO entries (used, digest, namespace, nbytes) VALUES ({_NEXT}, ?, ?, ?)",
             (digest, namespace, nbytes),
@@ -128,8 +220,9 @@ class EntryIndex(IndexFile):
 
     def remove(self, digest: str) -> None:
         """Forget an entry; no error if there is none."""
-        found = self._execute("SELECT used, namespace, nbytes FROM entries WHERE digest = ?", (digest,))
-        row = found.fetchone()
+        row = self._execute(
+            "SELECT used, namespace, nbytes FROM entries WHERE digest = ?", (digest,)
+        ).fetchone()
         if row is None:
             return
         used, namespace, nbytes = row
@@ -142,10 +235,80 @@ class EntryIndex(IndexFile):
 
     def _number(self, statement: str, *values: str) -> int:
         (number,) = self._execute(statement, values).fetchone()
-        return _size(number)
+        if not isinstance(number, int) or number < 0:
+            raise sqlite3.DatabaseError("an index with a size that is no number")
+        return number
+
+    def _execute(self, statement: str, values: tuple[str | int, ...] = ()) -> sqlite3.Cursor:
+        return self._connected().execute(statement, values)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise sqlite3.DatabaseError("no session")
+        return self._connection
+
+    def _finish(self) -> None:
+        if self._connected().in_transaction:  # not if it was interrupted in :meth:`commit`
+            self._execute("COMMIT")
+
+    def _begin(self, create: bool) -> None:
+        if self._closed:
+            raise IndexFailed("the index is closed")
+        status = self._status(create)
+        of = (os.getpid(), status.st_dev, status.st_ino)
+        if self._connection is None or self._connection.in_transaction or of != self._of:
+            self._connect(of, create)  # the first time, interrupted, forked, or another file
+        else:
+            self._execute("BEGIN IMMEDIATE")
+
+    def _connect(self, of: tuple[int, int, int], create: bool) -> None:
+        self._disconnect()
+        self._refuse_others()
+        self._connection = sqlite3.connect(
+            self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
+        )
+        for setting in _SETTINGS:
+            self._execute(setting).fetchall()
+        self._execute("BEGIN IMMEDIATE")
+        found = [sql for (sql,) in self._execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        if not found and create:
+            for statement in _SCHEMA:
+                self._execute(statement)
+        elif found != list(_SCHEMA):
+            raise sqlite3.DatabaseError("an index of another kind")
+        self._of = of  # last: until then the next session begins anew
+
+    def _status(self, create: bool) -> os.stat_result:
+        # SQLite gives its files the mode of the database, so that exists, with 0600, before it.
+        with suppress(FileNotFoundError):
+            return os.lstat(self._path)
+        if not create:
+            raise IndexDamaged("the index is gone")
+        try:
+            make_folder(self._path.parent)
+            with open_regular(self._path, os.O_RDWR | NO_FOLLOW | os.O_CREAT) as file:
+                return os.fstat(file.fd)
+        except OSError as error:
+            raise IndexFailed(f"the index cannot be created: {error}") from error
+
+    def _refuse_others(self) -> None:
+        """IndexDamaged if something else stands under a name that SQLite opens: it would wait for a FIFO."""
+        for suffix in _SUFFIXES:
+            path = self._path.with_name(_NAME + suffix)
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    raise IndexDamaged(f"{path.name} is not a regular file")
+
+    def _disconnect(self) -> None:
+        connection, self._connection, of, self._of = self._connection, None, self._of, None
+        if connection is not None and of is not None and of[0] != os.getpid():
+            self._inherited.append(connection)  # closing it would end the parent's locks: it is left alone
+        elif connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
 
 
-def _size(number: object) -> int:
-    if not isinstance(number, int) or number < 0:
-        raise sqlite3.DatabaseError("an index with a size that is no number")
-    return number
+def _failure(error: sqlite3.Error | UnicodeDecodeError) -> IndexFailed:
+    code = getattr(error, "sqlite_errorcode", None)
+    kind = IndexFailed if code is not None and code & 0xFF in _NOT_DAMAGE else IndexDamaged
+    return kind(f"the index failed: {error!r}")
