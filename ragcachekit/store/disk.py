@@ -17,7 +17,7 @@ from ragcachekit.store.disk_source import DiskSource
 from ragcachekit.store.entry_buffers import Buffers
 from ragcachekit.store.entry_file import At, EntryImage, EntryReader, nowhere, open_entry
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import IndexFailed, claim_folder
+from ragcachekit.store.folder import FolderBusy, IndexFailed, claim_folder, not_writable
 from ragcachekit.store.index import SECONDS_TO_LOCK, IndexDamaged
 from ragcachekit.store.volume import is_full, takes_no_writes
 from ragcachekit.types import KVKey
@@ -283,6 +283,8 @@ class DiskStore:
 
 
 def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
+    if isinstance(error, FolderBusy):
+        return StoreError(f"cannot open the cache folder {folder}: {error}")
     if isinstance(error, StoreError) and not isinstance(error, IndexFailed):
         return error  # it says what to do
-    return StoreError(f"cannot open the cache folder {folder}: {error}")
+    return not_writable(folder, error)

@@ -35,7 +35,6 @@ class DiskForgets:
         """Digests of what went; raises as :meth:`ragcachekit.store.disk.DiskStore.forget`."""
         if not self._shelf.exists():
             return frozenset()
-        self.retry()
         late = self._late_writer()
         sweep = _Sweep(self._shelf, self._counters, namespace, chunk_ids)
         try:
@@ -46,6 +45,7 @@ class DiskForgets:
                 f"cannot list the cache folder, so entries may be left; forget again: {error}"
             ) from error
         dropped = self._dropped(sweep, files)
+        self.retry()
         if late is not None:
             raise StoreError(
                 "another process or thread keeps the cache folder busy and may write what was forgotten; "
@@ -61,6 +61,8 @@ class DiskForgets:
             except EntryDamaged:
                 if self._shelf.remove(digest):
                     self._left.pop(digest, None)
+            except FileNotFoundError:
+                self._left.pop(digest, None)
             except OSError:
                 continue
 

@@ -44,10 +44,7 @@ def claim_folder(path: Path) -> None:
     except FileExistsError as error:
         raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
     except OSError as error:
-        raise StoreError(
-            f"cannot write to the cache folder {path}: {error.strerror or error}; "
-            "make it writable, free some space, choose another disk_path, or use disk_path=None"
-        ) from error
+        raise not_writable(path, error) from error
     if belongs_to_another(status):
         raise StoreError(
             f"the cache folder {path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}; "
@@ -58,6 +55,14 @@ def claim_folder(path: Path) -> None:
             f"others may write to the cache folder {path} (mode {stat.S_IMODE(status.st_mode):04o}); "
             f"run `chmod 700 {path}` or choose another disk_path"
         )
+
+
+def not_writable(folder: Path, error: OSError | StoreError) -> StoreError:
+    """The error of a folder that cannot be written to; says what to do."""
+    return StoreError(
+        f"cannot write to the cache folder {folder}: {error}; "
+        "make it writable, free some space, choose another disk_path, or use disk_path=None"
+    )
 
 
 class FolderLock:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ragcachekit.model.kv import ChunkKV
 from ragcachekit import files
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 

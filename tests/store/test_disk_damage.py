@@ -23,7 +23,7 @@ from store_kit import (
     opened,
 )
 
-from ragcachekit.store import index_file
+from ragcachekit.store import folder
 from ragcachekit.store.entry_header import EntryDamaged
 
 
@@ -222,7 +222,7 @@ def test_an_index_that_cannot_be_written_refuses_and_answers(
     filled(path)
     store = opened(path)
     with monkeypatch.context() as patch:
-        patch.setattr(index_file, "locked", failing(errno.EACCES))
+        patch.setattr(folder.FileLock, "acquire", failing(errno.EACCES))
         assert [holds(store, n) for n in range(4)] == [True] * 4
         assert store.put(key_of(8), kv_of(8)) is False
         assert store.stats()[0].failed_writes == 1
