@@ -22,7 +22,7 @@ Array = npt.NDArray[np.uint8]
 PAGE = 4096
 SMALL = 1 << 18  # bytes; below, the allocator recycles by itself
 _NEAR = 8  # memory that is larger than asked for by one eighth is cut to size; larger stays for others
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 """Python's default is shared with forked children: each would overwrite what the others have verified."""
 
 
@@ -50,7 +50,7 @@ class Buffers:
         size = -(-nbytes // PAGE) * PAGE
         memory = self._own().take(size, self._idle)
         if memory is None:
-            memory = mmap.mmap(-1, size, flags=_PRIVATE)
+            memory = mmap.mmap(-1, size, **_PRIVATE)
         array = np.frombuffer(memory, np.uint8, nbytes)
         # torch keeps the array for as long as any tensor over it lives, and the array keeps the map.
         lent = weakref.ref(array, self._give)
