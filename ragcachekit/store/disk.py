@@ -224,7 +224,7 @@ class DiskStore:
             try:
                 return open_entry(self._shelf.name(digest), key, self._buffers)
             except FileNotFoundError:
-                self._shelf.note(digest, found=False)
+                pass
             except EntryDamaged as error:
                 self._failed(digest, error.seen, error)
             except OSError as error:
@@ -237,7 +237,7 @@ class DiskStore:
         if error is None:
             self._at("read")
             self._counters.count("hits")
-            self._shelf.note(digest, found=True)
+            self._shelf.note(digest)
         else:
             self._counters.count("misses")
             self._failed(digest, seen, error)

@@ -84,9 +84,10 @@ class Shelf:
         return entry_files(self._folder)
 
     def owners(self) -> dict[str, str]:
-        """Digest → namespace as the index has it; IndexFailed if it cannot say."""
-        with self._index.session():
+        """Digest → namespace as far as the index can say."""
+        with suppress(IndexFailed), self._index.session():
             return self._index.owners()
+        return {}
 
     def content(self) -> tuple[int, int]:
         """Number of entries and their bytes."""
@@ -174,12 +175,12 @@ class Shelf:
             return False
         return True
 
-    def note(self, digest: str, found: bool) -> None:
-        """Remember that an entry was used, or was not there; written down with the next change.
+    def note(self, digest: str) -> None:
+        """Remember that an entry was used; written down with the next change.
 
         A use costs no transaction that way. In a crash, the order of the last uses is lost, no more.
         """
-        if not self._notes.add(digest, found):
+        if not self._notes.add(digest):
             return
         with suppress(IndexFailed, OSError):
             try:
@@ -192,17 +193,8 @@ class Shelf:
     def rebuild(self, seconds: float = SECONDS_TO_LOCK, *, anew: bool = False) -> None:
         """Bring the index to agree with the files, from nothing if it is damaged; drop what is no entry.
 
-        Parameters
-        ----------
-        seconds : float
-            How long to wait while others keep the folder busy.
-        anew : bool
-            Trust no row.
-
-        Raises
-        ------
-        OSError, IndexFailed
-            If the index cannot be written, or the folder not be listed or locked.
+        ``anew``: trust no row. OSError or IndexFailed if the folder cannot be listed, or not be locked within
+        ``seconds``, or the index cannot be written.
         """
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
@@ -248,11 +240,9 @@ class Shelf:
             self._shrink(self._budget)
 
     def _write_notes(self) -> None:
-        used, missed = self._notes.take()
-        if used or missed:
-            # Nearly all that is missed was never there, and has no row that could be wrong.
-            for digest in (*self._index.among(missed), *self._index.touch(used)):
-                self._settle(digest)
+        used = self._notes.take()
+        if used:
+            self._index.touch(used)
             self._at("uses noted")
 
     def _settle(self, digest: str) -> None:

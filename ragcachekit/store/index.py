@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,21 +42,9 @@ _SCHEMA = (
     "WITHOUT ROWID",
 )
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
-_AT_ONCE = 500  # values that a statement is given; SQLite takes at least 999
 
-# What the machine is to blame for: rebuilding would help against none of it. That a file cannot be written
-# (SQLITE_READONLY) is not among it: so says a flipped bit, and a file of its own can be replaced.
-_NOT_DAMAGE = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_INTERRUPT,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-}
+# Of the errors of SQLite that concern the machine (full, busy, ...), those that a flipped bit brings up as well.
+_ALSO_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
 
 # The second, if a damaged schema is no text: sqlite3 cannot even decode the message that says so.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
@@ -200,23 +188,11 @@ class EntryIndex:
             (namespace, nbytes),
         )
 
-    def touch(self, digests: Sequence[str]) -> list[str]:
-        """Make entries, in this order, the most recently used ones; returns those that are not here."""
+    def touch(self, digests: Sequence[str]) -> None:
+        """Make entries, in this order, the most recently used ones; those without a row are left out."""
         (first,) = self._execute(f"SELECT {_NEXT}").fetchone()
         numbered = [(first + n, digest) for n, digest in enumerate(digests)]
-        update = "UPDATE entries SET used = ? WHERE digest = ?"
-        if self._connected().executemany(update, numbered).rowcount == len(digests):
-            return []
-        return [digest for digest in digests if not self.size(digest)]
-
-    def among(self, digests: Iterable[str]) -> list[str]:
-        """Those that have a row."""
-        asked, found = list(digests), []
-        for at in range(0, len(asked), _AT_ONCE):
-            some = tuple(asked[at : at + _AT_ONCE])
-            marks = ",".join("?" * len(some))
-            found += self._execute(f"SELECT digest FROM entries WHERE digest IN ({marks})", some).fetchall()
-        return [digest for (digest,) in found]
+        self._connected().executemany("UPDATE entries SET used = ? WHERE digest = ?", numbered)
 
     def remove(self, digest: str) -> None:
         """Forget an entry; no error if there is none."""
@@ -309,6 +285,8 @@ class EntryIndex:
 
 
 def _failure(error: sqlite3.Error | UnicodeDecodeError) -> IndexFailed:
-    code = getattr(error, "sqlite_errorcode", None)
-    kind = IndexFailed if code is not None and code & 0xFF in _NOT_DAMAGE else IndexDamaged
+    machine = (
+        isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF not in _ALSO_DAMAGE
+    )
+    kind = IndexFailed if machine else IndexDamaged
     return kind(f"the index failed: {error!r}")
