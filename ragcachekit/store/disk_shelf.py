@@ -232,8 +232,7 @@ class Shelf:
             for digest, nbytes in files.items():
                 if rows.get(digest) != nbytes:
                     self._settle(digest)
-            self._index.sum_up()
-            for namespace in self._index.namespaces():
+            for namespace in self._index.sum_up():
                 quota = quota_of(self._quotas, namespace)
                 if quota is not None and namespace != _NOBODY:  # it may be smaller than last time
                     self._shrink(quota, namespace)

@@ -18,7 +18,7 @@ from ragcachekit.files import NO_FOLLOW, OpenFile, belongs_to_another, make_fold
 from ragcachekit.store.process import PerProcess
 
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
-_LOCK_POLL = 0.0005  # seconds
+_LOCK_POLL = 0.001  # seconds
 
 
 class IndexFailed(StoreError):

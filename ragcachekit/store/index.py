@@ -43,7 +43,7 @@ _SCHEMA = (
 )
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
 
-# Of the errors of SQLite that concern the machine (full, busy, ...), those that a flipped bit brings up as well.
+# Operational errors that a flipped bit brings up as well; the others (full, busy) are the machine's.
 _ALSO_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
 
 # The second, if a damaged schema is no text: sqlite3 cannot even decode the message that says so.
@@ -57,14 +57,8 @@ class IndexDamaged(IndexFailed):
 class EntryIndex:
     """Digest → namespace and file size, oldest use first.
 
-    All but ``session``, ``discard`` and ``close`` belongs inside a session.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the SQLite file is kept; made where it is missing.
-    lock : FolderLock
-        Held during a session. SQLite has locks of its own, but they cannot guard :meth:`discard`.
+    All but ``session``, ``discard`` and ``close`` belongs inside a session, which holds ``lock``: SQLite has
+    locks of its own, but they cannot guard :meth:`discard`.
     """
 
     def __init__(self, folder: Path, lock: FolderLock) -> None:
@@ -80,19 +74,8 @@ class EntryIndex:
         """A transaction that no other thread or process can come between.
 
         It is committed even if the body raises: rows follow what happened to files, and files have no
-        rollback. Sessions do not nest.
-
-        Parameters
-        ----------
-        create : bool
-            Begin an index where there is none; otherwise that is damage.
-        seconds : float
-            How long to wait while somebody else is at work.
-
-        Raises
-        ------
-        IndexDamaged, IndexFailed
-            For whatever SQLite or a damaged row brings up; nothing is changed then.
+        rollback. Sessions do not nest. ``create``: begin an index where there is none, which is damage
+        otherwise. IndexDamaged or IndexFailed for whatever goes wrong; nothing is changed then.
         """
         with self._lock.held(seconds):
             try:
@@ -132,10 +115,11 @@ class EntryIndex:
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found))
 
-    def sum_up(self) -> None:
-        """Make the sums from the rows."""
+    def sum_up(self) -> list[str]:
+        """Make the sums from the rows; returns the namespaces."""
         self._execute("DELETE FROM totals")
         self._execute("INSERT INTO totals SELECT namespace, COUNT(*), SUM(nbytes) FROM entries GROUP BY 1")
+        return [name for (name,) in self._execute("SELECT namespace FROM totals")]
 
     def rows(self) -> dict[str, int]:
         """Digest → file size, least recently used first."""
@@ -147,26 +131,19 @@ class EntryIndex:
 
     def nbytes(self, namespace: str | None = None) -> int:
         """Sum of all sizes, or of those of one namespace."""
-        if namespace is None:
-            return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM totals")
-        return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM totals WHERE namespace = ?", namespace)
+        return self._number(
+            "SELECT IFNULL(SUM(nbytes), 0) FROM totals WHERE ?1 IS NULL OR namespace = ?1", namespace
+        )
 
     def __len__(self) -> int:
         return self._number("SELECT IFNULL(SUM(entries), 0) FROM totals")
-
-    def namespaces(self) -> list[str]:
-        """Whose entries there are."""
-        return [name for (name,) in self._execute("SELECT namespace FROM totals WHERE entries")]
 
     def size(self, digest: str) -> int:
         """File size of an entry; 0 if there is none."""
         return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM entries WHERE digest = ?", digest)
 
     def oldest(self, but: str, namespace: str | None = None) -> str:
-        """The least recently used entry (of a namespace) but one.
-
-        That there is none means that the sums are wrong: whoever asks found them too large.
-        """
+        """The least recently used entry (of a namespace) but one; there is one unless the sums are wrong."""
         whose, values = ("", (but,)) if namespace is None else ("AND namespace = ?", (but, namespace))
         row = self._execute(
             f"SELECT digest FROM entries WHERE digest != ? {whose} ORDER BY used LIMIT 1", values
@@ -209,13 +186,13 @@ class EntryIndex:
             (nbytes, namespace),
         )
 
-    def _number(self, statement: str, *values: str) -> int:
+    def _number(self, statement: str, *values: str | None) -> int:
         (number,) = self._execute(statement, values).fetchone()
         if not isinstance(number, int) or number < 0:
             raise sqlite3.DatabaseError("an index with a size that is no number")
         return number
 
-    def _execute(self, statement: str, values: tuple[str | int, ...] = ()) -> sqlite3.Cursor:
+    def _execute(self, statement: str, values: tuple[str | int | None, ...] = ()) -> sqlite3.Cursor:
         return self._connected().execute(statement, values)
 
     def _connected(self) -> sqlite3.Connection:
@@ -239,7 +216,9 @@ class EntryIndex:
 
     def _connect(self, of: tuple[int, int, int], create: bool) -> None:
         self._disconnect()
-        self._refuse_others()
+        for suffix in _SUFFIXES:  # SQLite would wait for a FIFO
+            if _is_odd(self._path.with_name(_NAME + suffix)):
+                raise IndexDamaged(f"{_NAME + suffix} is not a regular file")
         self._connection = sqlite3.connect(
             self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
         )
@@ -267,14 +246,6 @@ class EntryIndex:
         except OSError as error:
             raise IndexFailed(f"the index cannot be created: {error}") from error
 
-    def _refuse_others(self) -> None:
-        """IndexDamaged if something else stands under a name that SQLite opens: it would wait for a FIFO."""
-        for suffix in _SUFFIXES:
-            path = self._path.with_name(_NAME + suffix)
-            with suppress(FileNotFoundError):
-                if not stat.S_ISREG(os.lstat(path).st_mode):
-                    raise IndexDamaged(f"{path.name} is not a regular file")
-
     def _disconnect(self) -> None:
         connection, self._connection, of, self._of = self._connection, None, self._of, None
         if connection is not None and of is not None and of[0] != os.getpid():
@@ -282,6 +253,13 @@ class EntryIndex:
         elif connection is not None:
             with suppress(sqlite3.Error):
                 connection.close()
+
+
+def _is_odd(path: Path) -> bool:
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _failure(error: sqlite3.Error | UnicodeDecodeError) -> IndexFailed:

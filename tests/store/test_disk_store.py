@@ -187,6 +187,25 @@ def test_a_replacement_that_fails_leaves_the_old_version(
     store.close()
 
 
+def test_only_a_deletion_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure may cost what was put last; it does not bring back what was forgotten."""
+    path, flushed, real = tmp_path / "kv", list[list[str]](), os.fsync
+
+    def fsync(fd: int) -> None:
+        assert os.path.samestat(os.fstat(fd), path.stat())
+        flushed.append([file.name for file in path.glob("*.safetensors")])
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = opened(path)
+    for number in (1, 2):
+        assert store.put(key_of(number), kv_of(number))
+    assert flushed == []
+    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
+    assert flushed == [[file_of(path, key_of(2)).name]]
+    store.close()
+
+
 def test_the_budget_holds_when_another_writer_fills_the_folder_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     filled(path, entries=3)
