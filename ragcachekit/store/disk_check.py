@@ -13,10 +13,10 @@ from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf, entry_files
 from ragcachekit.store.entry_file import EntryReader, entry_name, nowhere
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import FolderBusy, FolderLock, IndexFailed, claim_folder, orphans
-from ragcachekit.store.index import SECONDS_TO_LOCK
+from ragcachekit.store.index import SECONDS_TO_LOCK, is_index
 
 Progress = Callable[[int, int], None]
-"""Hears how many bytes of how many have been read."""
+"""Called with how many bytes of how many have been read."""
 
 _UNLIMITED = 1 << 62  # no entry leaves a folder because it is looked through
 
@@ -32,18 +32,10 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading every entry whole has shown.
+    """What reading every entry whole has shown: ``entries`` files of ``nbytes`` together.
 
-    Attributes
-    ----------
-    entries, nbytes : int
-        Entry files, and their bytes.
-    damaged : tuple of BadEntry
-        Altered, cut short, under another's name, or of another version of this library.
-    unreadable : tuple of BadEntry
-        Could not be read now, which says nothing about their content.
-    orphans : int
-        Temporary files whose writer is gone.
+    ``damaged`` ones are altered, cut short, under another's name, or of another version of this library;
+    ``unreadable`` ones could not be read now. ``orphans`` are temporary files whose writer is gone.
     """
 
     entries: int
@@ -67,7 +59,7 @@ def is_disk_tier(folder: Path) -> bool:
     """Whether a disk tier keeps its entries here: there are some, or an index over none."""
     if not folder.is_dir():
         return False
-    return (folder / "index" / "cache.db").is_file() or bool(entry_files(folder))
+    return is_index(folder / "index" / "cache.db") or bool(entry_files(folder))
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Verified:

@@ -106,7 +106,10 @@ class FolderLock:
                 self._acquire(file, seconds)
                 yield
             finally:
-                file.release(force=True)  # nothing happens if it was not acquired
+                try:
+                    file.release(force=True)  # nothing happens if it was not acquired
+                finally:
+                    file.release(force=True)  # a KeyboardInterrupt may have come before the first one began
         finally:
             try:  # noqa: SIM105 (a call of ``suppress`` comes before the release, and so may an interrupt)
                 mutex.release()

@@ -255,6 +255,15 @@ class EntryIndex:
                 connection.close()
 
 
+def is_index(path: Path) -> bool:
+    """Whether a file is an index of ours, by the schema in its first page."""
+    try:
+        with open_regular(path) as file:
+            return _SCHEMA[1].encode() in os.read(file.fd, 4096)
+    except OSError:
+        return False
+
+
 def _is_odd(path: Path) -> bool:
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)

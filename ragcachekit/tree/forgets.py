@@ -47,17 +47,7 @@ class ForgetLog:
     news and writes: whichever comes first, what was forgotten is not there afterwards. Not thread safe;
     looking for news costs one ``stat``.
 
-    Parameters
-    ----------
-    folder : Path
-        Made where it is missing, for this user alone.
-    most : int
-        Bytes of one file.
-
-    Raises
-    ------
-    StoreError
-        If the folder cannot be made.
+    ``most`` is the size of one file in bytes. StoreError if ``folder`` cannot be made.
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
@@ -73,9 +63,9 @@ class ForgetLog:
         self._places: dict[str, _Place] = {}
 
     def news(self, namespace: str) -> list[Ids]:
-        """What others have forgotten since this was asked last; nothing the first time.
+        """What others have forgotten since the last call; nothing the first time.
 
-        What cannot be read any more, or begins anew, counts as the whole namespace.
+        A file that cannot be read any more, or begins anew, counts as the whole namespace.
         """
         known, looks = self._places.get(namespace), self._looks(namespace)
         if known is not None and known.looks == looks:
