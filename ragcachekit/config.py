@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -101,7 +102,7 @@ class StoreConfig:
     pin_host : bool
         Page-lock host memory although there is no GPU tier.
     disk_direct : bool
-        Read the disk past the page cache (O_DIRECT) where the file system can.
+        Deprecated: has no effect, and will go.
     """
 
     host_bytes: int = DEFAULT_HOST_BYTES
@@ -149,6 +150,8 @@ class StoreConfig:
                     f"cannot quantise tier {tier!r} to {kind!r}; tiers: {', '.join(TIERS)}; "
                     f"kinds: {', '.join(QUANTISATIONS)}"
                 )
+        if self.disk_direct:
+            warnings.warn("disk_direct has no effect any more", DeprecationWarning, stacklevel=3)
         if self.disk_path is not None:
             object.__setattr__(self, "disk_path", Path(self.disk_path).expanduser())
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_NO_WAIT = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for its other end
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+"""Flag that refuses a symbolic link; 0 on systems that cannot refuse one."""
+
+# A FIFO would wait for its other end; Windows would translate line ends and hand files to child processes.
+_ALWAYS = 0
+for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
+    _ALWAYS |= getattr(os, _flag, 0)
 
 
 class OpenFile:
@@ -37,7 +45,7 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> None:
         self._held = held = list[int]()
-        held.extend(map(os.open, (path,), (flags | _NO_WAIT,), (mode,)))
+        held.extend(map(os.open, (path,), (flags | _ALWAYS,), (mode,)))
 
     @property
     def fd(self) -> int:
@@ -71,14 +79,57 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 def read_regular(path: str | os.PathLike[str], *, own: bool = False) -> bytes:
     """All bytes of a regular file; OSError for anything else.
 
-    ``own``: ValueError if it belongs to another user, or others may write to it.
+    ``own``: ValueError if it belongs to another user, or others may write to it (POSIX only).
     """
     with open_regular(path) as file:
         status = os.fstat(file.fd)
-        if own and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        if own and (belongs_to_another(status) or others_may_write(status)):
             raise ValueError(f"{os.fspath(path)} belongs to or can be written by others")
         with os.fdopen(os.dup(file.fd), "rb") as reader:
             return reader.read()
+
+
+def belongs_to_another(status: os.stat_result) -> bool:
+    """Whether a file or folder is another user's; False where files have no numeric owners."""
+    return hasattr(os, "geteuid") and status.st_uid != os.geteuid()
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Whether other users may write, by the mode; False where modes say nothing about that."""
+    return hasattr(os, "geteuid") and bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: int = 0) -> int:
+    """Write all of ``parts`` one behind the other, from ``offset``; returns where they end.
+
+    The system may stop short, at 2 GiB or when space ends.
+    """
+    os.lseek(fd, offset, os.SEEK_SET)
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while view.nbytes:
+            written = os.write(fd, view)
+            if written <= 0:
+                raise OSError(errno.EIO, "nothing was written")
+            view = view[written:]
+            offset += written
+    return offset
+
+
+def read_into(fd: int, view: memoryview, offset: int) -> int:
+    """Read from ``offset`` into ``view``; returns how many bytes, which may be fewer, or 0 at the end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    read = os.read(fd, view.nbytes)
+    view[: len(read)] = read
+    return len(read)
+
+
+def sync_folder(path: Path) -> None:
+    """Make removals in ``path`` survive a power failure, where the system can do that."""
+    with suppress(OSError), OpenFile(path, os.O_RDONLY) as folder:  # Windows opens no folders
+        os.fsync(folder.fd)
 
 
 def parse_json(text: str | bytes) -> Any:

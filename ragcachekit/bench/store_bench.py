@@ -1,4 +1,4 @@
-"""How near the disk tier comes to the bare file system: reading with checksums, writing with fsync."""
+"""How near the disk tier comes to the bare file system: reading and writing with checksums."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ import torch
 
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.errors import RagCacheError
+from ragcachekit.files import read_into
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.durable import sync_folder
 from ragcachekit.store.entry_file import entry_name
 from ragcachekit.types import KVKey
 
 THROUGHPUT = "throughput"
 BOOKKEEPING = "bookkeeping"
-READ_WARM, READ_COLD, READ_DIRECT = "read, warm", "read, cold", "read, direct"
-WRITE, WRITE_FILE = "write, fsync", "write, fsync of the raw file alone"
+READ_WARM, READ_COLD, WRITE = "read, warm", "read, cold", "write"
 KV = "KV of 30 layers, 3 heads, head_dim 64, float32 (smollm2-135m), random numbers"
 
 _LAYERS, _HEADS, _WIDTH = 30, 3, 64
@@ -52,11 +51,10 @@ def run(
 
     - reading raw: open, read all into one buffer that is used again and again, CRC32C, close. The tier:
       ``get``, verified, in memory of the entry's own; each is let go of before the next is read.
-    - ``warm``: the page cache has it; ``cold``: it was dropped (``posix_fadvise``) before each timing;
-      ``direct``: the tier reads with O_DIRECT, raw as in ``cold``.
-    - writing raw: create, write, fsync of the file and of its folder, close: what it takes to keep a new
-      file through a power failure, without checksum or index. The tier: ``put``, which promises the same.
-      In the row that says so, raw syncs the file alone; its name may then be lost.
+    - ``warm``: the page cache has it; ``cold``: it was dropped before each timing (where the system has
+      ``posix_fadvise``).
+    - writing raw: create, write, close, without checksum or index. The tier: ``put``. Neither waits for the
+      medium.
 
     Parameters
     ----------
@@ -112,8 +110,7 @@ class _Bench:
         self._keys = [KVKey("bench", "bench", str(number)) for number in range(len(self._kv))]
         self._raw = folder / "raw"
         self._raw.mkdir(parents=True)
-        self._stores = {direct: DiskStore(folder / "kv", _BUDGET, direct=direct) for direct in (False, True)}
-        self._store = self._stores[False]
+        self._store = DiskStore(folder / "kv", _BUDGET)
         self._images: list[bytes] = []
         for key, kv in zip(self._keys, self._kv, strict=True):
             self._put(key, kv)
@@ -128,21 +125,17 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for store in self._stores.values():
-            store.close()
+        self._store.close()
 
     def rows(self, rounds: int) -> Iterator[dict[str, Any]]:
         """All operations, each checked before it is timed."""
-        direct = self._stores[True]
         ways: dict[str, tuple[Callable[[], None], Callable[[], None], Callable[[], None]]] = {
-            READ_WARM: (self._read_raw, lambda: self._read(self._store), lambda: None),
-            READ_COLD: (self._read_raw, lambda: self._read(self._store), self._drop_cache),
-            READ_DIRECT: (self._read_raw, lambda: self._read(direct), self._drop_cache),
+            READ_WARM: (self._read_raw, self._read, lambda: None),
+            READ_COLD: (self._read_raw, self._read, self._drop_cache),
             WRITE: (self._write_raw, self._write, self._empty),
-            WRITE_FILE: (lambda: self._write_raw(name=False), self._write, self._empty),
         }
-        if not direct.direct:
-            del ways[READ_DIRECT]
+        if not hasattr(os, "posix_fadvise"):
+            del ways[READ_COLD]
         for operation, (raw, tier, before) in ways.items():
             before()
             tier()
@@ -177,15 +170,14 @@ class _Bench:
     def _check(self) -> None:
         """Every entry comes back as it was put."""
         for key, kv in zip(self._keys, self._kv, strict=True):
-            for store in self._stores.values():
-                found = store.get(key)
-                pairs = () if found is None else zip(_tensors(found.kv), _tensors(kv), strict=True)
-                if found is None or not all(torch.equal(ours, put) for ours, put in pairs):
-                    raise RagCacheError("the disk tier did not return what was put into it")
+            found = self._store.get(key)
+            pairs = () if found is None else zip(_tensors(found.kv), _tensors(kv), strict=True)
+            if found is None or not all(torch.equal(ours, put) for ours, put in pairs):
+                raise RagCacheError("the disk tier did not return what was put into it")
 
-    def _read(self, store: DiskStore) -> None:
+    def _read(self) -> None:
         for key in self._keys:
-            if store.get(key) is None:
+            if self._store.get(key) is None:
                 raise RagCacheError("an entry is gone")
 
     def _read_raw(self) -> None:
@@ -193,7 +185,7 @@ class _Bench:
         for path, right in zip(self._files, self._crcs, strict=True):
             done = 0
             with _opened(path) as fd:
-                while got := os.preadv(fd, [view[done:]], done):
+                while got := read_into(fd, view[done:], done):
                     done += got
             if google_crc32c.value(self._buffer[:done]) != right:
                 raise RagCacheError(f"{path} is not what was written")
@@ -206,16 +198,13 @@ class _Bench:
         for key, kv in zip(self._keys, self._kv, strict=True):
             self._put(key, kv)
 
-    def _write_raw(self, name: bool = True) -> None:
+    def _write_raw(self) -> None:
         for path, image in zip(self._files, self._images, strict=True):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             view = memoryview(image)
             while view:
                 view = view[os.write(fd, view) :]
-            os.fsync(fd)
             os.close(fd)
-            if name:
-                sync_folder(self._raw)
 
     def _empty(self) -> None:
         """Both write new files: neither is to free old ones in its time."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ragcachekit.errors import StoreError
 from ragcachekit.forks import refuse_after_fork
@@ -17,38 +16,28 @@ from ragcachekit.store.disk_forget import DiskForgets
 from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf
 from ragcachekit.store.disk_source import DiskSource
 from ragcachekit.store.entry_buffers import Buffers
-from ragcachekit.store.entry_file import (
-    At,
-    EntryImage,
-    EntryReader,
-    can_read_directly,
-    nowhere,
-    open_entry,
-)
+from ragcachekit.store.entry_file import At, EntryImage, EntryReader, nowhere, open_entry
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import TakenAway, TempFile, claim_folder, temp_file
-from ragcachekit.store.index_file import SECONDS_TO_LOCK, IndexDamaged, IndexFailed
+from ragcachekit.store.folder import FolderBusy, IndexFailed, claim_folder, not_writable
+from ragcachekit.store.index import SECONDS_TO_LOCK, IndexDamaged
 from ragcachekit.store.volume import is_full, takes_no_writes
 from ragcachekit.types import KVKey
 
-T = TypeVar("T")
-
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = (
-    *("created", "half written", "written"),
-    *("room made", "indexed", "committed", "synced", "renamed", "folder synced"),
-    *("evicted", "removed", "read", "uses noted"),
+    *("evicted", "room made", "created", "half written", "written"),
+    *("indexed", "committed", "renamed", "removed", "read", "uses noted"),
 )
-"""What ``at`` hears of, in the order in which it first happens."""
+"""What ``at`` is called with."""
 
 
 class DiskStore:
     """Chunk KV in files that survive the process; several processes may share the folder.
 
     The files are the truth: a read opens the file and verifies all of it, whatever the index says. The
-    index only knows sizes and the order of use. A write goes to a temporary file, is added to the index,
-    reaches the medium and then gets its name, so that being killed at any moment leaves nothing but whole
-    entries, a row of the index that says too much, and a temporary file; the next start sets both right.
+    index only has sizes and the order of use. A write goes to a temporary file, is added to the index, and
+    then gets its name, so that being killed at any moment leaves nothing but whole entries, a row of the
+    index that says too much, and a temporary file; the next start sets both right.
 
     Parameters
     ----------
@@ -60,9 +49,6 @@ class DiskStore:
     quotas : mapping of str to int
         Bytes that single namespaces may take (``*``: every other one). Whoever is over it loses entries
         of its own, least recently used first.
-    direct : bool
-        Read past the page cache (O_DIRECT), where the file system can: for a folder much larger than
-        memory, whose reads would push everything else out of the cache.
     at : callable
         Called with the name of each of the :data:`STEPS` at which a crash could leave something behind:
         the place to interrupt the store in a test.
@@ -70,11 +56,12 @@ class DiskStore:
     Attributes
     ----------
     folder : Path
-    direct : bool
-        Whether reads go past the page cache: asked for, and possible here.
 
     Notes
     -----
+    A power failure costs misses: what was written last may be torn, which its checksums show. What was
+    forgotten does not come back.
+
     On a medium that is full, read-only or failing the folder is opened all the same: what is there is read,
     a put is False until the medium takes writes again, and ``stats`` says so. A volume that fills up later
     loses the least recently used entries.
@@ -94,7 +81,6 @@ class DiskStore:
         budget: int,
         *,
         quotas: Mapping[str, int] | None = None,
-        direct: bool = False,
         at: At = nowhere,
     ) -> None:
         if budget <= 0:
@@ -116,7 +102,6 @@ class DiskStore:
             if not takes_no_writes(error):
                 raise _not_opened(self._folder, error) from error
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-        self.direct = direct and can_read_directly(self._folder)
         refuse_after_fork(self)
 
     def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
@@ -150,7 +135,7 @@ class DiskStore:
 
         False, with all other entries whole, if it exceeds the whole budget or its namespace's quota, or
         the medium refuses it. An entry that is already there under this key is replaced at once and as a
-        whole. True means that it survives a crash of the process and of the machine.
+        whole. True means that it survives a crash of the process.
 
         Raises
         ------
@@ -163,8 +148,7 @@ class DiskStore:
         try:
             kept = self._write_with_space(key, image)
         except (OSError, StoreError) as error:
-            kind = "forgotten" if isinstance(error, TakenAway) else "write"
-            self._counters.warn_once(kind, "cannot write to %s: %s", self._folder, error)
+            self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
             kept = False
         if not kept:
             self._counters.count("failed_writes")
@@ -203,12 +187,13 @@ class DiskStore:
         Raises
         ------
         StoreError
-            If the folder cannot be listed, so that something may be left. What is known has gone.
+            If the folder cannot be listed, or another process writes to it and does not end. Something may be
+            left; what is known has gone.
         """
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; sizes are those of the files, one that only waits for its fsync included."""
+        """One record."""
         entries, nbytes = (0, 0) if self._closed else self._content()
         sizes = {"entries": entries, "nbytes": nbytes, "budget": self._budget}
         return (self._counters.stats(**sizes, writable=self._writable),)
@@ -216,6 +201,7 @@ class DiskStore:
     def close(self) -> None:
         """Close the index; further calls are misses."""
         self._closed = True
+        self._forgets.retry()
         self._shelf.close()
         self._buffers.clear()
 
@@ -238,9 +224,9 @@ class DiskStore:
         """The open file of ``key``, or None and a counted miss."""
         if not (self._closed or not self._ours or self._forgets.hides(key, digest)):
             try:
-                return open_entry(self._shelf.name(digest), key, self.direct, self._buffers)
+                return open_entry(self._shelf.name(digest), key, self._buffers)
             except FileNotFoundError:
-                self._shelf.note(digest, found=False)
+                pass
             except EntryDamaged as error:
                 self._failed(digest, error.seen, error)
             except OSError as error:
@@ -249,11 +235,11 @@ class DiskStore:
         return None
 
     def _ended(self, digest: str, seen: os.stat_result, error: EntryDamaged | OSError | None) -> None:
-        """Hear how reading an entry ended."""
+        """Count how reading an entry ended."""
         if error is None:
             self._at("read")
             self._counters.count("hits")
-            self._shelf.note(digest, found=True)
+            self._shelf.note(digest)
         else:
             self._counters.count("misses")
             self._failed(digest, seen, error)
@@ -269,52 +255,38 @@ class DiskStore:
     def _write_with_space(self, key: KVKey, image: EntryImage) -> bool:
         """Write the entry; on a full volume, once more in place of others."""
         try:
-            kept = self._write_file(key, image)
+            kept = self._write(key, image)
         except (OSError, StoreError) as error:
             if not is_full(error) or self._no_use or not self._shelf.make_space(image.nbytes, key.digest()):
                 raise
             self._no_use = True  # until a put succeeds: no entry leaves for nothing twice
-            kept = self._write_file(key, image)
+            kept = self._write(key, image)
         self._no_use = False
         return kept
 
-    def _write_file(self, key: KVKey, image: EntryImage) -> bool:
+    def _write(self, key: KVKey, image: EntryImage) -> bool:
         if not self._writable:
             self._open(SECONDS_TO_LOCK)
-        with temp_file(self._folder, key.namespace) as temp:  # from here on, forgetting stops it
-            self._at("created")
-            return self._write(temp, key, image)
-
-    def _write(self, temp: TempFile, key: KVKey, image: EntryImage) -> bool:
         digest, most = key.digest(), self._shelf.most(key.namespace)
         if image.nbytes > most:
             self._counters.warn_once(
                 "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
             )
             return False
+        self._forgets.retry()
         if self._forgets.hides(key, digest):
             return False
         try:
-            self._mending(partial(self._shelf.make_room, digest, key.namespace, image.nbytes))
-            image.write(temp.fd, self._at)
-            reserved = self._mending(partial(self._shelf.reserve, digest, key.namespace, image.nbytes))
-            publish = partial(self._shelf.publish, temp, digest, key.namespace, image.nbytes, reserved)
-            self._mending(publish)
-        except BaseException:
-            self._shelf.settle(digest)
-            raise
-        return True
-
-    def _mending(self, step: Callable[[], T]) -> T:
-        """Take a step again if the index is damaged, once that is mended."""
-        try:
-            return step()
+            self._shelf.put(digest, key.namespace, image)
         except IndexDamaged:
             self._shelf.rebuild()
-            return step()
+            self._shelf.put(digest, key.namespace, image)
+        return True
 
 
 def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
+    if isinstance(error, FolderBusy):
+        return StoreError(f"cannot open the cache folder {folder}: {error}")
     if isinstance(error, StoreError) and not isinstance(error, IndexFailed):
         return error  # it says what to do
-    return StoreError(f"cannot open the cache folder {folder}: {error}")
+    return not_writable(folder, error)

@@ -12,11 +12,11 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf, entry_files
 from ragcachekit.store.entry_file import EntryReader, entry_name, nowhere
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import open_folder, orphans
-from ragcachekit.store.index_file import IndexFailed
+from ragcachekit.store.folder import FolderBusy, FolderLock, IndexFailed, claim_folder, orphans
+from ragcachekit.store.index import SECONDS_TO_LOCK, is_index
 
 Progress = Callable[[int, int], None]
-"""Hears how many bytes of how many have been read."""
+"""Called with how many bytes of how many have been read."""
 
 _UNLIMITED = 1 << 62  # no entry leaves a folder because it is looked through
 
@@ -32,18 +32,10 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading every entry whole has shown.
+    """What reading every entry whole has shown: ``entries`` files of ``nbytes`` together.
 
-    Attributes
-    ----------
-    entries, nbytes : int
-        Entry files, and their bytes.
-    damaged : tuple of BadEntry
-        Altered, cut short, under another's name, or of another version of this library.
-    unreadable : tuple of BadEntry
-        Could not be read now, which says nothing about their content.
-    orphans : int
-        Temporary files whose writer is gone.
+    ``damaged`` ones are altered, cut short, under another's name, or of another version of this library;
+    ``unreadable`` ones could not be read now. ``orphans`` are temporary files whose writer is gone.
     """
 
     entries: int
@@ -67,8 +59,7 @@ def is_disk_tier(folder: Path) -> bool:
     """Whether a disk tier keeps its entries here: there are some, or an index over none."""
     if not folder.is_dir():
         return False
-    index = (folder / name for name in ("lock", "index/lock", "index/cache.db"))
-    return all(path.is_file() for path in index) or bool(entry_files(folder))
+    return is_index(folder / "index" / "cache.db") or bool(entry_files(folder))
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Verified:
@@ -94,7 +85,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
         done += nbytes
         if progress is not None:
             progress(done, total)
-    return Verified(len(files) - gone, total, tuple(damaged), tuple(unreadable), len(list(orphans(folder))))
+    return Verified(len(files) - gone, total, tuple(damaged), tuple(unreadable), _orphans(folder))
 
 
 def repair(folder: Path, progress: Progress | None = None) -> Repaired:
@@ -105,20 +96,31 @@ def repair(folder: Path, progress: Progress | None = None) -> Repaired:
     StoreError
         If the folder cannot be used.
     """
-    open_folder(folder)
+    claim_folder(folder)
     try:
         found = verify(folder, progress)
         shelf = Shelf(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
         try:
             shelf.open(SECONDS_TO_OPEN)
             dropped = tuple(bad for bad in found.damaged if shelf.remove(bad.name, bad.seen))
-            shelf.start_over()
+            shelf.rebuild(SECONDS_TO_OPEN, anew=True)
             entries, nbytes = shelf.content()
         finally:
             shelf.close()
     except (OSError, IndexFailed) as error:
         raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
     return Repaired(dropped, found.orphans, entries, nbytes)
+
+
+def _orphans(folder: Path) -> int:
+    """Temporary files whose writer is gone; none where somebody keeps writing."""
+    try:
+        with FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
+            return len(list(orphans(folder)))
+    except FolderBusy:
+        return 0
+    except IndexFailed:  # nobody can write here
+        return len(list(orphans(folder)))
 
 
 def _read(path: Path) -> None:

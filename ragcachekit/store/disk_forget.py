@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import concerns
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk_shelf import Shelf
+from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf
 from ragcachekit.store.entry_file import read_key
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.index_file import IndexFailed
+from ragcachekit.store.folder import FolderBusy, IndexFailed
 from ragcachekit.types import KVKey
 
 _Which = tuple[str, frozenset[str] | None]
@@ -21,9 +20,9 @@ _Which = tuple[str, frozenset[str] | None]
 class DiskForgets:
     """Deletes what is to be forgotten, and remembers what ought to be gone and is not.
 
-    Such an entry, which could not be deleted, or whose header could not be read and of which the index did
-    not say whose it is, is neither handed out nor replaced by this process: whoever asks for it next has it
-    deleted.
+    Such an entry could not be deleted (Windows deletes no open file), or its header could not be read and
+    the index did not say whose it is. This process neither hands it out nor replaces it. It tries again to
+    delete it with the next put or forget, when it is asked for, and at the end.
     """
 
     def __init__(self, shelf: Shelf, counters: Counters) -> None:
@@ -33,21 +32,27 @@ class DiskForgets:
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> frozenset[str]:
         """Digests of what went; raises as :meth:`ragcachekit.store.disk.DiskStore.forget`."""
-        sweep = _Sweep(self._shelf, self._counters, namespace, chunk_ids)
-        try:
-            self._shelf.interrupt(namespace, chunk_ids)
-            files: Iterable[str] = self._shelf.files()
-        except FileNotFoundError:  # no folder, nothing in it
+        if not self._shelf.exists():
             return frozenset()
+        late, which = self._late_writer(), (namespace, chunk_ids)
+        try:
+            files: Iterable[str] = self._shelf.files()
         except OSError as error:
-            self._dropped(sweep, [digest for digest, owner in sweep.owners.items() if owner == namespace])
+            self._dropped(which, [d for d, owner in self._shelf.owners().items() if owner == namespace])
             raise StoreError(
                 f"cannot list the cache folder, so entries may be left; forget again: {error}"
             ) from error
-        return self._dropped(sweep, files)
+        dropped = self._dropped(which, files)
+        self.retry()
+        if late is not None:
+            raise StoreError(
+                "another process or thread keeps the cache folder busy and may write what was forgotten; "
+                f"forget again when it goes on or has ended: {late}"
+            ) from late
+        return dropped
 
     def hide(self, key: KVKey, digest: str) -> None:
-        """It ought to be gone, and could not be deleted."""
+        """Remember an entry that ought to be gone, and could not be deleted."""
         self._left.setdefault(digest, set()).add((key.namespace, frozenset({key.chunk_id})))
 
     def hides(self, key: KVKey, digest: str) -> bool:
@@ -60,55 +65,56 @@ class DiskForgets:
         self._left.pop(digest, None)
         return False
 
-    def _dropped(self, sweep: _Sweep, digests: Iterable[str]) -> frozenset[str]:
-        dropped = frozenset(digest for digest in digests if sweep.drops(digest))
-        for digest in sweep.left:
-            self._left.setdefault(digest, set()).add(sweep.which)
-        if sweep.left:
+    def retry(self) -> None:
+        """Try again to delete what is left."""
+        for digest in tuple(self._left):
+            try:
+                self.hides(read_key(self._shelf.path(digest)), digest)
+            except (EntryDamaged, FileNotFoundError):
+                if self._shelf.remove(digest):
+                    self._left.pop(digest, None)
+            except OSError:
+                continue
+
+    def _late_writer(self) -> FolderBusy | None:
+        """Wait for a put under way; the error if that takes too long."""
+        try:
+            self._shelf.wait_for_writers(SECONDS_TO_OPEN)
+        except FolderBusy as error:
+            return error
+        except IndexFailed as error:  # nobody can lock the folder, and so write to it
+            self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
+        return None
+
+    def _dropped(self, which: _Which, digests: Iterable[str]) -> frozenset[str]:
+        left: list[str] = []
+        dropped = frozenset(digest for digest in digests if self._drops(which, digest, left))
+        for digest in left:
+            self._left.setdefault(digest, set()).add(which)
+        if left:
             self._counters.warn_once(
-                "forget",
-                "%d entries could not be forgotten; this process serves them no more",
-                len(sweep.left),
+                "forget", "%d entries could not be forgotten; this process serves them no more", len(left)
             )
         if dropped:
             self._shelf.sync()
         return dropped
 
-
-class _Sweep:
-    """One forget. The files' sealed headers decide, not the index: a forgotten tenant must be gone."""
-
-    def __init__(
-        self, shelf: Shelf, counters: Counters, namespace: str, chunk_ids: frozenset[str] | None
-    ) -> None:
-        self._shelf, self._counters = shelf, counters
-        self.which: _Which = namespace, chunk_ids
-        self.left: list[str] = []
-
-    @cached_property
-    def owners(self) -> dict[str, str]:
-        """Whose entries there are as far as the index knows."""
+    def _drops(self, which: _Which, digest: str, left: list[str]) -> bool:
+        """Whether an entry has gone, by its sealed header; one that should have is added to ``left``."""
         try:
-            return self._shelf.owners()
-        except IndexFailed:
-            return {}
-
-    def drops(self, digest: str) -> bool:
-        """Whether the entry has gone; ``left`` is what it should have."""
-        try:
-            if not concerns(read_key(self._shelf.path(digest)), *self.which):
+            if not concerns(read_key(self._shelf.path(digest)), *which):
                 return False
         except EntryDamaged:
             self._counters.count("damaged")
         except FileNotFoundError:  # another process evicted it just now
             return False
         except OSError:
-            owner = self.owners.get(digest)
+            owner = self._shelf.owners().get(digest)
             if owner is None:
-                self.left.append(digest)
-            if owner != self.which[0]:
+                left.append(digest)
+            if owner != which[0]:
                 return False
         gone = self._shelf.remove(digest)
         if not gone:
-            self.left.append(digest)
+            left.append(digest)
         return gone

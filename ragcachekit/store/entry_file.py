@@ -9,7 +9,6 @@ afterwards. Reading costs one copy, which checking the CRC then finds in the pro
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -18,10 +17,9 @@ from pathlib import Path
 import google_crc32c
 import torch
 
-from ragcachekit.files import OpenFile
+from ragcachekit.files import NO_FOLLOW, OpenFile, read_into, write_all
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.durable import EarlyFlush, write_all
-from ragcachekit.store.entry_buffers import PAGE, SMALL, Buffers
+from ragcachekit.store.entry_buffers import Buffers
 from ragcachekit.store.entry_bytes import outline
 from ragcachekit.store.entry_header import (
     EntryDamaged,
@@ -32,7 +30,6 @@ from ragcachekit.store.entry_header import (
     set_crcs,
 )
 from ragcachekit.store.entry_tensors import RawLayers, as_tensor, split
-from ragcachekit.store.folder import temp_file
 from ragcachekit.types import KVKey
 
 At = Callable[[str], None]
@@ -41,7 +38,6 @@ At = Callable[[str], None]
 _PROBE = 8192  # bytes of the first read: most headers
 _BATCH = 1 << 21  # bytes
 _FRESH = Buffers(idle=0)
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW
 
 
 def entry_name(digest: str) -> str:
@@ -69,16 +65,10 @@ class EntryImage:
         """Size of the file in bytes."""
 
     def write(self, fd: int, at: At = nowhere) -> None:
-        """Write the whole image to an open, empty file; it may not have reached the medium yet.
-
-        The header last: the medium works on the layers while they are summed up for it. What such a file
-        would hold after a crash is no entry, but has no name either.
-        """
+        """Write the whole image to an open, empty file; the header, with the sums over the layers, last."""
         end = len(self._header)
-        flush = EarlyFlush(fd, end)
         for piece in self._layers:
             end = write_all(fd, [raw.data for raw in piece], end)
-            flush.upto(end)
         at("half written")
         write_all(fd, [raw.data for raw in self._sums], end)
         set_crcs(self._header, self._layers.crcs)
@@ -95,8 +85,6 @@ class EntryReader:
     Parameters
     ----------
     path : Path or str
-    direct : bool
-        Read past the page cache (O_DIRECT), see :func:`can_read_directly`.
     buffers : Buffers, optional
         Where memory for the tensors comes from.
 
@@ -115,10 +103,9 @@ class EntryReader:
         If the file cannot be read.
     """
 
-    def __init__(self, path: Path | str, direct: bool = False, buffers: Buffers = _FRESH) -> None:
+    def __init__(self, path: Path | str, buffers: Buffers = _FRESH) -> None:
         self._buffers = buffers
-        self._direct = direct
-        self._file = OpenFile(path, _FLAGS | (os.O_DIRECT if direct else 0))
+        self._file = OpenFile(path, os.O_RDONLY | NO_FOLLOW)
         try:
             self.status = os.fstat(self._file.fd)
             self.header, self._start = self._read_header()
@@ -181,13 +168,10 @@ class EntryReader:
     def _read_header(self) -> tuple[EntryHeader, int]:
         if not stat.S_ISREG(self.status.st_mode):
             raise EntryDamaged("not a regular file")
-        probe = min(_PROBE, self.status.st_size)
-        first = b"" if self._direct else os.pread(self._file.fd, probe, 0)
-        if len(first) < probe:
-            first = self._read(0, probe).numpy().tobytes()
+        first = self._read_bytes(min(_PROBE, self.status.st_size))
         size = header_size(first[:8], self.status.st_size)
         if size > len(first):
-            first = self._read(0, size).numpy().tobytes()
+            first = self._read_bytes(size)
         return decode_header(first[:size]), size
 
     def _read_sums(self) -> dict[str, torch.Tensor]:
@@ -201,70 +185,30 @@ class EntryReader:
         return sums
 
     def _read(self, offset: int, nbytes: int) -> torch.Tensor:
-        if self._direct:
-            return self._read_pages(offset, nbytes)
-        raw = self._memory(nbytes)
-        self._fill(raw, offset, nbytes)
-        return raw
-
-    def _read_pages(self, offset: int, nbytes: int) -> torch.Tensor:
-        """As ``_read``, of whole pages into whole pages, which is what O_DIRECT wants."""
-        before = offset % PAGE
-        whole = -(-(before + nbytes) // PAGE) * PAGE
-        memory = self._memory(whole + PAGE)
-        memory = memory[-memory.data_ptr() % PAGE :][:whole]
-        self._fill(memory, offset - before, before + nbytes)
-        part = memory[before : before + nbytes]
-        return part.clone() if nbytes < SMALL else part  # whose pages would be many times the entry
-
-    def _memory(self, nbytes: int) -> torch.Tensor:
         try:
-            return self._buffers.take(nbytes)
+            raw = self._buffers.take(nbytes)
         except RuntimeError as error:  # as torch says it
             raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
+        self._fill(raw.numpy().data, offset)
+        return raw
 
-    def _fill(self, memory: torch.Tensor, offset: int, needed: int) -> None:
-        """Read into ``memory`` until its first ``needed`` bytes are there."""
-        view: memoryview = memory.numpy().data
+    def _read_bytes(self, nbytes: int) -> bytes:
+        raw = bytearray(nbytes)
+        self._fill(memoryview(raw), 0)
+        return bytes(raw)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
         done = 0
-        while done < needed:
-            got = self._pread(view[done:], offset + done)
+        while done < view.nbytes:
+            got = read_into(self._file.fd, view[done:], offset + done)
             if not got:
                 raise EntryDamaged("the file ends early")
             done += got
 
-    def _pread(self, view: memoryview, offset: int) -> int:
-        try:
-            return os.preadv(self._file.fd, [view], offset)
-        except OSError as error:
-            if not self._direct or error.errno != errno.EINVAL:
-                raise
-        # Stopped short of a page's end, so that the rest is not aligned: an ordinary read can go on there.
-        fd = self._file.fd
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        self._direct = False
-        return os.preadv(fd, [view], offset)
 
-
-def can_read_directly(folder: Path) -> bool:
-    """Whether files in ``folder`` can be read past the page cache, found out by doing it."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    memory = torch.empty(2 * PAGE, dtype=torch.uint8)
-    view: memoryview = memory[-memory.data_ptr() % PAGE :][:PAGE].numpy().data
-    try:
-        with temp_file(folder) as temp:
-            write_all(temp.fd, [bytes(PAGE)])
-            os.fsync(temp.fd)
-            with OpenFile(temp.path, _FLAGS | os.O_DIRECT) as direct:
-                return os.preadv(direct.fd, [view], 0) == PAGE
-    except OSError:
-        return False
-
-
-def open_entry(path: Path | str, key: KVKey, direct: bool = False, buffers: Buffers = _FRESH) -> EntryReader:
+def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> EntryReader:
     """A reader of the file at ``path``, which must be that of ``key``; raises as :class:`EntryReader`."""
-    reader = EntryReader(path, direct, buffers)
+    reader = EntryReader(path, buffers)
     if reader.header.key != key:
         reader.close()
         error = EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")

@@ -54,11 +54,11 @@ def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
         policy = open_eviction(config.eviction)
         yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, quotas=quotas)
     if config.disk_path is not None:
-        from ragcachekit.store.disk import DiskStore  # POSIX only; a host-only store works anywhere
+        from ragcachekit.store.disk import DiskStore
 
-        path, direct = Path(config.disk_path), config.disk_direct
+        path = Path(config.disk_path)
         budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
-        yield "disk", DiskStore(path, budget, quotas=quotas, direct=direct)
+        yield "disk", DiskStore(path, budget, quotas=quotas)
     signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
     if config.redis_url is not None:
         from ragcachekit.store.redis_store import RedisStore

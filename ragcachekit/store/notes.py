@@ -9,42 +9,34 @@ _MOST = 16 * _SOME
 
 
 class Notes:
-    """Which entries were used, in which order, and which were not there. Thread safe, also after a fork."""
+    """Which entries were used, in which order. Thread safe, also after a fork."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._used: dict[str, None] = {}
-        self._missed: set[str] = set()
         self._due = _SOME
 
     def __len__(self) -> int:
-        return len(self._used) + len(self._missed)
+        return len(self._used)
 
-    def add(self, digest: str, found: bool) -> bool:
+    def add(self, digest: str) -> bool:
         """Remember a use; returns whether to write all down now.
 
         Whoever is told so and cannot do it is told again some uses later. What cannot be written for long is
-        let go: an order of use is all that is lost.
+        dropped: an order of use is all that is lost.
         """
         with self._lock:
             self._used.pop(digest, None)
-            if found:
-                self._used[digest] = None
-            else:
-                self._missed.add(digest)
+            self._used[digest] = None
             if len(self) < self._due:
                 return False
             self._due += _SOME
             if self._due > _MOST:
-                self._clear()
+                self._used, self._due = {}, _SOME
             return True
 
-    def take(self) -> tuple[list[str], set[str]]:
-        """What was used, least recently first, and what was not there; forgotten here."""
+    def take(self) -> list[str]:
+        """What was used, least recently first; dropped here."""
         with self._lock:
-            taken = list(self._used), self._missed
-            self._clear()
+            taken, self._used, self._due = list(self._used), {}, _SOME
         return taken
-
-    def _clear(self) -> None:
-        self._used, self._missed, self._due = {}, set(), _SOME

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
+import shutil
 import sqlite3
 from pathlib import Path
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _NO_WRITES = {*_NO_SPACE, errno.EROFS, errno.EIO}
 _SQLITE_NO_WRITES = {
     sqlite3.SQLITE_FULL,
@@ -55,12 +55,11 @@ def default_disk_bytes(folder: Path) -> int:
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
-        volume = os.statvfs(existing)
+        volume = shutil.disk_usage(existing)
         taken = sum(map(_size, folder.glob("*.safetensors")))
     except OSError:  # the volume cannot say
         return DEFAULT_DISK_BYTES
-    free = volume.f_bavail * volume.f_frsize + taken
-    least = volume.f_blocks * volume.f_frsize // _SHARE_OF_VOLUME
+    free, least = volume.free + taken, volume.total // _SHARE_OF_VOLUME
     return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
 
 

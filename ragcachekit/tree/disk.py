@@ -146,6 +146,6 @@ class _OnFolder(Protocol):
 def _forgets_of(disk: KVStore | None) -> ForgetLog | None:
     if not isinstance(disk, _OnFolder):
         return None
-    from ragcachekit.tree.forgets import ForgetLog  # POSIX only, as such a store is
+    from ragcachekit.tree.forgets import ForgetLog
 
     return ForgetLog(disk.folder / FORGETS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
-from ragcachekit.files import make_folder, open_regular, parse_json, read_regular
-from ragcachekit.store.folder import lock_within, release
+from ragcachekit.files import NO_FOLLOW, make_folder, open_regular, parse_json, read_regular
+from ragcachekit.store.folder import FolderBusy, FolderLock, IndexFailed
 from ragcachekit.store.volume import takes_no_writes
 
 _SECONDS_TO_WRITE = 5.0
@@ -24,7 +23,6 @@ _SECONDS_TO_WRITE = 5.0
 _SECONDS_TO_FORGET = 60.0
 """A forgetter waits so long for a writer, which may be stopped; then it goes on, and says so."""
 
-_SAFE = os.O_CREAT | os.O_NOFOLLOW
 _LOG = logging.getLogger(__name__)
 _MOST = 1 << 20
 """Bytes of one namespace's file; then it begins anew, and others forget the whole namespace."""
@@ -35,7 +33,7 @@ Ids = frozenset[str] | None
 
 @dataclass(frozen=True)
 class _Place:
-    """How far a file was read: what it looked like, its first line, and where the next news will stand."""
+    """How far a file was read: its inode, size and time, its first line, and where the next line begins."""
 
     looks: tuple[int, ...]
     name: bytes = b""
@@ -46,20 +44,10 @@ class ForgetLog:
     """One file per namespace: a name of its own, then a line per ``forget``.
 
     A forgetter holds the folder's lock while it deletes and writes its line, a writer while it looks for
-    news and writes: whichever comes first, what was forgotten is not there afterwards. The kernel frees
-    the lock of a process that dies. Not thread safe; looking for news costs one ``stat``.
+    news and writes: whichever comes first, what was forgotten is not there afterwards. Not thread safe;
+    looking for news costs one ``stat``.
 
-    Parameters
-    ----------
-    folder : Path
-        Made where it is missing, for this user alone.
-    most : int
-        Bytes of one file.
-
-    Raises
-    ------
-    StoreError
-        If the folder cannot be made.
+    ``most`` is the size of one file in bytes. StoreError if ``folder`` cannot be made.
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
@@ -70,13 +58,14 @@ class ForgetLog:
             if not takes_no_writes(error):
                 raise StoreError(f"cannot make the folder {folder}: {error}") from error
             _LOG.warning("nothing of the tree is written to the disk for now: %s", error)
+        self._lock = FolderLock(folder / "lock")
         self._token = secrets.token_hex(8)
         self._places: dict[str, _Place] = {}
 
     def news(self, namespace: str) -> list[Ids]:
-        """What others have forgotten since this was asked last; nothing the first time.
+        """What others have forgotten since the last call; nothing the first time.
 
-        What cannot be read any more, or begins anew, counts as the whole namespace.
+        A file that cannot be read any more, or begins anew, counts as the whole namespace.
         """
         known, looks = self._places.get(namespace), self._looks(namespace)
         if known is not None and known.looks == looks:
@@ -93,34 +82,34 @@ class ForgetLog:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Nobody forgets meanwhile; False if that cannot be had, and nothing must be written."""
+        """Keep others from forgetting or writing; False if that fails, and nothing must be written."""
         with ExitStack() as held:
             try:
-                held.enter_context(self._locked(fcntl.LOCK_SH, _SECONDS_TO_WRITE))
+                held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
                 may_write = True
-            except OSError as error:
+            except IndexFailed as error:
                 _LOG.warning("nothing of the tree is written to the disk: %s", error)
                 may_write = False
             yield may_write
 
     @contextmanager
     def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Nobody writes meanwhile, and all hear of it at the end. A failing medium is logged, no more.
+        """Keep others from writing, and note for them what was forgotten. A failing medium is only logged.
 
-        At the end, as what others still find while it is being deleted has to go as well.
+        The note comes last, as what others still find while it is being deleted has to go as well.
 
         Raises
         ------
         StoreError
             Once everything else is done, if a writer could not be waited for: it may bring something back.
         """
-        late: BlockingIOError | None = None
+        late: FolderBusy | None = None
         with ExitStack() as held:
             try:
-                held.enter_context(self._locked(fcntl.LOCK_EX, _SECONDS_TO_FORGET))
-            except BlockingIOError as error:
+                held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
+            except FolderBusy as error:
                 late = error
-            except OSError as error:
+            except IndexFailed as error:
                 _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield
@@ -143,25 +132,16 @@ class ForgetLog:
             _LOG.warning("other processes do not hear what was forgotten: %s", error)
 
     def _append(self, namespace: str, line: bytes) -> None:
-        with open_regular(self._path(namespace), os.O_RDWR | os.O_APPEND | _SAFE) as file:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_FOLLOW
+        with open_regular(self._path(namespace), flags) as file:
             fd, size = file.fd, os.fstat(file.fd).st_size
-            if size and (size + len(line) > self._most or os.pread(fd, 1, size - 1) != b"\n"):
+            if size and (size + len(line) > self._most or not _is_whole(fd, size)):
                 os.ftruncate(fd, 0)
                 size, line = 0, _line("", None)
             if not size:
                 line = secrets.token_hex(16).encode() + b"\n" + line
             os.write(fd, line)
             os.fsync(fd)
-
-    @contextmanager
-    def _locked(self, how: int, seconds: float | None) -> Iterator[None]:
-        make_folder(self._folder)  # it may not have been possible before
-        by, file = os.getpid(), open_regular(self._folder / "lock", os.O_RDWR | _SAFE)
-        try:
-            lock_within(file.fd, seconds, how, self._folder / "lock")
-            yield
-        finally:
-            release(file, by)
 
     def _path(self, namespace: str) -> Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
@@ -178,6 +158,11 @@ class ForgetLog:
             return read_regular(self._path(namespace))
         except OSError:
             return b""
+
+
+def _is_whole(fd: int, size: int) -> bool:
+    os.lseek(fd, size - 1, os.SEEK_SET)
+    return os.read(fd, 1) == b"\n"
 
 
 def _line(by: str, ids: Ids) -> bytes:

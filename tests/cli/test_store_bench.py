@@ -26,9 +26,8 @@ def part(report, name):
 
 def test_throughput_has_every_operation_at_every_size(report):
     rows = part(report, store_bench.THROUGHPUT)
-    operations = {row["operation"] for row in rows} | {store_bench.READ_DIRECT}
-    wanted = {"READ_WARM", "READ_COLD", "READ_DIRECT", "WRITE", "WRITE_FILE"}
-    assert operations == {getattr(store_bench, name) for name in wanted}
+    operations = {row["operation"] for row in rows}
+    assert operations == {store_bench.READ_WARM, store_bench.READ_COLD, store_bench.WRITE}
     assert sorted({row["size_mb"] for row in rows}) == pytest.approx([0.1, 0.2], rel=0.2)
     for row in rows:
         assert 0 < row["share_min"] <= row["share"] <= row["share_max"]

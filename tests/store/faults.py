@@ -88,7 +88,7 @@ def injected(faults: Faults) -> Any:
         connection.faults = faults if faults.concerns(path) else None
         return connection
 
-    names = ("mkdir", "pwritev", "write", "fsync", "replace", "rename", "unlink", "ftruncate")
+    names = ("mkdir", "write", "fsync", "replace", "rename", "unlink", "ftruncate")
     patches = [failing(name) for name in names]
     patches += [patch.object(os, "open", opening), patch.object(io, "open", opening_file)]
     patches.append(patch.object(sqlite3, "connect", connecting))

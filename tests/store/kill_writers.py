@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 
-WRITERS = 4  # at most; each has keys of its own
+WRITERS = 3  # at most; each has keys of its own
 KEPT, CHURN = 6, 16  # of each writer
 TOKENS = 400  # 200 KB in float32: a kill falls into the middle of a write
 ENTRY = 210_000
@@ -41,6 +42,7 @@ BUDGET = (WRITERS * KEPT + 12) * ENTRY
 FINAL_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 INDEX_NAMES = {"cache.db", "cache.db-journal", "lock"}
 SECONDS_TO_DIE = 60.0
+OPENING = 0.03  # seconds; who is to live no longer is killed while it opens the folder
 BEGIN, DONE, FORGET, FORGOTTEN = range(4)
 MESSAGE = struct.Struct("<BII")
 BASES = [kv_of(number, tokens=TOKENS, heads=4) for number in range(WRITERS * max(KEPT, CHURN))]
@@ -154,25 +156,30 @@ def fork_writer(
     return pid, read_end
 
 
-def listen(children: dict[int, int], seconds: float) -> dict[int, bytes]:
-    """What each child says until it is dead; all that live are killed after ``seconds``."""
+def listen(children: dict[int, int], lifetimes: Sequence[float]) -> dict[int, bytes]:
+    """What each child says until it is dead; each is killed at the end of its own lifetime.
+
+    That begins with its first message, or at once if it is to be killed while it opens the folder.
+    """
     said = dict.fromkeys(children, b"")
     ends = {read_end: pid for pid, read_end in children.items()}
-    end = time.monotonic() + seconds
-    killed = False
+    began = time.monotonic()
+    after = dict(zip(children, lifetimes, strict=True))
+    living = {pid: began + (s if s < OPENING else SECONDS_TO_DIE) for pid, s in after.items()}
     while ends:
-        ready, _, _ = select.select(
-            list(ends), [], [], max(0.0, end - time.monotonic()) if not killed else None
-        )
-        if not killed and time.monotonic() >= end:
-            killed = True
-            for pid in ends.values():
-                os.kill(pid, signal.SIGKILL)
+        wait = max(0.0, min(living.values()) - time.monotonic()) if living else None
+        ready, _, _ = select.select(list(ends), [], [], wait)
+        for pid in [pid for pid, end in living.items() if time.monotonic() >= end]:
+            os.kill(pid, signal.SIGKILL)  # not waited for yet: the number is still its own
+            del living[pid]
         for read_end in ready:
-            heard = os.read(read_end, 1 << 16)
+            heard, pid = os.read(read_end, 1 << 16), ends[read_end]
             if heard:
-                said[ends[read_end]] += heard
+                if pid in living and not said[pid]:
+                    living[pid] = time.monotonic() + after[pid]
+                said[pid] += heard
             else:
+                living.pop(pid, None)
                 os.close(read_end)
                 del ends[read_end]
     return said
@@ -232,7 +239,7 @@ def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None
             for writer, (killer, _) in enumerate(group)
         )
         began = time.monotonic()
-        for pid, raw in listen(children, max(seconds for _, seconds in group)).items():
+        for pid, raw in listen(children, [seconds for _, seconds in group]).items():
             totals["operations"] += ledger.hear(raw)
             _, status = os.waitpid(pid, 0)
             totals["kills"] += os.WIFSIGNALED(status)

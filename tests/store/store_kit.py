@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ragcachekit import files
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store import folder
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
@@ -88,7 +88,7 @@ def agrees_with_files(store: DiskStore, path: Path) -> bool:
 def failing(code: int, after: int = 0) -> Callable[..., Any]:
     """A stand-in for ``write_all`` that fails from the call ``after`` on."""
     calls = iter(range(1_000_000))
-    real = folder.write_all
+    real = files.write_all
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         if next(calls) >= after:

@@ -23,7 +23,7 @@ from store_kit import (
     opened,
 )
 
-from ragcachekit.store import index_file
+from ragcachekit.store import folder
 from ragcachekit.store.entry_header import EntryDamaged
 
 
@@ -69,17 +69,21 @@ def test_a_file_renamed_to_another_key_is_a_miss(tmp_path: Path) -> None:
     assert store.get(theirs) is None
     assert store.get(key_of(1)) is None
     assert store.stats()[0].damaged == 1
+    store.close()
+    store = opened(path)
     assert agrees_with_files(store, path)
     store.close()
 
 
-def test_a_file_deleted_by_hand_is_a_miss_and_leaves_the_index(tmp_path: Path) -> None:
+def test_a_file_deleted_by_hand_is_a_miss_and_leaves_the_index_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
     file_of(path, key_of(1)).unlink()
     assert not holds(store, 1)
     assert store.stats()[0].damaged == 0
+    store.close()
+    store = opened(path)
     assert agrees_with_files(store, path)
     store.close()
 
@@ -222,7 +226,7 @@ def test_an_index_that_cannot_be_written_refuses_and_answers(
     filled(path)
     store = opened(path)
     with monkeypatch.context() as patch:
-        patch.setattr(index_file, "locked", failing(errno.EACCES))
+        patch.setattr(folder.FileLock, "acquire", failing(errno.EACCES))
         assert [holds(store, n) for n in range(4)] == [True] * 4
         assert store.put(key_of(8), kv_of(8)) is False
         assert store.stats()[0].failed_writes == 1
@@ -231,6 +235,8 @@ def test_an_index_that_cannot_be_written_refuses_and_answers(
         assert [holds(store, n) for n in range(4)] == [True, False, True, True]
     assert store.put(key_of(8), kv_of(8))
     assert [holds(store, n) for n in (0, 1, 2, 3, 8)] == [True, False, True, True, True]
+    store.close()
+    store = opened(path)
     assert agrees_with_files(store, path)
     store.close()
 

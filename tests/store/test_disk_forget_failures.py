@@ -12,7 +12,7 @@ import pytest
 from store_kit import agrees_with_files, contents, failing, file_of, filled, holds, key_of, kv_of, opened
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store import disk_forget, disk_shelf, index, index_file
+from ragcachekit.store import disk_forget, disk_shelf, folder, index
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
@@ -78,7 +78,7 @@ def test_what_nobody_knows_is_hidden_until_it_is_gone(
 
 
 def broken_index(*_: object) -> Any:
-    raise index_file.IndexFailed("not now")
+    raise folder.IndexFailed("not now")
 
 
 @pytest.mark.parametrize("way", ["get", "open", "in", "put"])

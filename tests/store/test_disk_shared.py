@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import subprocess
+import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from store_kit import (
     agrees_with_files,
-    contents,
     entry_size,
     failing,
     file_of,
@@ -23,10 +25,10 @@ from store_kit import (
 )
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store import disk, disk_shelf, index_file
+from ragcachekit.store import disk, disk_forget, folder
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_header import EntryDamaged
-from ragcachekit.store.folder import exclusive
+from ragcachekit.store.folder import FolderLock
 
 OURS = frozenset({"chunk-9"})
 
@@ -48,12 +50,12 @@ def test_a_child_forked_during_a_session_keeps_nobody_out(tmp_path: Path) -> Non
 
     def at(step: str) -> None:
         if step == "indexed":
-            inherited.extend(copies(path / "index" / "lock"))
+            inherited.extend(copies(path / "lock"))
 
     store, other = DiskStore(path, 1 << 20, at=at), opened(path)
     assert store.put(key_of(1), kv_of(1))
     assert len(inherited) == 1
-    with exclusive(path / "index" / "lock", 0.0):
+    with FolderLock(path / "lock").held(0.0):
         pass
     assert other.put(key_of(2), kv_of(2))
     for fd in inherited:
@@ -62,147 +64,166 @@ def test_a_child_forked_during_a_session_keeps_nobody_out(tmp_path: Path) -> Non
     other.close()
 
 
-def test_a_child_does_not_free_its_parents_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with exclusive(tmp_path / "lock", 0.0):
-        (parents,) = copies(tmp_path / "lock")
-        monkeypatch.setattr(os, "getpid", lambda: -1)
-    monkeypatch.undo()
-    with pytest.raises(BlockingIOError, match="stopped"), exclusive(tmp_path / "lock", 0.0):
-        pass
-    os.close(parents)
-    with exclusive(tmp_path / "lock", 0.0):
+FORKS = """
+import os, sys
+from pathlib import Path
+import torch
+from store_kit import holds, key_of, kv_of, opened
+from ragcachekit.store.folder import FolderBusy, FolderLock
+
+torch.set_num_threads(1)  # the threads of a pool do not exist in the child
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(work())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+folder = Path(sys.argv[1])
+store = opened(folder)
+assert store.put(key_of(1), kv_of(1))
+
+def put():
+    return 0 if store.put(key_of(2), kv_of(2)) and holds(store, 1) else 1
+
+lock = store._shelf._lock
+with store._shelf._notes._lock.get(), lock._locks.get()[0]:  # as another thread may hold them at the fork
+    assert in_child(put) == 0
+assert holds(store, 2) and store.put(key_of(3), kv_of(3))
+
+def try_lock():
+    try:
+        with lock.held(0.0):
+            return 1
+    except FolderBusy:
+        return 0
+
+with lock.held(0.0):
+    assert in_child(try_lock) == 0, "the parent holds it, and a child that ends does not free it"
+    assert in_child(try_lock) == 0
+with FolderLock(folder / "lock").held(0.0):
+    pass
+store.close()
+print("apart")
+"""
+
+
+def test_a_forked_child_has_locks_and_an_index_of_its_own(tmp_path: Path) -> None:
+    """In a process of its own: it forks, which pytest with its threads must not."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "kv")]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.stdout, done.returncode) == ("apart\n", 0), done.stderr
+
+
+def test_an_interrupted_release_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, real, calls = FolderLock(tmp_path / "lock"), folder.FileLock.release, iter(range(10))
+
+    def release(file: folder.FileLock, force: bool = False) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        real(file, force=force)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.FileLock, "release", release)
+        with pytest.raises(KeyboardInterrupt), lock.held(0.0):
+            pass
+    with FolderLock(tmp_path / "lock").held(0.0):
         pass
 
 
-@pytest.mark.parametrize("step", ["created", "half written", "written", "synced"])
+def put_and_forget(
+    path: Path, step: str, namespace: str, ids: frozenset[str] | None
+) -> tuple[bool, int, bool]:
+    """Have a put meet a forget at one of its steps: what both returned, and whether the entry is there."""
+    forgetter, gone = opened(path), list[int]()
+    forgetting = threading.Thread(target=lambda: gone.append(forgetter.forget(namespace, ids)))
+    writer = DiskStore(path, 1 << 20, at=lambda at: at == step and forgetting.start())
+    kept = writer.put(key_of(9), kv_of(9))
+    forgetting.join()
+    there = holds(forgetter, 9)
+    assert holds(writer, 9) is there
+    assert agrees_with_files(forgetter, path)
+    for store in (writer, forgetter):
+        store.close()
+    return kept, gone[0], there
+
+
+@pytest.mark.parametrize("step", ["created", "half written", "written", "committed", "renamed"])
 @pytest.mark.parametrize("ids", [None, OURS])
 def test_a_put_under_way_does_not_survive_a_forget(
     tmp_path: Path, step: str, ids: frozenset[str] | None
 ) -> None:
-    path = tmp_path / "kv"
-    forgetter = opened(path)
-    writer = DiskStore(path, 1 << 20, at=lambda at: at == step and forgetter.forget("acme/docs", ids))
-    assert writer.put(key_of(9), kv_of(9)) is False
-    assert not holds(forgetter, 9)
-    assert agrees_with_files(forgetter, path)
-    assert writer.stats()[0].failed_writes == 1
-    writer.close()
-    again = opened(path)
-    assert again.put(key_of(9), kv_of(9))
-    assert holds(forgetter, 9)
-    again.close()
-    forgetter.close()
+    assert put_and_forget(tmp_path / "kv", step, "acme/docs", ids) == (True, 1, False)
 
 
 @pytest.mark.parametrize(
     ("namespace", "ids"), [("globex", None), ("globex", OURS), ("acme/docs", frozenset({"chunk-8"}))]
 )
 def test_forgetting_something_else_stops_no_put(tmp_path: Path, namespace: str, ids: frozenset[str]) -> None:
+    assert put_and_forget(tmp_path / "kv", "written", namespace, ids) == (True, 0, True)
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_forget(tmp_path: Path) -> None:
     path = tmp_path / "kv"
-    forgetter = opened(path)
-    writer = DiskStore(path, 1 << 20, at=lambda at: at == "synced" and forgetter.forget(namespace, ids))
-    assert writer.put(key_of(9), kv_of(9))
-    assert holds(forgetter, 9)
-    writer.close()
-    forgetter.close()
-
-
-def test_what_a_killed_writer_left_of_a_forgotten_namespace_goes(tmp_path: Path) -> None:
-    path, left = tmp_path / "kv", []
-
-    def at(step: str) -> None:
-        if step == "written":
-            (temp,) = path.glob("*.tmp")
-            left.append(path / f"{temp.name[:-6]}00.tmp")
-            left[0].write_bytes(temp.read_bytes())
-
-    store = DiskStore(path, 1 << 20, at=at)
-    assert store.put(key_of(9), kv_of(9))
-    assert store.forget("globex") == 0
-    assert left[0].exists()
-    assert store.forget("acme/docs", OURS) == 1
-    assert not left[0].exists()
+    store = opened(path)
+    left = path / f"1-{'0' * 16}.tmp"
+    left.write_bytes(b"half of what is to be forgotten")
+    assert store.forget("acme/docs", OURS) == 0
+    assert not left.exists()
     store.close()
 
 
-def test_a_forget_that_cannot_stop_a_put_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "kv"
-    forgetter, said = opened(path), []
-
-    def at(step: str) -> None:
-        if step == "synced":
-            with monkeypatch.context() as patch:
-                patch.setattr(Path, "unlink", failing(errno.EIO))
-                with pytest.raises(StoreError, match="forget again") as failure:
-                    forgetter.forget("acme/docs")
-                said.append(failure.value)
-
-    writer = DiskStore(path, 1 << 20, at=at)
-    assert writer.put(key_of(9), kv_of(9))
-    assert len(said) == 1
-    assert forgetter.forget("acme/docs") == 1
-    for store in (writer, forgetter):
-        store.close()
-
-
-@pytest.mark.parametrize("loss", ["settled", "evicted", "rebuilt", "disowned"])
-@pytest.mark.parametrize("older", [0, 8, 128], ids=["new", "in place of a smaller", "in place of a larger"])
-def test_a_row_lost_before_its_file_has_a_name_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, older: int
+def test_a_forget_that_cannot_wait_for_a_writer_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may evict an entry that is being flushed, or find that it has no file, or an older one."""
     path = tmp_path / "kv"
-    other = opened(path)
-    if older:
-        assert other.put(key_of(9), kv_of(9, tokens=older))
-
-    def at(step: str) -> None:
-        if step == "synced":
-            if loss == "settled":
-                other._shelf.settle(key_of(9).digest())
-            elif loss == "rebuilt":
-                other._shelf.start_over()
-            elif loss == "disowned":
-                with monkeypatch.context() as patch:
-                    patch.setattr(disk_shelf, "read_key", failing(errno.EIO))
-                    other._shelf.start_over()
-            else:
-                with other._shelf._index.session():
-                    other._shelf._shrink(0)
-
-    writer = DiskStore(path, 1 << 20, at=at)
-    assert writer.put(key_of(9), kv_of(9, tokens=16))
-    for store in (writer, other):
-        found = store.get(key_of(9))
-        assert found is not None
-        assert contents(found.kv) == contents(kv_of(9, tokens=16))
-        assert agrees_with_files(store, path)
-        assert store.stats()[0].entries == 1
-        assert store._shelf.owners() == {key_of(9).digest(): "acme/docs"}
-        store.close()
+    filled(path)
+    forgetter = opened(path)
+    monkeypatch.setattr(disk_forget, "SECONDS_TO_OPEN", 0.0)
+    monkeypatch.setattr(folder.FileLock, "acquire", stopped)
+    with pytest.raises(StoreError, match=r"forget again .* is it stopped"):
+        forgetter.forget("acme/docs", frozenset({"chunk-1"}))
+    monkeypatch.undo()
+    assert [holds(forgetter, n) for n in range(4)] == [True, False, True, True], "what is there has gone"
+    assert forgetter.forget("acme/docs") == 3
+    forgetter.close()
 
 
-def test_an_index_that_was_made_anew_and_changed_as_often_is_another_one(tmp_path: Path) -> None:
-    """The next one may even get the inode of the last one."""
-    path, reserved = tmp_path / "kv", list[int]()
-    database = path / "index" / "cache.db"
+def stopped(lock: folder.FileLock, timeout: float) -> None:
+    raise folder.Timeout(lock.lock_file)
 
-    def changes() -> int:
-        return int.from_bytes(database.read_bytes()[24:28], "big")
 
-    def at(step: str) -> None:
-        if step == "synced" and not reserved and store._shelf.path(key_of(3).digest()).exists():
-            reserved.append(changes())
-            database.write_bytes(b"garbage" * 1000)
-            for number in range(20, 40):
-                if number == 20 or changes() < reserved[0]:
-                    assert store.put(key_of(number), kv_of(number))
+def test_an_open_file_that_cannot_be_deleted_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where an open file can be neither deleted nor replaced."""
+    path = tmp_path / "kv"
+    filled(path)
+    store, in_use, real, replace = opened(path), set[str](), Path.unlink, os.replace
 
-    store = DiskStore(path, 1 << 24, at=at)
-    for number in range(4):
-        assert store.put(key_of(number), kv_of(number))
-    assert store.put(key_of(9), kv_of(9, tokens=64))
-    assert changes() > reserved[0] >= 4, "made by puts meanwhile, as many as there were before"
+    def unlink(file: Path, missing_ok: bool = False) -> None:
+        if file.name in in_use:
+            raise PermissionError(errno.EACCES, "used by another process", str(file))
+        real(file, missing_ok=missing_ok)
+
+    def rename(old: str, new: str) -> None:
+        if os.path.basename(new) in in_use:
+            raise PermissionError(errno.EACCES, "used by another process", new)
+        replace(old, new)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(os, "replace", rename)
+    in_use |= {file_of(path, key_of(n)).name for n in (1, 2)}
+    assert store.put(key_of(2), kv_of(5)) is False, "the older one is read meanwhile"
+    assert holds(store, 2)
+    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 0
+    assert [holds(store, n) for n in range(4)] == [True, False, True, True]
+    assert file_of(path, key_of(1)).exists()
+    in_use.clear()
+    assert store.put(key_of(7), kv_of(7))
+    assert not file_of(path, key_of(1)).exists(), "the next put deletes it"
     assert agrees_with_files(store, path)
     store.close()
 
@@ -223,7 +244,7 @@ def test_killed_while_a_smaller_entry_takes_a_larger_ones_place_nothing_is_uncou
 
     store = DiskStore(path, 1 << 20, at=at)
     assert store.put(key_of(9), kv_of(9))
-    assert {"committed", "renamed", "folder synced"} <= seen.keys()
+    assert {"committed", "renamed"} <= seen.keys()
     assert [step for step, enough in seen.items() if not enough] == []
     for some in (store, opened(path)):
         assert agrees_with_files(some, path)
@@ -243,7 +264,7 @@ def test_a_good_file_in_place_of_a_damaged_one_stays_if_the_index_is_busy(
     assert source is not None
     assert writer.put(key_of(0), kv_of(0))
     with monkeypatch.context() as patch:
-        patch.setattr(index_file, "locked", failing(errno.EAGAIN))
+        patch.setattr(folder.FileLock, "acquire", failing(errno.EAGAIN))
         with pytest.raises(EntryDamaged):
             source.layer(source.layers - 1)
     source.close()
@@ -252,34 +273,17 @@ def test_a_good_file_in_place_of_a_damaged_one_stays_if_the_index_is_busy(
         store.close()
 
 
-@pytest.mark.parametrize("lock", ["lock", "index/lock"])
 def test_a_busy_folder_is_refused_in_the_end_and_its_index_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kv"
     filled(path)
     before = (path / "index" / "cache.db").stat().st_ino
     monkeypatch.setattr(disk, "SECONDS_TO_OPEN", 0.0)
-    with exclusive(path / lock, 0.0), pytest.raises(StoreError, match="is it stopped"):
+    with FolderLock(path / "lock").held(0.0), pytest.raises(StoreError, match="is it stopped"):
         opened(path)
     assert (path / "index" / "cache.db").stat().st_ino == before
     store = opened(path)
     assert agrees_with_files(store, path)
     assert (path / "index" / "cache.db").stat().st_ino == before
-    store.close()
-
-
-def test_a_replacement_that_may_not_survive_a_power_failure_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    filled(path)
-    store = opened(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_shelf, "sync_folder", failing(errno.EIO))
-        assert store.put(key_of(1), kv_of(7)) is True, "what can be read is not refused"
-    found = store.get(key_of(1))
-    assert found is not None
-    assert contents(found.kv) == contents(kv_of(7))
-    assert agrees_with_files(store, path)
     store.close()

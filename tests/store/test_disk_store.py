@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import sqlite3
 import stat
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_folder_is_0700_and_every_file_0600(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "kv")
-    monkeypatch.setattr(folder.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(StoreError, match=r"belongs to uid .*choose another disk_path"):
         opened(tmp_path / "kv")
 
@@ -70,10 +70,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.ENAMETOOLONG])
 def test_an_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(path: Path, mark: str) -> tuple[int, str]:
-        raise OSError(code, os.strerror(code), str(path))
-
-    monkeypatch.setattr(folder, "_create_locked", refuse)
+    monkeypatch.setattr(folder.FileLock, "acquire", failing(code))
     with pytest.raises(StoreError, match=r"cannot write to the cache folder .*disk_path"):
         opened(tmp_path / "kv")
 
@@ -177,29 +174,6 @@ def test_the_row_is_there_before_the_name(tmp_path: Path) -> None:
     assert [step for step, there, counted in seen if there and not counted] == []
 
 
-def test_the_budget_holds_when_another_process_fills_the_folder_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    filled(path, entries=3)
-    budget = 3 * entry_size(path)
-    ours, theirs = opened(path, budget), opened(path, budget)
-    write_all, calls = entry_file.write_all, iter(range(100))
-
-    def interrupted(fd: int, parts: Any, offset: int = 0) -> int:
-        if next(calls) == 0:
-            assert theirs.put(key_of(8), kv_of(8))
-        return write_all(fd, parts, offset)
-
-    monkeypatch.setattr(entry_file, "write_all", interrupted)
-    assert ours.put(key_of(9), kv_of(9))
-    assert [n for n in (0, 1, 2, 8, 9) if holds(ours, n)] == [2, 8, 9]
-    assert ours.stats()[0].nbytes <= budget
-    assert agrees_with_files(ours, path)
-    ours.close()
-    theirs.close()
-
-
 def test_a_replacement_that_fails_leaves_the_old_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,51 +187,56 @@ def test_a_replacement_that_fails_leaves_the_old_version(
     store.close()
 
 
+def test_only_a_deletion_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure may cost what was put last; it does not bring back what was forgotten."""
+    path, flushed, real = tmp_path / "kv", list[list[str]](), os.fsync
+
+    def fsync(fd: int) -> None:
+        assert os.path.samestat(os.fstat(fd), path.stat())
+        flushed.append([file.name for file in path.glob("*.safetensors")])
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = opened(path)
+    for number in (1, 2):
+        assert store.put(key_of(number), kv_of(number))
+    assert flushed == []
+    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
+    assert flushed == [[file_of(path, key_of(2)).name]]
+    store.close()
+
+
+def test_the_budget_holds_when_another_writer_fills_the_folder_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path, entries=3)
+    budget = 3 * entry_size(path)
+    theirs, put = opened(path, budget), list[bool]()
+    writer = threading.Thread(target=lambda: put.append(theirs.put(key_of(8), kv_of(8))))
+    ours = DiskStore(path, budget, at=lambda step: step == "half written" and writer.start())
+    assert ours.put(key_of(9), kv_of(9))
+    writer.join()
+    assert put == [True]
+    assert [n for n in (0, 1, 2, 8, 9) if holds(ours, n)] == [2, 8, 9]
+    assert ours.stats()[0].nbytes <= budget
+    assert agrees_with_files(ours, path)
+    ours.close()
+    theirs.close()
+
+
 def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path: Path) -> None:
-    filled(tmp_path / "kv")
-    orphans = [
-        tmp_path / "kv" / name for name in (f"{os.getpid()}-{'0' * 16}.tmp", f"999999999-{'a' * 16}.tmp")
-    ]
-    for orphan in orphans:
-        orphan.write_bytes(b"half an entry")
-    with folder.temp_file(tmp_path / "kv") as temp:
-        living = Path(temp.path)
-        store = opened(tmp_path / "kv")
-        assert living.exists()
-        assert [orphan.exists() for orphan in orphans] == [False, False]
-        store.close()
-    assert not living.exists()
-
-
-def test_without_locks_the_pid_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    living = tmp_path / f"{os.getpid()}-{'0' * 16}.tmp"
-    dead = tmp_path / f"999999999-{'a' * 16}.tmp"
-    for file in (living, dead):
-        file.write_bytes(b"")
-
-    def no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert folder.sweep_orphans(tmp_path) == 1
-    assert living.exists()
-    assert not dead.exists()
-
-
-def test_a_sweep_between_creation_and_lock_costs_only_another_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = fcntl.flock, iter(range(10))
-
-    def swept_first(fd: int, operation: int) -> None:
-        if next(calls) == 0:
-            for file in tmp_path.glob("*.tmp"):
-                file.unlink()
-        real(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", swept_first)
-    with folder.temp_file(tmp_path) as temp:
-        assert Path(temp.path).exists()
+    path, opener = tmp_path / "kv", list[DiskStore]()
+    filled(path)
+    for name in (f"{os.getpid()}-{'0' * 16}.tmp", f"999999999-{'a' * 16}.tmp"):
+        (path / name).write_bytes(b"half an entry")
+    opening = threading.Thread(target=lambda: opener.append(opened(path)))
+    store = DiskStore(path, 1 << 20, at=lambda step: step == "half written" and opening.start())
+    assert list(path.glob("*.tmp")) == []
+    assert store.put(key_of(9), kv_of(9)), "nobody took the temporary file away"
+    opening.join()
+    assert holds(opener[0], 9)
+    assert list(path.glob("*.tmp")) == []
+    store.close()
+    opener[0].close()
 
 
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:

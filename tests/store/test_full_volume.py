@@ -59,7 +59,7 @@ def test_any_call_of_opening_may_fail(tmp_path: Path, code: int, lasting: bool, 
         return calls
 
     calls = tried(NEVER)
-    assert len(calls) > 20
+    assert len(calls) > 15
     for number in range(1, len(calls) + 1):
         tried(number)
 
@@ -211,6 +211,6 @@ def test_a_trees_folder_that_cannot_be_made_is_made_later(tmp_path: Path, code: 
 def test_the_default_budget_is_not_below_what_is_stored_nor_disturbed_by_what_goes(tmp_path, monkeypatch):
     (tmp_path / "one.safetensors").write_bytes(b"x" * 5000)
     (tmp_path / "gone.safetensors").symlink_to(tmp_path / "evicted just now")
-    full = SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=8000)
-    monkeypatch.setattr("ragcachekit.store.volume.os.statvfs", lambda _: full, raising=True)
+    full = SimpleNamespace(f_bavail=0, f_bfree=0, f_frsize=1, f_blocks=8000)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
     assert default_disk_bytes(tmp_path) == 5000

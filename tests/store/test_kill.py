@@ -15,7 +15,7 @@ from soak_kit import figures
 SCRIPT = Path(__file__).with_name("kill_writers.py")
 BAD = ("wrong", "lost", "unforgotten", "orphans", "unindexed", "damaged", "over_budget", "died_alone")
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the disk tier and this test need POSIX")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks")
 
 
 def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> 
         pytest.param(8, 1, id="8 kills"),
         pytest.param(6, 3, id="three writers share the folder"),
         pytest.param(300, 1, id="300 kills", marks=pytest.mark.soak),
-        pytest.param(200, 4, id="four writers, 200 kills", marks=pytest.mark.soak),
+        pytest.param(200, 3, id="three writers, 200 kills", marks=pytest.mark.soak),
     ],
 )
 def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills: int, writers: int) -> None:
@@ -52,13 +52,13 @@ def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills
     [
         pytest.param(1, 1, id="once at each step"),
         pytest.param(10, 1, id="10 kills at each step", marks=pytest.mark.soak),
-        pytest.param(10, 4, id="10 kills at each step, four writers", marks=pytest.mark.soak),
+        pytest.param(10, 3, id="10 kills at each step, three writers", marks=pytest.mark.soak),
     ],
 )
 def test_killed_at_every_named_step(tmp_path: Path, kills: int, writers: int) -> None:
     totals = killed(tmp_path / "kv", kills, writers, "named")
     assert totals["survivors"] == []  # every step was passed
     assert totals["kills"] == kills * totals["points"]
-    assert totals["points"] >= 13
+    assert totals["points"] >= 11
     assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
     assert totals["checked"] > 0

@@ -1,4 +1,4 @@
-"""The disk tier opened without waiting: layer by layer, by several threads, past the page cache."""
+"""The disk tier opened without waiting: layer by layer, by several threads."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_medium_that_fails_while_layers_are_read_keeps_the_entry(
     store = opened(tmp_path / "kv")
     source = source_of(store)
     with monkeypatch.context() as patch:
-        patch.setattr(entry_file.os, "preadv", failing(errno.EIO))
+        patch.setattr(entry_file, "read_into", failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output"):
             source.layer(0)
     source.close()
@@ -140,9 +140,8 @@ def test_a_composed_store_promotes_what_was_read(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_threads_read_the_same_and_other_entries_at_once(tmp_path: Path, direct: bool) -> None:
-    store = DiskStore(tmp_path / "kv", 1 << 30, direct=direct)
+def test_threads_read_the_same_and_other_entries_at_once(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "kv", 1 << 30)
     made = [kv_of(number, tokens=3000 + 7 * number, layers=3) for number in range(3)]
     for number, kv in enumerate(made):
         assert store.put(key_of(number), kv)
@@ -237,15 +236,10 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
     assert (done.stdout, done.returncode) == ("apart\n", 0), done.stderr
 
 
-@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("tokens", [(40, 37), (9000, 8900)])
-def test_an_entry_keeps_no_more_memory_than_it_counts(
-    direct: bool, tokens: tuple[int, int], tmp_path: Path
-) -> None:
-    """Read into memory of a slightly larger one; below a page per piece (two more past the page cache)."""
-    store = DiskStore(tmp_path / "kv", 1 << 30, direct=direct)
-    if direct and not store.direct:
-        pytest.skip("this file system has no O_DIRECT")
+def test_an_entry_keeps_no_more_memory_than_it_counts(tokens: tuple[int, int], tmp_path: Path) -> None:
+    """Read into memory of a slightly larger one; below a page per piece."""
+    store = DiskStore(tmp_path / "kv", 1 << 30)
     for number, count in enumerate(tokens):
         assert store.put(key_of(number), kv_of(number, tokens=count))
     for number in range(2):
@@ -256,34 +250,13 @@ def test_an_entry_keeps_no_more_memory_than_it_counts(
         t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*found.kv.keys, *found.kv.values)
     }
     held = sum(storage.nbytes() for storage in storages.values())
-    pages = 0 if found.kv.nbytes < 1 << 18 else len(storages) * (3 if direct else 1)
+    pages = 0 if found.kv.nbytes < 1 << 18 else len(storages)
     assert found.kv.nbytes <= held <= found.kv.nbytes + 4096 * pages
     store.close()
 
 
-def test_direct_reads_return_the_same_bytes_at_every_alignment(tmp_path: Path) -> None:
-    plain, direct = DiskStore(tmp_path / "kv", 1 << 30), DiskStore(tmp_path / "kv", 1 << 30, direct=True)
-    if not direct.direct:
-        pytest.skip("this file system has no O_DIRECT")
-    for number, tokens in enumerate((0, 1, 63, 64, 65, 1000, 4097)):
-        sums = {"attended": torch.arange(float(tokens))}
-        made = kv_of(number, tokens=tokens, layers=3, dtype=(torch.float32, torch.bfloat16)[number % 2])
-        assert plain.put(key_of(number), ChunkKV(made.keys, made.values, None, sums))
-        found = direct.get(key_of(number))
-        assert found is not None
-        assert contents(found.kv) == contents(made)
-        assert torch.equal(found.kv.sums["attended"], sums["attended"])
-        path = file_of(tmp_path / "kv", key_of(number))
-        path.write_bytes(path.read_bytes()[:-1])
-        assert direct.get(key_of(number)) is None
-    plain.close()
-    direct.close()
-
-
-def test_short_direct_reads_go_on_past_unaligned_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DiskStore(tmp_path / "kv", 1 << 30, direct=True)
+def test_short_reads_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path / "kv", 1 << 30)
     made = kv_of(1, tokens=5000)
     assert store.put(KEY, made)
     real = os.preadv
@@ -292,14 +265,4 @@ def test_short_direct_reads_go_on_past_unaligned_places(
         found = store.get(KEY)
     assert found is not None
     assert contents(found.kv) == contents(made)
-    store.close()
-
-
-def test_without_o_direct_reads_are_ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.delattr(entry_file.os, "O_DIRECT")
-        store = DiskStore(tmp_path / "kv", 1 << 20, direct=True)
-    assert store.direct is False
-    assert store.put(key_of(1), kv_of(1))
-    assert holds(store, 1)
     store.close()

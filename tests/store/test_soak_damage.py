@@ -14,7 +14,7 @@ from soak_kit import figures
 from store_kit import agrees_with_files, contents, file_of, key_of, kv_of
 
 from ragcachekit import files
-from ragcachekit.store import disk_shelf, durable, entry_file, folder
+from ragcachekit.store import disk_shelf, entry_file, folder
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry_file import EntryImage
 
@@ -153,10 +153,9 @@ class FailingOs:
             return self.rng.randrange(1, length)
         return length
 
-    def pwritev(self, fd: int, parts: list[memoryview], offset: int) -> int:
+    def write(self, fd: int, view: memoryview) -> int:
         self.struck("write", errno.ENOSPC, errno.EIO)
-        whole = b"".join(parts)
-        return os.pwrite(fd, whole[: self.cut("write", len(whole))], offset)
+        return os.write(fd, view[: self.cut("write", len(view))])
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         self.struck("read", errno.EIO)
@@ -188,7 +187,7 @@ def test_a_medium_that_fails_one_time_in_ten(
     budget = 16 * EntryImage(key_of(0), values[0]).nbytes + 1_000
     store = DiskStore(path, budget)
     with monkeypatch.context() as patch:
-        for module in (folder, durable, entry_file, disk_shelf, files):
+        for module in (folder, entry_file, disk_shelf, files):
             patch.setattr(module, "os", faulty)
         for _ in range(operations):
             number, drawn = rng.randrange(24), rng.random()
