@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -62,59 +60,6 @@ def test_a_child_forked_during_a_session_keeps_nobody_out(tmp_path: Path) -> Non
         os.close(fd)
     store.close()
     other.close()
-
-
-FORKS = """
-import os, sys
-from pathlib import Path
-import torch
-from store_kit import holds, key_of, kv_of, opened
-from ragcachekit.store.folder import FolderBusy, FolderLock
-
-torch.set_num_threads(1)  # the threads of a pool do not exist in the child
-
-def in_child(work):
-    pid = os.fork()
-    if pid == 0:
-        os._exit(work())
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-folder = Path(sys.argv[1])
-store = opened(folder)
-assert store.put(key_of(1), kv_of(1))
-
-def put():
-    return 0 if store.put(key_of(2), kv_of(2)) and holds(store, 1) else 1
-
-lock = store._shelf._lock
-with store._shelf._notes._lock.get(), lock._locks.get()[0]:  # as another thread may hold them at the fork
-    assert in_child(put) == 0
-assert holds(store, 2) and store.put(key_of(3), kv_of(3))
-
-def try_lock():
-    try:
-        with lock.held(0.0):
-            return 1
-    except FolderBusy:
-        return 0
-
-with lock.held(0.0):
-    assert in_child(try_lock) == 0, "the parent holds it, and a child that ends does not free it"
-    assert in_child(try_lock) == 0
-with FolderLock(folder / "lock").held(0.0):
-    pass
-store.close()
-print("apart")
-"""
-
-
-def test_a_forked_child_has_locks_and_an_index_of_its_own(tmp_path: Path) -> None:
-    """In a process of its own: it forks, which pytest with its threads must not."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-c", FORKS, str(tmp_path / "kv")]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.stdout, done.returncode) == ("apart\n", 0), done.stderr
 
 
 def test_an_interrupted_release_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
