@@ -21,12 +21,15 @@ class Access:
         Tokens that this time was spent on.
     worth : float
         How useful the use was, for policies that weigh uses (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
+    times : int
+        Uses that this stands for. 0 ranks an entry anew by uses that were counted before.
     """
 
     hit: bool = True
     seconds: float = 0.0
     new_tokens: int = 0
     worth: float = 1.0
+    times: int = 1
 
 
 HIT = Access()

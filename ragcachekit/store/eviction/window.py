@@ -25,15 +25,15 @@ class Window:
         self.accesses = accesses
 
     def count(self, record: Record, access: Access, now: int) -> float:
-        """Count access number ``now`` and set ``record.frequency``, which is returned."""
+        """Count the access, number ``now`` of the tier, and set ``record.frequency``, which is returned."""
         if self.accesses is None:
-            record.frequency = record.frequency + 1 if access.hit else 1.0
+            record.frequency = record.frequency + access.times if access.hit else float(access.times)
             return record.frequency
         bucket, into = divmod(now, self.accesses)
         passed = bucket - record.at // self.accesses
         if passed:
             record.previous = record.current if passed == 1 else 0.0
             record.current = 0.0
-        record.current += 1
+        record.current += access.times
         record.frequency = record.current + record.previous * (1 - into / self.accesses)
         return record.frequency
