@@ -51,6 +51,8 @@ class Record:
         Accesses within the policy's window, as of the last access.
     current, previous : float
         What that is made of where the window slides: accesses in its two buckets.
+    bucket : int
+        Number of the window's bucket that ``current`` counts in.
     at : int
         Number of the last access, counted over all entries.
     missed : int
@@ -70,6 +72,7 @@ class Record:
     frequency: float = 0.0
     current: float = 0.0
     previous: float = 0.0
+    bucket: int = 0
     at: int = 0
     missed: int = 0
     cost: float = 0.0
