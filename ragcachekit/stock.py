@@ -31,11 +31,13 @@ from ragcachekit.link.upcoming import is_chunk_id
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.profiling import stored_profile
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.profiling import PrefillCost
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.eviction.registry import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.null import NullStore
@@ -121,25 +123,23 @@ class Stock:
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
+            self._cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
             if store is None or isinstance(store, StoreConfig):
-                self.store = open_store(store or StoreConfig())
+                self.store = _new_store(store or StoreConfig(), self._cost)
                 opened.callback(self.store.close)
             else:
                 self.store = store
             config, layout = load_config(load), KVLayout.of(model)
             self.loads = LoadPath(
-                model,
                 self.store,
                 config,
-                fingerprint=fingerprint,
-                folder=folder,
-                context=rope.context,
+                cost=self._cost,
                 layout=layout,
             )
             opened.callback(self.loads.close)
             if isinstance(tree, TreeConfig):
                 disk = store.disk_path if isinstance(store, StoreConfig) else None
-                tree = _new_tree(tree, model, fingerprint, folder, disk)
+                tree = _new_tree(tree, model, layout, self._cost, disk)
                 opened.callback(tree.close)
             self.tree = tree
             self.prompts = Preparer(
@@ -208,10 +208,15 @@ class Stock:
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            self.warmer.now(todo, bar.update)
+            self.warmer.now(todo, lambda tokens: self._encoded(tokens, bar.update))
         if lost := self.warmer.refused(item.key for item in todo):
             self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
         return [item.key.chunk_id for item in missing]
+
+    def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
+        update(tokens)
+        if self._cost.needed:  # nobody waits for an answer here
+            attempt(lambda _: self.loads.measure(), None)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -322,15 +327,28 @@ class Stock:
 
 
 def _new_tree(
-    config: TreeConfig, model: Any, fingerprint: str, folder: Path, disk: str | os.PathLike[str] | None
+    config: TreeConfig, model: Any, layout: KVLayout, prefill: PrefillCost, disk: str | os.PathLike[str] | None
 ) -> KnowledgeTree:
-    profile = stored_profile(folder, fingerprint, model)
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(cached: int, new: int) -> float:
+        return prefill.seconds(cached, new, new * layout.token_bytes / budget if budget else 0.0)
+
     return open_tree(
         config,
         model.device,
         folder=None if disk is None else Path(disk),
-        cost=None if profile is None else profile.seconds,
+        cost=cost if weighs_cost(config.eviction) else None,
     )
+
+
+def _new_store(config: StoreConfig, prefill: PrefillCost) -> KVStore:
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(kv: ChunkKV) -> float:
+        return prefill.seconds(0, kv.tokens, kv.nbytes / budget)
+
+    return open_store(config, cost=cost if weighs_cost(config.eviction) else None)
 
 
 def _new_warmer(

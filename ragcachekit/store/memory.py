@@ -18,7 +18,7 @@ from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
-"""Seconds that having an entry not would cost; any unit, as long as it is one."""
+"""Seconds that computing an entry takes, in any one unit; 0 where that is unknown."""
 
 
 class MemoryStore:

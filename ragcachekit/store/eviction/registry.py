@@ -29,6 +29,11 @@ def known_evictions() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
+def weighs_cost(name: str) -> bool:
+    """Whether a policy of this name makes use of what entries cost."""
+    return name.partition(":")[0] == "pgdsf"
+
+
 def open_eviction(name: str, clock: Callable[[], float] | None = None) -> EvictionPolicy:
     """A new policy object, for one tier.
 
