@@ -327,7 +327,11 @@ class Stock:
 
 
 def _new_tree(
-    config: TreeConfig, model: Any, layout: KVLayout, prefill: PrefillCost, disk: str | os.PathLike[str] | None
+    config: TreeConfig,
+    model: Any,
+    layout: KVLayout,
+    prefill: PrefillCost,
+    disk: str | os.PathLike[str] | None,
 ) -> KnowledgeTree:
     budget = config.host_bytes or config.gpu_bytes
 

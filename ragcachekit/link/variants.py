@@ -116,7 +116,7 @@ class VariantPool:
                 return
             worth = self._worth(variant, space)
             self._uses[space] += 1
-            variant.worth = worth + 1 / max(variant.impact.cost(before), LEAST_COST)
+            variant.worth = worth + worth_at(variant.impact.cost(before))
             variant.at = self._uses[space]
 
     def worth(self, key: KVKey) -> float:
@@ -124,6 +124,13 @@ class VariantPool:
         with self._lock:
             variant = self._known.get(_space(key), {}).get(key)
             return 0.0 if variant is None else self._worth(variant, _space(key))
+
+    def cost(self, key: KVKey, before: Sequence[str]) -> float:
+        """CCI (1 - β') of a variant behind ``before``; of one that is not here, as of KV without sums."""
+        with self._lock:
+            variant = self._known.get(_space(key), {}).get(key)
+            impact = Impact() if variant is None else variant.impact
+        return impact.cost(before)
 
     def discard(self, key: KVKey) -> None:
         """The store has lost it."""
@@ -150,6 +157,11 @@ class VariantPool:
         return variant.worth * math.pow(0.5, age)
 
 
+def worth_at(cost: float) -> float:
+    """What a use adds to f_r where CCI (1 - β') is ``cost`` (Cache-Craft section 3.3)."""
+    return 1 / max(cost, LEAST_COST)
+
+
 @dataclass(frozen=True)
 class Entry:
     """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
@@ -172,12 +184,20 @@ def look_up(
     out = []
     fetch = store if isinstance(store, Fetch) else Fetch(store)
     for number, want in enumerate(wanted):
-        found = fetch.get(key := given.get(number, want.key), len(want.token_ids))
+        key = given.get(number, want.key)
+        found = fetch.get(key, len(want.token_ids), worth_at(_cost(key, want, pool)))
         entry = Entry(key, found) if found is not None else None
         if pool is not None and isinstance(want.encoding, InPromptEncoding):
             entry = _known(entry, pool, want) or _best(want, fetch, pool)
         out.append(entry)
     return out
+
+
+def _cost(key: KVKey, want: Wanted, pool: VariantPool | None) -> float:
+    """CCI (1 - β') of an entry that has not been looked up; 0 where it would be exact."""
+    if want.exact and key == want.key:
+        return 0.0
+    return Impact().cost(want.before) if pool is None else pool.cost(key, want.before)
 
 
 def _known(entry: Entry | None, pool: VariantPool, want: Wanted) -> Entry | None:
@@ -189,7 +209,7 @@ def _known(entry: Entry | None, pool: VariantPool, want: Wanted) -> Entry | None
 
 def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     for fit in pool.ranked(want.key, want.before):
-        found = fetch.get(fit.key, len(want.token_ids))
+        found = fetch.get(fit.key, len(want.token_ids), worth_at(fit.cost))
         if found is not None:
             pool.used(fit.key, want.before)
             return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)

@@ -285,7 +285,9 @@ def test_a_window_of_time_counts_what_happened_within_it(kind):
     assert ranking.priority("a") == 1
 
 
-@pytest.mark.parametrize(("name", "says"), [("pgdsf:0s", "longer than 0 seconds"), ("f_r:60s", "whole number")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("pgdsf:0s", "longer than 0 seconds"), ("f_r:60s", "whole number")]
+)
 def test_bad_windows_of_time(name, says):
     with pytest.raises(ValueError, match=says):
         open_eviction(name)

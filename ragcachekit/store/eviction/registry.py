@@ -61,7 +61,9 @@ def open_eviction(name: str, clock: Callable[[], float] | None = None) -> Evicti
     if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
         return _POLICIES[kind](Seconds(int(number[:-1]), clock or time.monotonic))
     if not number.isdecimal():
-        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of accesses{_or_seconds(kind)}")
+        raise ValueError(
+            f"eviction policy {name!r}: {number!r} is no whole number of accesses{_or_seconds(kind)}"
+        )
     return _POLICIES[kind](int(number))
 
 
