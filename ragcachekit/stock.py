@@ -23,11 +23,13 @@ from ragcachekit.generate.run import Generated
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.beginning import BeginningReader
 from ragcachekit.link.contextual import NeighbourEncoder
+from ragcachekit.link.encodings import IN_PROMPT
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.upcoming import is_chunk_id
+from ragcachekit.link.variants import recall
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.layout import KVLayout
@@ -153,6 +155,8 @@ class Stock:
                 fetch=self.loads.fetch,
                 tree=BeginningReader(tree, rope, layout) if tree is not None else None,
             )
+            if self.prompts.encodings(policy).name == IN_PROMPT:
+                recall(self.prompts.variants, self.store, fingerprint)
             self.keeper: TreeKeeper | None = None
             if tree is not None:
                 when: Literal["now", "background"] = "now" if cold == "now" else "background"

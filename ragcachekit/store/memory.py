@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import RLock
 
 from ragcachekit.model.kv import ChunkKV
@@ -122,6 +122,18 @@ class MemoryStore:
             if key in self._entries:
                 self._remove(key)
                 self._counters.count("damaged")
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of what is here, those that came last first."""
+        with self._lock:
+            return reversed(list(self._entries))
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` and count an eviction."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

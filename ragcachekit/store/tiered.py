@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats
+from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats
 from ragcachekit.store.moves import Moves
 from ragcachekit.types import KVKey
 
@@ -106,6 +106,17 @@ class TieredStore:
         """Drop the entry under ``key`` from every tier."""
         for tier in reversed(self._tiers):
             tier.discard(key)
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of all tiers that can be listed, the slowest of them first; each once."""
+        tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
+        return iter(dict.fromkeys(key for tier in tiers for key in tier.keys()))
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` from all tiers that evict one by one; remote ones do not."""
+        for tier in reversed(self._tiers):
+            if isinstance(tier, Evictable):
+                tier.evict(key)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
