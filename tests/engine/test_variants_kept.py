@@ -37,7 +37,9 @@ def test_all_of_600_chunks_are_found_behind_others(tmp_path):
 @pytest.mark.parametrize("host_bytes", [0, 1 << 26])
 @pytest.mark.parametrize("quantise", [{}, {"disk": "int8"}])
 def test_a_new_process_finds_them_on_disk_in_other_contexts(host_bytes, quantise, tmp_path):
-    store = StoreConfig(host_bytes=host_bytes, disk_path=tmp_path / "kv", disk_bytes=1 << 27, quantise=quantise)
+    store = StoreConfig(
+        host_bytes=host_bytes, disk_path=tmp_path / "kv", disk_bytes=1 << 27, quantise=quantise
+    )
     with engine(tmp_path, store) as rag:
         rag.generate(asked(range(8)), max_new_tokens=1)
     with engine(tmp_path, store) as rag:
