@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.errors import ModelChanged
 from ragcachekit.generate.background import attempt, flush_all
-from ragcachekit.generate.keep import TreeKeeper
+from ragcachekit.generate.keep import OwnRowsKeeper, TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.base import SelectionPolicy
@@ -32,8 +32,8 @@ from ragcachekit.link.upcoming import is_chunk_id
 from ragcachekit.link.variants import recall
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
-from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.profiling import PrefillCost
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer
@@ -166,6 +166,9 @@ class Stock:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
             self.warmer = _new_warmer(model, rope, self.store, self.prompts, layout, self.forgets)
             opened.callback(self.warmer.close)
+            own: Literal["now", "background"] = "now" if cold == "now" else "background"
+            self._own_rows = OwnRowsKeeper(self.warmer, rope, self.prompts.unchanged, own)
+            opened.callback(self._own_rows.close)
             self._opened = opened.pop_all()
 
     def add_query_cache(self, cache: QueryResults) -> None:
@@ -301,7 +304,8 @@ class Stock:
         self.loads.learn(generated)
         if self.keeper is not None:
             self.keeper.after(generated)
-        self._warm([item for plan in generated.plans for item in plan.missing])
+        taken = self._own_rows.after(generated)
+        self._warm([item for plan in generated.plans for item in plan.missing if item.key not in taken])
 
     def after_link(self, plan: LinkPlan) -> None:
         """A prompt was linked for somebody else's generate call."""
@@ -323,7 +327,7 @@ class Stock:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
         keeper = [self.keeper.flush] if self.keeper is not None else []
-        return flush_all([self.warmer.flush, self.loads.flush, *keeper], timeout)
+        return flush_all([self._own_rows.flush, self.warmer.flush, self.loads.flush, *keeper], timeout)
 
     def close(self) -> None:
         """End the threads, and close the store and the tree that were opened here."""

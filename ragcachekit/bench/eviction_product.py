@@ -30,9 +30,10 @@ def serve(plan: Plan, policy: str, capacity: int, profile: PrefillProfile, promp
     through all that holds, pins, counts and copies entries.
     """
     tokens, tally = plan.trace.tokens, Tally(plan)
-    request, close = (_tree if plan.structure == TREE else _store)(
-        tokens, policy, capacity * TOKEN_BYTES, profile, prompt
-    )
+    if plan.structure == TREE:
+        request, close = _tree(tokens, policy, capacity * TOKEN_BYTES, profile, prompt)
+    else:
+        request, close = _store(tokens, policy, capacity * TOKEN_BYTES, profile)
     try:
         for documents in plan.trace.requests:
             hits = request(documents)
@@ -65,7 +66,7 @@ def _tree(
 
 
 def _store(
-    tokens: Sequence[int], policy: str, nbytes: int, profile: PrefillProfile, prompt: Prompt
+    tokens: Sequence[int], policy: str, nbytes: int, profile: PrefillProfile
 ) -> tuple[Serve, Callable[[], object]]:
     config = StoreConfig(host_bytes=nbytes, eviction=policy)
     store = open_store(config, cost=lambda kv: profile.seconds(0, kv.tokens))

@@ -24,7 +24,7 @@ LEAST_COST = 0.05
 """A use counts 1 / cost; below this cost a variant is as good as can be."""
 
 SHARE = 0.875
-"""Of a store's bytes, what variants may take: so they go by their worth, before the store evicts by its rules."""
+"""Of a store's bytes, what variants may take: they go by their worth before the store evicts by its rules."""
 
 NEWCOMER = 1.0
 """f_r of a variant that was never used: as much as one use at full cost."""
@@ -130,7 +130,7 @@ class VariantPool:
             self._free(gone)
 
     def recall(self, key: KVKey, kv: Recorded) -> bool:
-        """As :meth:`add` of an entry that an earlier process left, if there is room; False if there is none."""
+        """As :meth:`add` of what an earlier process left, if there is room; False if there is none."""
         with self._lock:
             if not self._fits(_space(key), kv.nbytes):
                 return False

@@ -460,7 +460,7 @@ def test_coming_back_into_a_tier_counts_no_use_again() -> None:
 
 
 def test_a_tier_counts_the_uses_that_another_one_served() -> None:
-    """What was used in the GPU 30 times comes to the host as such, though 16 uses were all that it brought."""
+    """What was used in the GPU 30 times comes to the host as such."""
     tree = two_tiers(4, 8, policy=lambda: open_eviction("lfu:100000"))
     for _ in range(30):
         request(tree, path_of("a4"))
