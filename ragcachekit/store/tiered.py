@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -110,7 +111,7 @@ class TieredStore:
     def keys(self) -> Iterator[KVKey]:
         """Keys of all tiers that can be listed, the slowest of them first; each once."""
         tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
-        return iter(dict.fromkeys(key for tier in tiers for key in tier.keys()))
+        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in tiers)))
 
     def evict(self, key: KVKey) -> None:
         """Drop the entry under ``key`` from all tiers that evict one by one; remote ones do not."""

@@ -75,7 +75,7 @@ class MemoryTier:
         return None if copy is None else copy.kv
 
     def use(self, node: Node, access: Access) -> ChunkKV | None:
-        """The node's copy here, if there is one. The use counts even if not (RAGCache section 5.1: retrievals)."""
+        """The node's copy here, if there is one; the use counts in any case (RAGCache 5.1: retrievals)."""
         self._ranking.note(node.digest, access)
         return self.get(node)
 

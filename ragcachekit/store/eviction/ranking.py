@@ -94,7 +94,7 @@ class Ranking(Generic[K]):
             self._accessed(item, record, access)
 
     def note(self, item: K, access: Access) -> None:
-        """Count an access to an entry, also while it is not here: it counts when the entry comes (back) in."""
+        """Count an access to an entry, also while it is not here: it counts when the entry comes in."""
         if item in self._live:
             self.touch(item, access)
             return
