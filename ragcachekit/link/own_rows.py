@@ -17,6 +17,9 @@ from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 
+MOST_HELD = 1 << 30
+"""Bytes of queries and keys that one request may leave behind; with more, its chunks are encoded anew."""
+
 
 def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
     """Missing entries whose rows the request computes, behind nothing but rows that are exact.
@@ -71,10 +74,12 @@ class OwnRows:
         held = all(layer.keys is not None and layer.keys.shape[-2] >= self._length for layer in layers)
         return held and self._sums.complete(len(layers))
 
+    @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
         """Copies on the host, keys without RoPE, out of the request's cache, which is :meth:`complete`."""
         stretches = [Stretch(0, len(item.encoding.behind), _stop(item)) for item in self.items]
         sides = extract(cache.layers, stretches, rope, self._length)
+        self._sums.settle()
         kvs = (ChunkKV(*kv, None, sums) for kv, sums in zip(sides, self._sums.sums, strict=True))
         return list(zip(self.items, kvs, strict=True))
 
@@ -85,14 +90,27 @@ class _PrefillSums(ContextSums):
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int], rows: int) -> None:
         super().__init__(chunks, first)
         self._count = rows
+        self._nbytes = 0
+        self._held: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = []
 
     def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
-        if query.shape[2] == self._count:  # else layers that run fewer rows: then not all is seen
-            super().saw(query, key, **options)
+        """Hold on to a layer's queries and keys: summing them here would delay the first token."""
+        if query.shape[2] != self._count:
+            return  # layers that run fewer rows: then not all is seen
+        self._nbytes += query.untyped_storage().nbytes() + key.untyped_storage().nbytes()
+        self._held.append((query, key, options))
+        if self._nbytes > MOST_HELD:
+            self._held.clear()
 
     def complete(self, layers: int) -> bool:
         """Whether every layer was seen once."""
-        return layers > 0 and all(len(inter) == layers for inter in self._inter)
+        return 0 < layers == len(self._held)
+
+    def settle(self) -> None:
+        """Sum what was seen, and let go of it."""
+        for query, key, options in self._held:
+            super().saw(query, key, **options)
+        self._held.clear()
 
 
 class _WatchedLayer(DynamicLayer):  # type: ignore[misc]
