@@ -129,8 +129,9 @@ class Answerer:
         options = filled_options(options, longest, pad=pad, context=self._prompts.context)
         first = self.shadow.draw(len(plans), options)
         model = self._model, self._rope
+        watched: dict[str, Any] = {"first": first, "own": self._stock.cold != "never"}
         generated = run_generate(
-            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, first=first
+            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, **watched
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         if generated.prefilled:

@@ -92,8 +92,8 @@ class StoreConfig:
         that it is a miss.
     eviction : str
         Who leaves a memory tier first: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
-        docs/eviction.md), ``f_r``. Disk and remote tiers, which several processes share, always drop what
-        was least recently used.
+        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers,
+        which several processes share, always drop what was least recently used.
     quotas : mapping of str to int
         Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
     quantise : mapping of str to str
@@ -171,7 +171,8 @@ class TreeConfig:
     keep_first : int or None
         Keep only the first so many documents of each prompt; None for all.
     eviction : str
-        Who leaves memory first: ``pgdsf`` (RAGCache section 5.1), ``gdsf``, ``lfu``, ``lru``.
+        Who leaves memory first: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``), ``gdsf``,
+        ``lfu``, ``lru``.
     replicate_bytes : int
         Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a lost GPU.
     turns_bytes : int

@@ -16,7 +16,7 @@ from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.link.plan import make_plan
 from ragcachekit.link.planned import LinkPlan, Missing, TokenSegment, plain_plan
 from ragcachekit.link.upcoming import Upcoming, is_chunk_id, upcoming_keys
-from ragcachekit.link.variants import VariantPool
+from ragcachekit.link.variants import open_pool
 from ragcachekit.model.fingerprint import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
@@ -87,7 +87,7 @@ class Preparer:
         self._upcoming = Upcoming()
         self._fingerprint = fingerprint
         self._encoder = encoder
-        self.variants = VariantPool()
+        self.variants = open_pool(store)
         self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
         self._bos = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
         self._watch = ModelWatch(model)

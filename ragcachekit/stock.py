@@ -17,25 +17,29 @@ from tqdm.auto import tqdm
 from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.errors import ModelChanged
 from ragcachekit.generate.background import attempt, flush_all
-from ragcachekit.generate.keep import TreeKeeper
+from ragcachekit.generate.keep import OwnRowsKeeper, TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.beginning import BeginningReader
 from ragcachekit.link.contextual import NeighbourEncoder
+from ragcachekit.link.encodings import IN_PROMPT
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.neighbours import Neighbours
 from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.upcoming import is_chunk_id
+from ragcachekit.link.variants import recall
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.profiling import stored_profile
+from ragcachekit.model.profiling import PrefillCost
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import MODEL_CHANGED, Preparer
 from ragcachekit.prompt.registry import forms
 from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.eviction.registry import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.null import NullStore
@@ -120,25 +124,23 @@ class Stock:
         self.cold = cold
         with ExitStack() as opened:  # closed again if a later step raises
             self.store: KVStore
+            self._cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
             if store is None or isinstance(store, StoreConfig):
-                self.store = open_store(store or StoreConfig())
+                self.store = _new_store(store or StoreConfig(), self._cost)
                 opened.callback(self.store.close)
             else:
                 self.store = store
             config, layout = load_config(load), KVLayout.of(model)
             self.loads = LoadPath(
-                model,
                 self.store,
                 config,
-                fingerprint=fingerprint,
-                folder=folder,
-                context=rope.context,
+                cost=self._cost,
                 layout=layout,
             )
             opened.callback(self.loads.close)
             if isinstance(tree, TreeConfig):
                 disk = store.disk_path if isinstance(store, StoreConfig) else None
-                tree = _new_tree(tree, model, fingerprint, folder, disk)
+                tree = _new_tree(tree, model, layout, self._cost, disk)
                 opened.callback(tree.close)
             self.tree = tree
             self.prompts = Preparer(
@@ -152,6 +154,8 @@ class Stock:
                 fetch=self.loads.fetch,
                 tree=BeginningReader(tree, rope, layout) if tree is not None else None,
             )
+            if self.prompts.encodings(policy).name == IN_PROMPT:
+                recall(self.prompts.variants, self.store, fingerprint)
             self.keeper: TreeKeeper | None = None
             if tree is not None:
                 when: Literal["now", "background"] = "now" if cold == "now" else "background"
@@ -161,6 +165,9 @@ class Stock:
                 raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
             self.warmer = _new_warmer(model, rope, self.store, self.prompts, layout, self.forgets)
             opened.callback(self.warmer.close)
+            own: Literal["now", "background"] = "now" if cold == "now" else "background"
+            self._own_rows = OwnRowsKeeper(self.warmer, rope, self.prompts.unchanged, own)
+            opened.callback(self._own_rows.close)
             self._opened = opened.pop_all()
 
     def add_query_cache(self, cache: QueryResults) -> None:
@@ -207,10 +214,15 @@ class Stock:
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            self.warmer.now(todo, bar.update)
+            self.warmer.now(todo, lambda tokens: self._encoded(tokens, bar.update))
         if lost := self.warmer.refused(item.key for item in todo):
             self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
         return [item.key.chunk_id for item in missing]
+
+    def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
+        update(tokens)
+        if self._cost.needed:  # nobody waits for an answer here
+            attempt(lambda _: self.loads.measure(), None)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -291,7 +303,8 @@ class Stock:
         self.loads.learn(generated)
         if self.keeper is not None:
             self.keeper.after(generated)
-        self._warm([item for plan in generated.plans for item in plan.missing])
+        taken = self._own_rows.after(generated)
+        self._warm([item for plan in generated.plans for item in plan.missing if item.key not in taken])
 
     def after_link(self, plan: LinkPlan) -> None:
         """A prompt was linked for somebody else's generate call."""
@@ -313,7 +326,7 @@ class Stock:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
         keeper = [self.keeper.flush] if self.keeper is not None else []
-        return flush_all([self.warmer.flush, self.loads.flush, *keeper], timeout)
+        return flush_all([self._own_rows.flush, self.warmer.flush, self.loads.flush, *keeper], timeout)
 
     def close(self) -> None:
         """End the threads, and close the store and the tree that were opened here."""
@@ -321,15 +334,32 @@ class Stock:
 
 
 def _new_tree(
-    config: TreeConfig, model: Any, fingerprint: str, folder: Path, disk: str | os.PathLike[str] | None
+    config: TreeConfig,
+    model: Any,
+    layout: KVLayout,
+    prefill: PrefillCost,
+    disk: str | os.PathLike[str] | None,
 ) -> KnowledgeTree:
-    profile = stored_profile(folder, fingerprint, model)
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(cached: int, new: int) -> float:
+        return prefill.seconds(cached, new, new * layout.token_bytes / budget if budget else 0.0)
+
     return open_tree(
         config,
         model.device,
         folder=None if disk is None else Path(disk),
-        cost=None if profile is None else profile.seconds,
+        cost=cost if weighs_cost(config.eviction) else None,
     )
+
+
+def _new_store(config: StoreConfig, prefill: PrefillCost) -> KVStore:
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(kv: ChunkKV) -> float:
+        return prefill.seconds(0, kv.tokens, kv.nbytes / budget)
+
+    return open_store(config, cost=cost if weighs_cost(config.eviction) else None)
 
 
 def _new_warmer(

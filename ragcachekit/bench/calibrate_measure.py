@@ -32,7 +32,8 @@ WISHED = (
     *("query:0.1", "query:0.3"),
     *("deep:0.05", "deep:0.1", "deep:0.15", "deep:0.3", "deep:0.5"),
     *("cacheblend:0.15", "cacheblend:0.3"),
-    *("craft:0.5", "craft:1"),
+    *("craft:0.1", "craft:0.25", "craft:0.5", "craft:1", "craft:2"),
+    *("craft-focused:0.5", "craft-focused:1", "craft-focused:2"),
 )
 """Candidates, those of them that this version knows; Cache-Craft's alpha is calibrated among them."""
 

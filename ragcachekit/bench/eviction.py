@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.bench.eviction_bounds import most_hits, most_token_hits
+from ragcachekit.bench.eviction_product import serve
 from ragcachekit.bench.eviction_profiles import Costs, open_costs
 from ragcachekit.bench.eviction_replay import CHUNKS, TREE, Outcome, Plan, Prompt, plan, replay
 from ragcachekit.bench.eviction_tiers import GPU_COSTS, PREFILL, Tiers, TwoTierOutcome, replay_tiers
@@ -16,7 +17,7 @@ from ragcachekit.bench.eviction_traces import TRACES, Trace, TraceShape, open_tr
 from ragcachekit.bench.report import BenchReport
 from ragcachekit.store.eviction.registry import open_eviction
 
-ONE_TIER, TWO_TIERS = "one tier", "two tiers"
+ONE_TIER, TWO_TIERS, PRODUCT = "one tier", "two tiers", "product"
 PGDSF = "pgdsf"
 POLICIES = ("lru", "lfu", "lfu:10000", "gdsf", "pgdsf", "f_r")
 SHARES = (0.01, 0.02, 0.04, 0.08, 0.16)
@@ -46,6 +47,8 @@ class EvictionSettings:
         How many traces of each kind are drawn, from ``seed`` on.
     tiers : bool
         Also replay PGDSF over two tiers, where these together do not hold all documents.
+    product : bool
+        Also serve the requests by a store and a tree as the product opens them.
     profile : str
         See :func:`~ragcachekit.bench.eviction_profiles.open_costs`.
     """
@@ -58,6 +61,7 @@ class EvictionSettings:
     seeds: int = 5
     seed: int = 0
     tiers: bool = True
+    product: bool = False
     profile: str = "llama-3.1-8b"
     shape: TraceShape = field(default_factory=TraceShape)
     prompt: Prompt = field(default_factory=Prompt)
@@ -89,6 +93,7 @@ def run(settings: EvictionSettings, advance: Callable[[int], None] = lambda _: N
         seeds, with ``_min`` and ``_max`` of hit rate and time saved; ``belady_hit_rate`` with the
         ``bound`` it is (see :mod:`~ragcachekit.bench.eviction_bounds`); and what PGDSF's hit rate and
         time saved are by this policy's on the same seeds. ``two tiers``: PGDSF with each ``gpu_cost``.
+        ``product``: as ``one tier``, without the bound.
 
     Raises
     ------
@@ -103,6 +108,9 @@ def run(settings: EvictionSettings, advance: Callable[[int], None] = lambda _: N
             for share in settings.shares:
                 rows += _one_tier(plans, share, settings, costs)
                 advance(1)
+                if settings.product:
+                    rows += _product(plans, share, settings, costs)
+                    advance(1)
         if settings.tiers and costs.load_seconds is not None:
             plans = [plan(trace, TREE, costs.profile, settings.prompt) for trace in traces]
             for share in settings.shares:
@@ -115,7 +123,9 @@ def run(settings: EvictionSettings, advance: Callable[[int], None] = lambda _: N
 def steps(settings: EvictionSettings) -> int:
     """How much there is to do."""
     traces = 1 if settings.file is not None else len(settings.traces)
-    return traces * len(settings.shares) * (len(settings.structures) + settings.tiers)
+    return (
+        traces * len(settings.shares) * (len(settings.structures) * (1 + settings.product) + settings.tiers)
+    )
 
 
 def _traces(settings: EvictionSettings) -> Iterator[list[Trace]]:
@@ -143,6 +153,27 @@ def _one_tier(
             **_head(ONE_TIER, plans, share, policy, sizes),
             **_medians(outcomes, plans),
             **_against(bounds, outcomes),
+            **_ratios(found.get(PGDSF), outcomes),
+        }
+        for policy, outcomes in found.items()
+    ]
+
+
+def _product(
+    plans: Sequence[Plan], share: float, settings: EvictionSettings, costs: Costs
+) -> list[dict[str, Any]]:
+    sizes = [_capacity(plan, share) for plan in plans]
+    found = {
+        policy: [
+            serve(plan, policy, size, costs.profile, settings.prompt)
+            for plan, size in zip(plans, sizes, strict=True)
+        ]
+        for policy in settings.policies
+    }
+    return [
+        {
+            **_head(PRODUCT, plans, share, policy, sizes),
+            **_medians(outcomes, plans),
             **_ratios(found.get(PGDSF), outcomes),
         }
         for policy, outcomes in found.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ragcachekit.bench.eviction import ONE_TIER, PGDSF, TWO_TIERS
+from ragcachekit.bench.eviction import ONE_TIER, PGDSF, PRODUCT, TWO_TIERS
 from ragcachekit.bench.eviction_tiers import PREFILL
 from ragcachekit.bench.report import BenchReport, table
 
@@ -37,6 +37,8 @@ def tables(report: BenchReport) -> list[Table]:
     if ratios:
         out.append(table("PGDSF by the others: range of the medians over the sizes", ratios))
     out.append(table("Share of the best policy's hit rate, in each policy's worst cell", safety_rows(report)))
+    if product := ratio_rows(report, PRODUCT):
+        out.append(table("The same through an open store and an open tree, with profiled costs", product))
     if tiers:
         out.append(
             table(
@@ -47,9 +49,9 @@ def tables(report: BenchReport) -> list[Table]:
     return out
 
 
-def ratio_rows(report: BenchReport) -> list[_Row]:
+def ratio_rows(report: BenchReport, part: str = ONE_TIER) -> list[_Row]:
     """Per trace, structure and policy the range over the sizes of PGDSF's ratios, and the cells it lost."""
-    rows = [r for r in _part(report, ONE_TIER) if r["policy"] != PGDSF and r["pgdsf_hit_ratio"] is not None]
+    rows = [r for r in _part(report, part) if r["policy"] != PGDSF and r["pgdsf_hit_ratio"] is not None]
     return [
         {
             "trace": trace,

@@ -1,4 +1,4 @@
-"""Behind the answer: what a request computed exactly goes into the knowledge tree."""
+"""Behind the answer: what a request computed exactly goes into the knowledge tree and the chunk store."""
 
 from __future__ import annotations
 
@@ -9,12 +9,60 @@ from ragcachekit.generate.background import Background, attempt
 from ragcachekit.generate.run import Generated
 from ragcachekit.link.capture import captured, turn_of
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit.link.warm import Warmer
 from ragcachekit.model.rope import Rope
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.types import KVKey
 
 MOST_WAITING = 8
 """Requests whose caches may wait to be copied from; each holds its cache until then."""
+
+
+class OwnRowsKeeper:
+    """Copies what requests computed of their missing chunks out of their caches. Costs no forward.
+
+    Parameters
+    ----------
+    warmer : Warmer
+        Stores it.
+    rope : Rope
+    unchanged, when
+        As for :class:`TreeKeeper`.
+    """
+
+    def __init__(
+        self,
+        warmer: Warmer,
+        rope: Rope,
+        unchanged: Callable[[], bool],
+        when: Literal["background", "now"] = "background",
+    ) -> None:
+        self._warmer, self._rope, self._unchanged, self._when = warmer, rope, unchanged, when
+        self._background = Background[Generated](self._keep, MOST_WAITING, "ragcachekit-own-rows")
+
+    def after(self, generated: Generated) -> frozenset[KVKey]:
+        """A request is done; keys of what is, or will be, taken from it. The others have to be encoded."""
+        own = generated.own
+        if own is None or not own.complete(generated.cache):
+            return frozenset()
+        if self._when == "now":
+            attempt(self._keep, generated)
+        elif not self._background.submit(generated):
+            return frozenset()
+        return frozenset(item.key for item in own.items)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing waits; False if ``timeout`` seconds did not suffice."""
+        return self._background.flush(timeout)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    def _keep(self, generated: Generated) -> None:
+        if generated.own is not None and self._unchanged():
+            self._warmer.keep(generated.own.entries(generated.cache, self._rope))
 
 
 class TreeKeeper:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.background import Background, flush_all
@@ -13,7 +11,7 @@ from ragcachekit.link.lookup import MEMORY_TIERS, Fetch
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.planner import LoadPlanner
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.profiling import measure_profile, store_profile, stored_profile
+from ragcachekit.model.profiling import PrefillCost
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.types import KVKey
@@ -27,36 +25,28 @@ class LoadPath:
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
     store : KVStore
     config : LoadConfig
-    fingerprint : str
-    folder : Path
-        Where it is kept how long prefills take.
-    context : int
-        Tokens that the model can hold.
+    cost : PrefillCost
+        How long prefills take.
     layout : KVLayout
         What its KV looks like.
     """
 
     def __init__(
         self,
-        model: Any,
         store: KVStore,
         config: LoadConfig,
         *,
-        fingerprint: str,
-        folder: Path,
-        context: int,
+        cost: PrefillCost,
         layout: KVLayout,
     ) -> None:
         self._layout = layout
-        self._model, self._fingerprint = model, fingerprint
-        self._folder, self._context = folder, context
+        self._cost = cost
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
         self.planner: LoadPlanner | None = None
         if config.when == "auto" and self._slow:
-            self.planner = LoadPlanner(stored_profile(folder, fingerprint, model), config.threads)
+            self.planner = LoadPlanner(cost.profile, config.threads)
         self._loader = Loader(
             store,
             threads=config.threads,
@@ -88,11 +78,18 @@ class LoadPath:
 
         Loading keeps the tier's speed current, and brings entries into a faster tier where there is one.
         """
-        if self.planner is None:
-            return
-        self._loader.prefetch(key for plan in plans for key in plan.skipped)
-        if self.planner.profile is None and not self._measured and any(plan.loads for plan in plans):
-            self._measured = self._jobs.submit(self._measure)
+        if self.planner is not None:
+            self._loader.prefetch(key for plan in plans for key in plan.skipped)
+        unknown = self.planner is not None and self.planner.profile is None
+        loaded = unknown and any(plan.loads for plan in plans)
+        if (loaded or self._cost.needed) and not self._measured:
+            self._measured = self._jobs.submit(self.measure)
+
+    def measure(self) -> None:
+        """Have it known how long prefills take; measures in the caller's thread."""
+        self._cost.measure()
+        if self.planner is not None:
+            self.planner.profile = self._cost.profile
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Give up what ``store.forget`` with the same arguments was about; call it after that."""
@@ -106,12 +103,6 @@ class LoadPath:
         """End the threads; what is being read is given up."""
         self._jobs.close()
         self._loader.close()
-
-    def _measure(self) -> None:
-        assert self.planner is not None
-        profile = measure_profile(self._model, context=self._context)
-        store_profile(self._folder, self._fingerprint, self._model, profile)
-        self.planner.profile = profile
 
 
 def load_config(load: str | LoadConfig) -> LoadConfig:

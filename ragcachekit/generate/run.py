@@ -22,6 +22,7 @@ from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.choose import choose
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.narrow import Narrowing, attach
+from ragcachekit.link.own_rows import OwnRows, own_entries
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.model.rope import Rope
@@ -40,7 +41,7 @@ class Generated:
     ``reports`` theirs after everything was decided. ``prefill`` are the seconds of the forward by
     itself, without what streamers and loads took, where they are known. ``cache`` is the cache that the
     prompts were prefilled into, where it is ours and there is one beam; each prompt's rows end before its
-    column ``width``.
+    column ``width``. ``own`` is what was seen of entries that this very prefill computed.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -53,6 +54,7 @@ class Generated:
     prefill: float | None = None
     cache: Any = None
     width: int = 0
+    own: OwnRows | None = None
 
     @property
     def prefilled(self) -> bool:
@@ -71,12 +73,14 @@ def run_generate(
     stop: Sequence[str] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
     first: FirstScores | None = None,
+    own: bool = False,
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
     A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
     generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed. ``first`` hears the first token's distribution. ``cancel``, or a scope around the call, ends
+    needed. ``first`` hears the first token's distribution. ``own``: watch the rows of missing chunks that
+    this prefill computes as they are to be kept. ``cancel``, or a scope around the call, ends
     the prefill between two layers and the answer between two tokens.
     """
     way = way_in(options, model.generation_config)
@@ -91,7 +95,7 @@ def run_generate(
         hooks = Hooks(options, plans[0].token_ids, scope, first)
         while True:
             try:
-                linked = _linked(model, rope, plans, way, beams, pad)
+                linked = _linked(model, rope, plans, way, beams, pad, own)
                 return _generated(model, linked, hooks, stop, decode, beams)
             except Cancelled:
                 return _cancelled(plans, hooks)
@@ -141,6 +145,7 @@ def _generated(
         prefill - settling if linked.plain and prefill is not None else None,
         cache if beams == 1 else None,
         prompt,
+        linked.own,
     )
 
 
@@ -156,6 +161,7 @@ class _Linked:
     plans: tuple[LinkPlan, ...]
     narrowing: Narrowing | None = None
     ahead: bool = False
+    own: OwnRows | None = None
 
     @property
     def plain(self) -> bool:
@@ -168,17 +174,25 @@ class _Linked:
         return tuple(_told(timed(plan), self.inputs.get("past_key_values")) for plan in plans)
 
 
-def _linked(model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int) -> _Linked:
+def _linked(
+    model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int, watch: bool = False
+) -> _Linked:
     if way is Way.AHEAD:
         inputs, plan = _ahead(model, rope, plans[0], pad, repeats=beams)
         return _Linked(_whole(inputs, (plan,), beams), (plan,), ahead=True)
     chosen = [choose(model, rope, plan, pad) for plan in plans]
     plans = tuple(plan for plan, _ in chosen)
+    items = own_entries(plans[0]) if watch and len(plans) == beams == 1 else ()
+    own = OwnRows(plans[0], items) if items else None
     if not any(plan.pieces and (plan.kept or plan.policy) for plan in plans):
-        return _Linked(_whole(_plain(plans, model.device, pad), plans, beams), plans)
-    linked = link(plans, rope, model.device, pad, buffers=chosen[0][1] if len(plans) == 1 else None)
+        inputs = _plain(plans, model.device, pad)
+        if own is not None:
+            inputs["past_key_values"] = own.cache()
+        return _Linked(_whole(inputs, plans, beams), plans, own=own)
+    buffers = chosen[0][1] if len(plans) == 1 else None
+    linked = link(plans, rope, model.device, pad, buffers=buffers, observer=own)
     narrowing = attach(model, plans[0], linked.cache) if len(plans) == 1 else None
-    return _Linked(linked.as_kwargs(), plans, narrowing)
+    return _Linked(linked.as_kwargs(), plans, narrowing, own=own)
 
 
 def _whole(inputs: dict[str, Any], plans: Sequence[LinkPlan], beams: int) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class PlacedChunk:
         Ids of what its KV was computed behind.
     sums : mapping of str to torch.Tensor
         All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
+    cached : bool
+        False for a chunk that the request computes, which only a :class:`WatchingPolicy` gets to see.
     """
 
     chunk_id: str
@@ -48,6 +50,7 @@ class PlacedChunk:
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     behind: tuple[str, ...] = field(default=(), compare=False, repr=False)
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    cached: bool = field(default=True, compare=False)
 
     @property
     def stop(self) -> int:
@@ -157,7 +160,11 @@ class WatchingPolicy(LayerwisePolicy, Protocol):
     """A layer-wise policy that sees the forward attend before it says which rows go on."""
 
     def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowWatch:
-        """What sees one request's forward and narrows it; ``question``: positions of its rows."""
+        """What sees one request's forward and narrows it.
+
+        ``chunks`` are all of the prompt in order, also those that are not cached; ``question`` are
+        positions of its rows.
+        """
         ...
 
 

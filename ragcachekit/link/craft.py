@@ -90,7 +90,8 @@ class FocusWatch:
     Parameters
     ----------
     chunks : sequence of PlacedChunk
-        What stands at the prompt's start has no part: it is the attention sink.
+        All of the prompt; those that are not cached compete too. What stands at the prompt's start has
+        no part: it is the attention sink.
     question : sequence of int
         Positions of the question's rows, the last ones of the forward.
     window : int

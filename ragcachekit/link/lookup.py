@@ -75,10 +75,13 @@ class Fetch:
         self._patience = patience or Patience()
         self._known: dict[KVKey, Hit | None] = {}
 
-    def get(self, key: KVKey, tokens: int) -> Hit | None:
-        """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet."""
+    def get(self, key: KVKey, tokens: int, worth: float = 1.0) -> Hit | None:
+        """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet.
+
+        ``worth`` says how useful it would be, for eviction.
+        """
         if key not in self._known:
-            self._known[key] = self._fitting(key, self._look(key), tokens)
+            self._known[key] = self._fitting(key, self._look(key, worth), tokens)
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
@@ -139,9 +142,9 @@ class Fetch:
             log.warning("the entry could not be dropped", exc_info=True)
         return None
 
-    def _look(self, key: KVKey) -> Hit | None:
+    def _look(self, key: KVKey, worth: float) -> Hit | None:
         with self._patience.held():
             if isinstance(self._store, Loader):
-                return self._store.open(key)
-            found = self._store.get(key)
+                return self._store.open(key, worth)
+            found = self._store.get(key, worth)
         return Hit(found.kv, found.tier) if found is not None else None

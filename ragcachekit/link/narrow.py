@@ -42,7 +42,7 @@ class Narrowing:
         self._cache = cache
         self._observer: Observer | None = None
         if isinstance(policy, WatchingPolicy):
-            self._policy = self._observer = policy.watch(plan.placed, plan.question)
+            self._policy = self._observer = policy.watch(plan.chunks, plan.question)
         cached = {p for chunk in plan.placed for p in range(chunk.start, chunk.stop)}
         self._always = frozenset(plan.rows) - cached | {len(plan.token_ids) - 1}
         self._chosen = [p for p in plan.rows if p not in self._always]

@@ -49,10 +49,13 @@ class ContextSums(AttentionSums):
     ----------
     chunks : sequence of sequence of int
         Per chunk, the lengths of the segments before it, from the prompt's start on, then its own.
+    first : sequence of int, optional
+        Per chunk, the place of its first row among the rows that run, where these are not all of the prompt.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
+    def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
         super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
         self._lengths = [tuple(lengths) for lengths in chunks]
         self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
@@ -61,7 +64,8 @@ class ContextSums(AttentionSums):
     def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
         for number, (start, stop) in enumerate(self._stretches):
-            rows, keys = query[0, :, start:stop], key[0, :, :stop]
+            at = self._first[number]
+            rows, keys = query[0, :, at : at + stop - start], key[0, :, :stop]
             mass = context_mass(rows, keys, self._rows[number], self._lengths[number], **options)
             self._inter[number].append(mass.inter)
             self._intra[number].append(mass.intra)

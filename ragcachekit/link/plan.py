@@ -96,7 +96,9 @@ def _plan(lookup: _Lookup) -> LinkPlan:
     report = _report(lookup, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     serving = {want.key for want in wanted if lookup.serves(want)}
     missing = tuple(item for item in parts.missing.values() if item.key in serving)
-    plan = LinkPlan(ids, tuple(parts.pieces), (), missing, report, tuple(parts.placed))
+    plan = LinkPlan(
+        ids, tuple(parts.pieces), (), missing, report, tuple(parts.placed), cold=tuple(parts.cold)
+    )
     return replace(
         _chosen(plan, policy, lookup.segments),
         again=lookup.again,
@@ -129,11 +131,12 @@ class _Parts:
     pieces: list[Piece]
     missing: dict[KVKey, Missing]
     uses: list[ChunkUse]
+    cold: list[PlacedChunk]
 
 
 def _parts(wanted: Sequence[Wanted], decision: Decision, beginning: Beginning | None) -> _Parts:
     """Place what was found. What is in the store and was skipped is not missing there."""
-    out = _Parts([], [], {}, [])
+    out = _Parts([], [], {}, [], [])
     if beginning is not None:
         out.placed += beginning.placed
         out.uses += beginning.uses
@@ -142,7 +145,9 @@ def _parts(wanted: Sequence[Wanted], decision: Decision, beginning: Beginning | 
         if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
             out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
         if entry is None:
-            out.uses.append(ChunkUse(want.key.chunk_id, len(want.token_ids), COMPUTED))
+            chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False, cached=False)
+            out.cold.append(chunk)
+            out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, COMPUTED))
             continue
         chunk = _placed(want, entry)
         out.placed.append(chunk)

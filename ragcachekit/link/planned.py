@@ -80,6 +80,8 @@ class LinkPlan:
         The cached chunks that ``pieces`` hold.
     policy : SelectionPolicy or None
         Who chooses among the cached rows with the model's help; None once everything is decided.
+    cold : tuple of PlacedChunk
+        Chunks that are computed as they were not found, or not worth loading.
     question : tuple of int
         Positions of the question: what is computed behind the last chunk. Only for such a policy.
     again : callable or None
@@ -107,6 +109,12 @@ class LinkPlan:
     resident: int = 0
     beginning: Beginning | None = None
     epoch: int = 0
+    cold: tuple[PlacedChunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[PlacedChunk, ...]:
+        """The chunks of the prompt in order, cached or not."""
+        return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:

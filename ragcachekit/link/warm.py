@@ -92,6 +92,13 @@ class Warmer:
             done(kv.tokens)
         return kept
 
+    def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
+        """Store what a request computed itself, unless it was forgotten since or is there."""
+        for item, kv in entries:
+            with self.forgets.storing():
+                if self._current(item) and item.key not in self._store:
+                    self._keep(item.key, kv)
+
     def _current(self, item: Missing) -> bool:
         """Whether neither it nor what it is encoded behind was forgotten since the work on it began."""
         return not self.forgets.forgot(item.key, item.epoch)

@@ -51,6 +51,12 @@ class KVLayout:
         pairs = ((layer.keys[0], layer.values[0]) for layer in one_token_cache(model).layers)
         return cls(tuple(((k.dtype, tuple(k.shape)), (v.dtype, tuple(v.shape))) for k, v in pairs))
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes."""
+        sides = (side for layer in self._one_token for side in layer)
+        return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
+
     def misfit(self, kv: Described, tokens: int) -> str | None:
         """Why ``kv`` cannot be this model's KV of so many tokens; None if it may be."""
         if kv.shapes == self._of(tokens):

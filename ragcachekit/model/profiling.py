@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 BUDGET_SECONDS = 1.5
 """About how long measuring may take; slow models are measured at fewer tokens."""
 
+NEEDED_AT = 0.25
+"""Of a cache, the part that is filled before it is measured what its entries cost."""
+
 CACHED = 256
 NEW = (16, 64, 256, 1024)
 REPEATS = 2
@@ -123,6 +126,55 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
         temp.replace(file)
     except OSError as error:
         log.warning("could not keep how long prefills take: %s", error)
+
+
+class PrefillCost:
+    """What a model's prefills cost on this machine, for eviction: as measured once, or measured when needed.
+
+    Needed is it once a good part of what it ranks entries for was filled (:data:`NEEDED_AT`): a cache that
+    never fills evicts nobody. Until it is measured, a cost is 0, which policies take for unknown.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    fingerprint : str
+    folder : Path
+        Where profiles are kept.
+    context : int
+        Tokens that the model can hold.
+    """
+
+    def __init__(self, model: Any, *, fingerprint: str, folder: Path, context: int) -> None:
+        self._model, self._fingerprint = model, fingerprint
+        self._folder, self._context = folder, context
+        self.profile = stored_profile(folder, fingerprint, model)
+        self._filled = 0.0
+        self._tried = False
+
+    def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
+        """Of a prefill, at the speed that was measured; 0 while that is unknown.
+
+        ``share`` is the part of a cache that the result will be kept in.
+        """
+        if self.profile is None:
+            self._filled += share
+            return 0.0
+        # Not as fast as just now: entries are compared that came at other times.
+        return self.profile.seconds(cached, new) / self.profile.scale
+
+    @property
+    def needed(self) -> bool:
+        """Whether it is time to :meth:`measure`."""
+        return self.profile is None and not self._tried and self._filled >= NEEDED_AT
+
+    def measure(self) -> None:
+        """Measure and keep it, unless that was tried before."""
+        if self.profile is not None or self._tried:
+            return
+        self._tried = True
+        profile = measure_profile(self._model, context=self._context)
+        store_profile(self._folder, self._fingerprint, self._model, profile)
+        self.profile = profile
 
 
 def _file(folder: Path, fingerprint: str, model: Any) -> Path:

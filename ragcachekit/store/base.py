@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -174,6 +174,19 @@ class KVStore(Protocol):
 
     def close(self) -> None:
         """Release files and threads; further calls are misses."""
+        ...
+
+
+@runtime_checkable
+class Evictable(Protocol):
+    """A store whose entries can be listed and evicted one by one, by somebody who ranks them himself."""
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of what is here, those written last first; what cannot be read is left out."""
+        ...
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` and count an eviction; no error if there is none."""
         ...
 
 

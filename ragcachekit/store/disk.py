@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk_forget import DiskForgets
-from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf
+from ragcachekit.store.disk_shelf import SECONDS_TO_OPEN, Shelf, entry_files
 from ragcachekit.store.disk_source import DiskSource
 from ragcachekit.store.entry_buffers import Buffers
-from ragcachekit.store.entry_file import At, EntryImage, EntryReader, nowhere, open_entry
+from ragcachekit.store.entry_file import At, EntryImage, EntryReader, nowhere, open_entry, read_key
 from ragcachekit.store.entry_header import EntryDamaged
 from ragcachekit.store.folder import FolderBusy, IndexFailed, claim_folder, not_writable
 from ragcachekit.store.index import SECONDS_TO_LOCK, IndexDamaged
@@ -173,6 +174,18 @@ class DiskStore:
             self._counters.count("damaged")
             if not self._shelf.remove(key.digest()):
                 self._forgets.hide(key, key.digest())
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys by the headers of the files, those written last first; what cannot be read is left out."""
+        with suppress(OSError):
+            for digest in reversed(entry_files(self._folder)):
+                with suppress(OSError, EntryDamaged):
+                    yield read_key(self._shelf.path(digest))
+
+    def evict(self, key: KVKey) -> None:
+        """Delete the entry under ``key`` and count an eviction."""
+        if key in self and self._shelf.remove(key.digest()):
+            self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

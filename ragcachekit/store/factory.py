@@ -11,16 +11,25 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.eviction.registry import open_eviction
 from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
+from ragcachekit.store.memory import Cost
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.store.volume import default_disk_bytes
 
 
-def open_store(config: StoreConfig) -> KVStore:
+def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
     """Open the tiers that ``config`` asks for, the fastest first; NullStore for none.
 
     Models and tenants may share one store: fingerprint and namespace are part of every key.
+
+    Parameters
+    ----------
+    config : StoreConfig
+    cost : callable, optional
+        Seconds that computing an entry's KV takes, for ``pgdsf`` in the memory tiers; 0 where that is
+        unknown. Without it all entries cost the same per token. :class:`~ragcachekit.RagCache` passes its
+        model's measured prefill times to the store that it opens itself.
 
     Raises
     ------
@@ -32,7 +41,7 @@ def open_store(config: StoreConfig) -> KVStore:
     """
     tiers: list[Tier] = []
     try:
-        for name, tier in _tiers(config):
+        for name, tier in _tiers(config, cost):
             kind = config.quantise.get(name)
             tiers.append(QuantisedStore(tier, kind) if kind is not None else tier)
     except BaseException:
@@ -44,15 +53,16 @@ def open_store(config: StoreConfig) -> KVStore:
     return TieredStore(tiers, hot=1 if config.gpu_bytes else 0)
 
 
-def _tiers(config: StoreConfig) -> Iterator[tuple[str, Tier]]:
+def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]:
     """The tiers, opened one by one; what is heavy or may be missing is imported only where configured."""
     quotas = config.quotas
+    ranked: dict[str, Any] = {"quotas": quotas} if cost is None else {"quotas": quotas, "cost": cost}
     if config.gpu_bytes:
-        yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), quotas=quotas)
+        yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), **ranked)
     if config.host_bytes:
         pinned = bool(config.gpu_bytes) or config.pin_host
         policy = open_eviction(config.eviction)
-        yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, quotas=quotas)
+        yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, **ranked)
     if config.disk_path is not None:
         from ragcachekit.store.disk import DiskStore
 

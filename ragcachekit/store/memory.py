@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import RLock
 from typing import TypedDict
 
@@ -20,7 +20,7 @@ from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
-"""Seconds that it costs not to have an entry; any unit, as long as it is one."""
+"""Seconds that computing an entry takes, in any one unit; 0 where that is unknown."""
 
 
 class MemoryOptions(TypedDict, total=False):
@@ -134,6 +134,18 @@ class MemoryStore:
             if key in self._entries:
                 self._remove(key)
                 self._counters.count("damaged")
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of what is here, those that came last first."""
+        with self._lock:
+            return reversed(list(self._entries))
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` and count an eviction."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

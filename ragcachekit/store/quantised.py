@@ -7,6 +7,7 @@ head and token for values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from ragcachekit.model.packed import (
     unpacked_layer,
     unpacked_shapes,
 )
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, WrappedSource
+from ragcachekit.store.base import Evictable, Evicted, Found, LayerSource, StoreStats, WrappedSource
 from ragcachekit.store.tiered import Tier
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 from ragcachekit_kernels.dispatch import uses_triton
@@ -136,6 +137,16 @@ class QuantisedStore:
     def discard(self, key: KVKey) -> None:
         """As the tier."""
         self._tier.discard(self._key(key))
+
+    def keys(self) -> Iterator[KVKey]:
+        """As the tier: what is rounded as here."""
+        keys = self._tier.keys() if isinstance(self._tier, Evictable) else iter(())
+        return (_plain(key) for key in keys if self._key(_plain(key)) == key)
+
+    def evict(self, key: KVKey) -> None:
+        """As the tier."""
+        if isinstance(self._tier, Evictable):
+            self._tier.evict(self._key(key))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning digests. A rounded copy is an entry of its own: it counts apart."""

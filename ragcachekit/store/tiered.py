@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
+from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
 from ragcachekit.store.moves import Moves
 from ragcachekit.types import KVKey
 
@@ -103,6 +104,17 @@ class TieredStore:
         """Drop the entry under ``key`` from every tier."""
         for tier in reversed(self._tiers):
             tier.discard(key)
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of all tiers that can be listed, the slowest of them first; each once."""
+        tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
+        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in tiers)))
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` from all tiers that evict one by one; remote ones do not."""
+        for tier in reversed(self._tiers):
+            if isinstance(tier, Evictable):
+                tier.evict(key)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""

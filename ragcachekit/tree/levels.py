@@ -10,7 +10,7 @@ from ragcachekit.store.eviction.base import HIT, Access
 from ragcachekit.tree.base import Path, Reused, Root, Step
 from ragcachekit.tree.node import Node
 from ragcachekit.tree.replicas import Replicas
-from ragcachekit.tree.tier import MemoryTier
+from ragcachekit.tree.tier import MOVED, MemoryTier
 
 Leave = Callable[[Node, ChunkKV], object]
 """Hears of KV that leaves memory."""
@@ -126,7 +126,10 @@ class Levels:
         node.uses, node.missed, node.pins = 1, access, 1
         for tier in self.tiers:
             beside = tier is self.host or parent is None or parent in tier
-            if beside and self._take(tier, node, kv):
+            if beside and self._take(tier, node, kv, access):
+                for other in self.tiers:
+                    if other is not tier:
+                        other.use(node, access)
                 siblings = self._roots.setdefault(root, {}) if parent is None else parent.children
                 siblings[step.ids] = node
                 return node
@@ -190,8 +193,8 @@ class Levels:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV) -> bool:
-        return self._make_room(tier, node.nbytes) and tier.add(node, kv)
+    def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
+        return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)
 
     def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:
         if nbytes > tier.budget:

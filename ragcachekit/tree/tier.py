@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,8 @@ from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.own_memory import in_own_memory
 from ragcachekit.tree.node import Node
 
-MOST_REPLAYED = 16
-"""Uses that a node brings along when it moves to a slower tier, at most."""
+MOVED = Access(times=0)
+"""Of a copy that comes from another tier: its uses were counted here when they happened."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +75,14 @@ class MemoryTier:
         return None if copy is None else copy.kv
 
     def use(self, node: Node, access: Access) -> ChunkKV | None:
-        """The node's copy here, and count a use of it."""
-        copy = self._copies.get(node.digest)
-        if copy is None:
-            return None
-        self._ranking.touch(node.digest, access)
-        return copy.kv
+        """The node's copy here, if there is one; the use counts in any case (RAGCache 5.1: retrievals)."""
+        self._ranking.note(node.digest, access)
+        return self.get(node)
 
-    def add(self, node: Node, kv: ChunkKV) -> bool:
+    def add(self, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         """Take a copy in, made of ``kv`` where that is elsewhere; there must be room (:meth:`spare`).
 
+        ``access`` is the use that computed the node, where this is its first copy.
         False if the device has less memory left than the budget says.
         """
         name, parent = node.digest, node.parent
@@ -98,9 +96,9 @@ class MemoryTier:
         self._copies[name] = copy
         node.copies += 1
         copy.held = self._has_to_stay(copy)
-        self._ranking.add(name, node.nbytes, node.tokens, access=node.missed, hold=copy.held)
-        for _ in range(min(node.uses, MOST_REPLAYED) - 1):
-            self._ranking.touch(name)
+        if not access.times and not self._ranking.knows(name):  # forgotten here, or lost with this tier
+            access = replace(node.missed, times=node.uses)
+        self._ranking.add(name, node.nbytes, node.tokens, access=access, hold=copy.held)
         if parent is not None:
             siblings = self._children.get(parent.digest, 0)
             self._children[parent.digest] = siblings + 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import statistics
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from ragcachekit.bench.eviction import ONE_TIER, TWO_TIERS, EvictionSettings, run, steps
+from ragcachekit.bench.eviction import ONE_TIER, PRODUCT, TWO_TIERS, EvictionSettings, run, steps
 from ragcachekit.bench.eviction_profiles import MACHINES, open_costs
 from ragcachekit.bench.eviction_replay import Prompt, plan, replay
 from ragcachekit.bench.eviction_report import plot, ratio_rows, safety_rows, tables, tier_rows, verdict
@@ -170,3 +171,17 @@ def test_unknown_names_are_refused_before_anything_runs():
         run(EvictionSettings(traces=("uniform",)))
     with pytest.raises(ValueError, match="or a profile's JSON file"):
         run(EvictionSettings(profile="gpt-5"))
+
+
+def test_the_product_finds_what_the_replay_finds():
+    """LRU has no costs and no clock: store and tree must come to the very figures of the replay."""
+    settings = replace(SETTINGS, policies=("lru", "pgdsf"), shares=(0.1,), seeds=1, tiers=False, product=True)
+    done = []
+    rows = run(settings, done.append).rows
+    assert sum(done) == steps(settings)
+    by = {(r["part"], r["trace"], r["structure"], r["policy"]): r for r in rows}
+    for trace in settings.traces:
+        chunks = [by[part, trace, "chunks", "lru"]["time_saved"] for part in (PRODUCT, ONE_TIER)]
+        assert chunks[0] == pytest.approx(chunks[1], abs=0.02)
+        assert by[PRODUCT, trace, "tree", "pgdsf"]["hit_rate"] > 0
+    assert by[PRODUCT, "zipf", "tree", "lru"]["pgdsf_time_ratio"] > 0

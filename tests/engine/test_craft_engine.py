@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+import torch
 from engine_kit import RecordingStore, chunk, ids, rag_for, text
 from families import greedy, plain
 
 from ragcachekit import Prompt, RagCache
 from ragcachekit.config import StoreConfig
+from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.types import chunk_id
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
@@ -107,8 +109,13 @@ def test_set_against_trying_every_beginning():
         return Prompt([text(9, 1), *body, text(6, 4)])
 
     store = RecordingStore()
-    for order in past:  # an engine each: one that knew the first prompt might take its chunks for the second
-        rag_for("llama", encoder="in-prompt", store=store).generate(prompt(order), max_new_tokens=1)
+    for (
+        order
+    ) in past:  # a store each: an engine that knew the first prompt might take its chunks for the second
+        alone = RecordingStore()
+        rag_for("llama", encoder="in-prompt", store=alone).generate(prompt(order), max_new_tokens=1)
+        for key, (kv, _) in alone.originals.items():
+            store.put(key, kv)
     frozen = rag_for("llama", encoder="in-prompt", policy="set", store=store, cold="never")
     for order in past:
         assert frozen.generate(prompt(order), max_new_tokens=1).report.link.approximate_tokens == 0
@@ -153,18 +160,17 @@ class TestForgetting:
         assert {use.source for use in report.uses} == {"computed"}
 
 
-def test_a_restart_finds_what_stands_in_its_own_context(tmp_path):
+def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
     config = StoreConfig(disk_path=tmp_path / "kv")
     with warmed(store=config):
         pass
     with rag_for("llama", encoder="in-prompt", policy="craft:1", store=config, cold="never") as rag:
-        assert {u.source for u in rag.generate(SECOND, **ASKED).report.link.uses[1:]} == {"computed"}
-        again = rag.generate(FIRST, **ASKED)
-        assert [use.source for use in again.report.link.uses] == ["host"] + ["disk"] * 3
-        assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
-        second = rag.generate(SECOND, **ASKED).report.link  # now they are known as variants
-        assert {use.source for use in second.uses} == {"host"}
+        second = rag.generate(SECOND, **ASKED).report.link
+        assert {use.source for use in second.uses} == {"disk"}
         assert 0 < second.recompute_ratio < 1
+        again = rag.generate(FIRST, **ASKED)
+        assert {use.source for use in again.report.link.uses} == {"host"}
+        assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
 
 
 def test_in_the_background():
@@ -178,3 +184,71 @@ def test_set_insists_on_its_encoder():
     rag: RagCache = rag_for("llama", encoder="standalone")
     with pytest.raises(ValueError, match="in-prompt"):
         rag.link(FIRST, policy="set")
+
+
+@pytest.fixture
+def second_runs(monkeypatch):
+    """Tokens of the chunks for which a prompt runs once more behind the answer."""
+    runs, forward = [], InPromptEncoder._forward
+
+    def counted(self, run):
+        runs.append([len(item.token_ids) for item in run])
+        return forward(self, run)
+
+    monkeypatch.setattr(InPromptEncoder, "_forward", counted)
+    return runs
+
+
+GROWN = Prompt([text(9, 1), chunk(33, 2), SEP, chunk(25, 3), SEP, chunk(28, 6), text(6, 4)])
+"""Begins as ``FIRST`` does; its last chunk is missing behind nothing but exact rows."""
+
+
+@pytest.mark.parametrize("cold", ["now", "background"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt-oss", "glm4"])
+def test_what_a_request_computed_does_not_run_a_second_time(name, cold, second_runs):
+    """And is what the encoder's own forward computes, the sums too; behind exact cached rows as well."""
+    stores = RecordingStore(), RecordingStore()
+    for store, often in zip(stores, (1, 2), strict=True):
+        with rag_for(name, encoder="in-prompt", policy="craft:1", store=store, cold=cold) as rag:
+            for prompt in (FIRST, GROWN):
+                if often == 1:
+                    rag.generate(prompt, max_new_tokens=3)
+                else:
+                    rag.generate_batch([prompt, prompt], max_new_tokens=3)
+                assert rag.flush(60)
+            if often == 1:
+                assert second_runs == []
+                assert rag.generate(GROWN, **ASKED).token_ids == greedy(plain(name), ids(GROWN), 8)
+    assert [sorted(run) for run in second_runs] == [[20, 25, 33], [28]]
+    own, encoded = (store.originals for store in stores)
+    assert own.keys() == encoded.keys()
+    for key, (kv, _) in own.items():
+        other = encoded[key][0]
+        pairs = [*zip((*kv.keys, *kv.values), (*other.keys, *other.values), strict=True)]
+        assert kv.sums.keys() == other.sums.keys()
+        pairs += [(kv.sums[sum], other.sums[sum]) for sum in kv.sums]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["craft:0.5", "craft-focused:1", "reuse", "query:0.1"])
+def test_behind_approximate_rows_a_chunk_runs_a_second_time(policy, second_runs):
+    """Its rows in the request are not those of its prompt: taken as they are, they would pass for exact."""
+    rag = warmed()
+    second_runs.clear()
+    prompt = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(30, 77), text(6, 4)])
+    report = rag.generate(prompt, policy=policy, max_new_tokens=1).report.link
+    assert report.approximate_tokens + report.recomputed_tokens > 0
+    assert any(30 in run for run in second_runs)
+    assert rag.generate(prompt, policy="reuse", **ASKED).token_ids == greedy(plain("llama"), ids(prompt), 8)
+
+
+def test_longrope_beams_and_links_run_a_second_time(second_runs):
+    for name, options in (("phi3-longrope", {}), ("llama", {"num_beams": 2})):
+        rag = rag_for(name, encoder="in-prompt", policy="craft:1")
+        rag.generate(FIRST, max_new_tokens=2, **options)
+        assert len(second_runs) == 1
+        second_runs.clear()
+    rag = rag_for("llama", encoder="in-prompt", policy="craft:1")
+    rag.link(FIRST)
+    assert len(second_runs) == 1

@@ -13,6 +13,7 @@ import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, segments
 
+from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.generate.run import link_ahead
 from ragcachekit.link.attention import install
 from ragcachekit.link.craft import CraftFocused
@@ -278,18 +279,19 @@ def linked_columns(cached, plan):
 FOCUSED = [(name, w, seed) for name in ("llama", "qwen3", "glm4") for w in (1, 2, 3) for seed in (0, 1)]
 
 
-def focused_case(name, window, seed):
+def focused_case(name, window, seed, *known):
     """Our run, and the slow one: the layer where it stops, the columns that each layer keeps."""
     ours, theirs, rope = deep(name)
     cached = Cached(name, ours, rope, encoder="standalone")
     parts = prompt(A, B, C, D, question=tokens(6, 40 + seed))
-    cached.answered(parts)
+    cached.answered(prompt(*known) if known else parts)
     plan = cached.plan(parts, CraftFocused(1.0, window=window))
     ids, linked = list(plan.token_ids), linked_columns(cached, plan)
     rows = set(plan.rows)
     going = [{p: c for p, c in layer.items() if p not in rows} for layer in linked]
     weights, _, _ = over(theirs, ids, going)
-    chunks = [(c.start, c.stop) for c in plan.placed[1:]]
+    ends = np.cumsum([len(part.token_ids) for part in parts]).tolist()
+    chunks = [(e - len(p.token_ids), e) for p, e in zip(parts, ends, strict=True) if p.is_chunk]
     question = range(chunks[-1][1], len(ids))
     scores, found, stop = np.zeros(len(chunks)), [], LAYERS
     for layer, heads in enumerate(weights):
@@ -324,3 +326,25 @@ def test_the_cases_stop_early_late_and_never():
     stops = {(w, focused_case(name, w, seed)[-1]) for name, w, seed in FOCUSED}
     assert {stop for w, stop in stops if w == 1} == {2}
     assert len({stop for _, stop in stops}) >= 3
+
+
+PARTLY = [(name, w, seed) for name in ("llama", "qwen3") for w in (1, 2) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "window", "seed"), PARTLY)
+def test_a_chunk_that_is_not_cached_competes_for_focus(name, window, seed, tmp_path):
+    """Through the facade: what is spent is what the slow forward spends that looks at all four chunks."""
+    _, plan, _, columns, _ = focused_case(name, window, seed, A, B, C)
+    cached = sum(c.tokens for c in plan.placed)
+    spent = sum(cached - len(layer) for layer in columns) / (LAYERS * cached)
+
+    def asked(*chunks):
+        between = [part for ids in chunks for part in (Chunk(token_ids=ids), Text(token_ids=SEP))]
+        return Prompt([Text(token_ids=S), *between, Text(token_ids=tokens(6, 40 + seed))])
+
+    options = {"encoder": "standalone", "cold": "now", "cache_dir": tmp_path}
+    with RagCache(deep(name)[0], policy=CraftFocused(1.0, window=window), **options) as rag:
+        rag.generate(asked(A, B, C), max_new_tokens=1)
+        report = rag.generate(asked(A, B, C, D), max_new_tokens=1).report.link
+    assert [use.source for use in report.chunks] == ["host", "host", "host", "computed"]
+    assert report.recompute_ratio == pytest.approx(spent)

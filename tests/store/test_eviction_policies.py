@@ -265,3 +265,29 @@ def test_uses_without_worth_go_first():
     ranking.add("useful", 1, access=Access(worth=0.01))
     ranking.touch("useless", Access(worth=0.0))
     assert ranking.evict() == "useless"
+
+
+@pytest.mark.parametrize("kind", ["lfu", "gdsf", "pgdsf"])
+def test_a_window_of_time_counts_what_happened_within_it(kind):
+    now = [1000.0]
+    ranking = Ranking(open_eviction(f"{kind}:60s", clock=lambda: now[0]))
+    for _ in range(6):
+        ranking.add("a", 1)
+    assert ranking.priority("a") == 6
+    now[0] = 1020.0  # the next bucket begins: the one before still counts in full
+    ranking.touch("a")
+    assert ranking.priority("a") == 7
+    now[0] = 1050.0
+    ranking.touch("a")
+    assert ranking.priority("a") == 2 + 6 / 2
+    now[0] = 1300.0
+    ranking.touch("a")
+    assert ranking.priority("a") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("pgdsf:0s", "longer than 0 seconds"), ("f_r:60s", "whole number")]
+)
+def test_bad_windows_of_time(name, says):
+    with pytest.raises(ValueError, match=says):
+        open_eviction(name)

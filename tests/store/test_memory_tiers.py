@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.factory import open_store
 from ragcachekit.store.gpu import GpuStore
 from ragcachekit.store.host import HostStore
 from ragcachekit.store.tiered import TieredStore
@@ -292,3 +294,24 @@ def test_gpu_and_page_locked_host_memory() -> None:
     assert host.kv.keys[0].is_pinned()
     assert gpu.kv.keys[0].is_cuda
     assert contents(gpu.kv.to("cpu")) == contents(kv_of(1))
+
+
+def test_a_window_of_time_from_the_configuration(monkeypatch) -> None:
+    """Popular an hour ago and used once since: that counts less than two uses just now."""
+    now = [0.0]
+    monkeypatch.setattr("ragcachekit.store.eviction.registry.time", SimpleNamespace(monotonic=lambda: now[0]))
+    left = {}
+    for eviction in ("lfu:600s", "lfu:10000"):
+        now[0] = 0.0
+        store = open_store(StoreConfig(host_bytes=2 * ONE, eviction=eviction))
+        put(store, 0)
+        for _ in range(9):
+            assert store.get(key_of(0)) is not None
+        now[0] = 3600.0
+        assert store.get(key_of(0)) is not None
+        put(store, 1)
+        assert store.get(key_of(1)) is not None
+        put(store, 2)
+        left[eviction] = present(store, 3)
+        store.close()
+    assert left == {"lfu:600s": [1, 2], "lfu:10000": [0, 2]}

@@ -445,3 +445,28 @@ def test_look_ups_do_not_wait_for_one_that_reads_the_disk() -> None:
     read.set()
     asking.join(30)
     assert found == [1]
+
+
+def test_coming_back_into_a_tier_counts_no_use_again() -> None:
+    """LFU over a window that never ends: the GPU keeps the document of 30 uses beside two of ten each."""
+    tree = two_tiers(8, 100, policy=lambda: open_eviction("lfu:100000"))
+    for _ in range(30):
+        request(tree, path_of("c4"))
+    for _ in range(10):
+        request(tree, path_of("a4"))
+        request(tree, path_of("b4"))
+        tree.check()
+    assert tiers(tree.match(ROOT, path_of("c4"))) == ["gpu"]
+
+
+def test_a_tier_counts_the_uses_that_another_one_served() -> None:
+    """What was used in the GPU 30 times comes to the host as such."""
+    tree = two_tiers(4, 8, policy=lambda: open_eviction("lfu:100000"))
+    for _ in range(30):
+        request(tree, path_of("a4"))
+    for _ in range(20):
+        request(tree, path_of("b4"))  # a goes to the host
+    for name in ("c4", "d4", "e4"):
+        request(tree, path_of(name))  # b goes there too, and the others have to leave
+        tree.check()
+    assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]

@@ -46,6 +46,9 @@ def eviction(
         str, typer.Option("--profile", help="llama-3.1-8b, smollm2-135m, or a measured profile's JSON file.")
     ] = "llama-3.1-8b",
     tiers: Annotated[bool, typer.Option("--tiers/--no-tiers", help="Also PGDSF over GPU and host.")] = True,
+    product: Annotated[
+        bool, typer.Option("--product", help="Also by a store and a tree as the product opens them.")
+    ] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -65,6 +68,7 @@ def eviction(
         seeds=seeds,
         seed=seed,
         tiers=tiers,
+        product=product,
         profile=profile,
         shape=TraceShape(documents, requests, top_k, tokens),
     )

@@ -21,12 +21,15 @@ class Access:
         Tokens that this time was spent on.
     worth : float
         How useful the use was, for policies that weigh uses (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
+    times : int
+        Uses that this stands for. 0 ranks an entry anew by uses that were counted before.
     """
 
     hit: bool = True
     seconds: float = 0.0
     new_tokens: int = 0
     worth: float = 1.0
+    times: int = 1
 
 
 HIT = Access()
@@ -48,6 +51,8 @@ class Record:
         Accesses within the policy's window, as of the last access.
     current, previous : float
         What that is made of where the window slides: accesses in its two buckets.
+    bucket : int
+        Number of the window's bucket that ``current`` counts in.
     at : int
         Number of the last access, counted over all entries.
     missed : int
@@ -67,6 +72,7 @@ class Record:
     frequency: float = 0.0
     current: float = 0.0
     previous: float = 0.0
+    bucket: int = 0
     at: int = 0
     missed: int = 0
     cost: float = 0.0

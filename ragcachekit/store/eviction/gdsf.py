@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.window import Window
+from ragcachekit.store.eviction.window import Seconds, Window
 
 
 class Gdsf:
@@ -14,14 +14,14 @@ class Gdsf:
 
     Parameters
     ----------
-    window : int or None
-        None counts an entry's accesses since it came in, as the original does; a number counts those
-        among the tier's last so many, also from before the entry was evicted.
+    window : int, Seconds or None
+        None counts an entry's accesses since it came in, as the original does; a window counts
+        those in it, also from before the entry was evicted.
     """
 
     name = "gdsf"
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | Seconds | None = None) -> None:
         self._window = Window(window)
         self.clock = 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.window import Window
+from ragcachekit.store.eviction.window import Seconds, Window
 
 
 class Lfu:
@@ -11,14 +11,14 @@ class Lfu:
 
     Parameters
     ----------
-    window : int or None
-        None counts accesses since the entry came in; a number counts those among the tier's last so
-        many, also from before the entry was evicted.
+    window : int, Seconds or None
+        None counts accesses since the entry came in; a window counts those in it,
+        also from before the entry was evicted.
     """
 
     name = "lfu"
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | Seconds | None = None) -> None:
         self._window = Window(window)
 
     def accessed(self, record: Record, access: Access, now: int) -> None:

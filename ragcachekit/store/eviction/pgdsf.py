@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.window import Window
+from ragcachekit.store.eviction.window import Seconds, Window
 
 WINDOW = 10_000
 
@@ -18,14 +18,15 @@ class Pgdsf:
 
     Parameters
     ----------
-    window : int or None
-        Accesses of the tier that count as frequency, also those from before an entry was evicted: the
-        paper counts retrievals of a document in a time window, cached or not. None counts as GDSF does.
+    window : int, Seconds or None
+        Accesses of the tier, or the time (as in the paper), within which accesses count as frequency, also
+        those from before an entry was evicted: the paper counts retrievals of a document, cached or not.
+        None counts as GDSF does.
     """
 
     name = "pgdsf"
 
-    def __init__(self, window: int | None = WINDOW) -> None:
+    def __init__(self, window: int | Seconds | None = WINDOW) -> None:
         self._window = Window(window)
         self.clock = 0.0
         self._unit = 0.0

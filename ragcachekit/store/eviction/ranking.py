@@ -93,6 +93,19 @@ class Ranking(Generic[K]):
         if record is not None:
             self._accessed(item, record, access)
 
+    def note(self, item: K, access: Access) -> None:
+        """Count an access to an entry, also while it is not here: it counts when the entry comes in."""
+        if item in self._live:
+            self.touch(item, access)
+            return
+        record = self._past.pop(item, None) or Record(0, 0)
+        self._count_access(record, access)
+        self._remember(item, record)
+
+    def knows(self, item: K) -> bool:
+        """Whether accesses to this entry were counted and not forgotten; it need not be here now."""
+        return item in self._live or item in self._past
+
     def remove(self, item: K) -> None:
         """Forget an entry and all that was known of it."""
         self._past.pop(item, None)
@@ -135,9 +148,7 @@ class Ranking(Generic[K]):
         record = self._live.pop(item)
         self._uncount(record)
         self._policy.evicted(record)
-        self._past[item] = record
-        while len(self._past) > max(_REMEMBERED, len(self._live)):
-            self._past.popitem(last=False)
+        self._remember(item, record)
         return item
 
     def clear(self) -> None:
@@ -146,10 +157,18 @@ class Ranking(Generic[K]):
             table.clear()
         self.nbytes = 0
 
-    def _accessed(self, item: K, record: Record, access: Access) -> None:
+    def _remember(self, item: K, record: Record) -> None:
+        self._past[item] = record
+        while len(self._past) > max(_REMEMBERED, len(self._live)):
+            self._past.popitem(last=False)
+
+    def _count_access(self, record: Record, access: Access) -> None:
         self._now += 1
         self._policy.accessed(record, access, self._now)
         record.at = self._now
+
+    def _accessed(self, item: K, record: Record, access: Access) -> None:
+        self._count_access(record, access)
         if not record.holds:  # else its release does it, once for all uses until then
             self._push(item, record)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ragcachekit.store.eviction.base import EvictionPolicy
@@ -10,6 +11,7 @@ from ragcachekit.store.eviction.lfu import Lfu
 from ragcachekit.store.eviction.lru import Lru
 from ragcachekit.store.eviction.pgdsf import Pgdsf
 from ragcachekit.store.eviction.reuse import FrequencyReuse
+from ragcachekit.store.eviction.window import Seconds
 
 _POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "lru": Lru,
@@ -19,6 +21,7 @@ _POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "f_r": FrequencyReuse,
 }
 _WITHOUT_NUMBER = frozenset({"lru"})
+_WITH_WINDOW = frozenset({"lfu", "gdsf", "pgdsf"})
 
 
 def known_evictions() -> tuple[str, ...]:
@@ -26,14 +29,22 @@ def known_evictions() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def open_eviction(name: str) -> EvictionPolicy:
+def weighs_cost(name: str) -> bool:
+    """Whether a policy of this name makes use of what entries cost."""
+    return name.partition(":")[0] == "pgdsf"
+
+
+def open_eviction(name: str, clock: Callable[[], float] | None = None) -> EvictionPolicy:
     """A new policy object, for one tier.
 
     Parameters
     ----------
     name : str
         ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number behind a colon:
-        the window of the frequency in accesses of the tier (``pgdsf:20000``), for ``f_r`` its half-life.
+        the window of the frequency in accesses of the tier (``pgdsf:20000``) or in seconds
+        (``pgdsf:600s``), for ``f_r`` its half-life in accesses.
+    clock : callable
+        Seconds, for a window of time; default the monotonic clock.
 
     Raises
     ------
@@ -47,6 +58,14 @@ def open_eviction(name: str) -> EvictionPolicy:
         return _POLICIES[kind]()
     if kind in _WITHOUT_NUMBER:
         raise ValueError(f"eviction policy {name!r}: {kind} takes no number; write {kind!r}")
+    if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
+        return _POLICIES[kind](Seconds(int(number[:-1]), clock or time.monotonic))
     if not number.isdecimal():
-        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of accesses")
+        raise ValueError(
+            f"eviction policy {name!r}: {number!r} is no whole number of accesses{_or_seconds(kind)}"
+        )
     return _POLICIES[kind](int(number))
+
+
+def _or_seconds(kind: str) -> str:
+    return ", nor of seconds such as 600s" if kind in _WITH_WINDOW else ""

@@ -31,8 +31,9 @@ class FrequencyReuse:
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
         """Age what there is and add the use's worth."""
-        record.frequency += 1
-        record.worth = record.worth * 0.5 ** ((now - record.at) / self._half_life) + access.worth
+        record.frequency += access.times
+        aged = record.worth * 0.5 ** ((now - record.at) / self._half_life)
+        record.worth = aged + access.times * access.worth
         if record.worth > 0:
             record.priority = math.log2(record.worth) + now / self._half_life
         else:

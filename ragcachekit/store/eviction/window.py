@@ -1,39 +1,63 @@
-"""Frequencies within a window of accesses, in two numbers per entry."""
+"""Frequencies within a window of accesses or of time, in two numbers per entry."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ragcachekit.store.eviction.base import Access, Record
 
 
-class Window:
-    """Counts an entry's accesses among the last ``accesses`` of the tier, by two buckets.
+@dataclass(frozen=True)
+class Seconds:
+    """A window's length in seconds, and the clock that they are read from."""
 
-    The accesses of the tier are cut into buckets of that length; what an entry had in the bucket before
-    counts by the share of it that the window still covers. This is exact for an entry that is used
+    length: float
+    clock: Callable[[], float] = time.monotonic
+
+
+class Window:
+    """Counts an entry's accesses within the last ``length``, by two buckets.
+
+    Accesses of the tier, or time, are cut into buckets of that length; what an entry had in the bucket
+    before counts by the share of it that the window still covers. This is exact for an entry that is used
     evenly, never counts what is older than two buckets, and unlike a true sliding window needs no list
-    of times.
+    of times. A frequency is that of the entry's last access, as the priority in RAGCache's Algorithm 1.
 
     Parameters
     ----------
-    accesses : int or None
-        Length of the window; None counts since the entry last came in.
+    length : int, Seconds or None
+        Accesses of the tier, or a time; None counts since the entry last came in.
     """
 
-    def __init__(self, accesses: int | None = None) -> None:
-        if accesses is not None and accesses < 1:
-            raise ValueError(f"a window must be at least 1 access long, got {accesses}")
-        self.accesses = accesses
+    def __init__(self, length: int | Seconds | None = None) -> None:
+        if isinstance(length, Seconds):
+            if length.length <= 0:
+                raise ValueError(f"a window must be longer than 0 seconds, got {length.length}")
+        elif length is not None and length < 1:
+            raise ValueError(f"a window must be at least 1 access long, got {length}")
+        self.length = length
 
     def count(self, record: Record, access: Access, now: int) -> float:
-        """Count access number ``now`` and set ``record.frequency``, which is returned."""
-        if self.accesses is None:
-            record.frequency = record.frequency + 1 if access.hit else 1.0
+        """Count the access, number ``now`` of the tier, and set ``record.frequency``, which is returned."""
+        if self.length is None:
+            record.frequency = record.frequency + access.times if access.hit else float(access.times)
             return record.frequency
-        bucket, into = divmod(now, self.accesses)
-        passed = bucket - record.at // self.accesses
+        bucket, share = self._place(now)
+        passed = bucket - record.bucket
         if passed:
             record.previous = record.current if passed == 1 else 0.0
-            record.current = 0.0
-        record.current += 1
-        record.frequency = record.current + record.previous * (1 - into / self.accesses)
+            record.current, record.bucket = 0.0, bucket
+        record.current += access.times
+        record.frequency = record.current + record.previous * (1 - share)
         return record.frequency
+
+    def _place(self, now: int) -> tuple[int, float]:
+        """Which bucket it is, and the share of it that has passed."""
+        assert self.length is not None
+        if isinstance(self.length, Seconds):
+            bucket, into = divmod(self.length.clock(), self.length.length)
+            return int(bucket), into / self.length.length
+        bucket, into = divmod(now, self.length)
+        return bucket, into / self.length
