@@ -78,11 +78,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file (mode 0600) in place of an earlier one, atomically; its folder is made if missing."""
+    """Write a small file (mode 0600) and its missing folders; it replaces an earlier one atomically."""
     make_folder(path.parent)
     temp = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar, Token, copy_context
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from ragcachekit.errors import Cancelled
@@ -69,18 +69,14 @@ class CancelScope:
         self._cancelled = True
 
     def __enter__(self) -> Self:
-        handler = signal.getsignal(signal.SIGINT) if self._on_interrupt else None
-        if self._on_interrupt and handler != self._interrupted:
+        handler = None
+        if self._on_interrupt and (found := signal.getsignal(signal.SIGINT)) != self._interrupted:
             signal.signal(signal.SIGINT, self._interrupted)
-            self._handler = handler
-        else:
-            handler = None
+            self._handler = handler = found
         self._stack().append((_SCOPE.set(self), handler))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         token, handler = self._stack().pop()
         _SCOPE.reset(token)
         if handler is not None:  # None: not installed from Python, or not by this block
@@ -120,9 +116,8 @@ class CancelScope:
                 items.close()
 
     def _stack(self) -> list[tuple[Token[CancelScope | None], Any]]:
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        stack: list[tuple[Token[CancelScope | None], Any]] = self._entered.stack
+        stack: list[tuple[Token[CancelScope | None], Any]]
+        stack = self._entered.__dict__.setdefault("stack", [])
         return stack
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:

@@ -55,7 +55,7 @@ class Beginnings:
         at = bisect_right(self._known, longer)
         while at:
             known = self._known[at - 1]
-            # What is still to come is smaller than this one, so it is a beginning of this one, too.
+            # The remaining ones sort before this one, so they begin this one, too.
             shared = common(known, longer) * _ITEM
             if shared == len(known):
                 yield self._numbers[at - 1]
