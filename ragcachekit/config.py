@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
-
 
 TIERS = ("gpu", "host", "disk", "redis", "bulk")
 """Names of the storage tiers, fastest first."""
@@ -32,13 +31,14 @@ _FIELDS: dict[str, tuple[Kinds, str]] = {
     "Mapping[str, int]": (Mapping, "a mapping such as {'tenant': 1 << 30}"),
     "Mapping[str, str]": (Mapping, "a mapping such as {'disk': 'int8'}"),
 }
-"""What may stand in a field of a configuration, by the field's annotation."""
+"""Accepted types of a configuration field, by the field's annotation."""
 
 
 def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
-    """TypeError that names the argument, what it is and what to ``give``, unless it is one of ``kinds``.
+    """Raise TypeError unless ``value`` is one of ``kinds``; the message names the argument and what to
+    ``give``.
 
-    True and False are no numbers here, though Python takes them for 1 and 0; 4e9 is a whole one.
+    True and False are no numbers here; 4e9 is a whole number.
     """
     whole = kinds is Integral or (isinstance(kinds, tuple) and Integral in kinds)
     if whole and isinstance(value, float) and value.is_integer():
@@ -48,6 +48,13 @@ def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
     given = repr(value)
     shown = given if len(given) <= 80 else f"{given[:77]}..."
     raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
+
+
+def _check_numbers(config: Any, names: Iterable[str], *, positive: bool = False) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value < 0 or (positive and not value):
+            raise ValueError(f"{name} must be {'>' if positive else '>='} 0, got {value}")
 
 
 def _check_fields(config: Any) -> None:
@@ -61,44 +68,43 @@ def _check_fields(config: Any) -> None:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Which tiers hold chunk KV and how many bytes each may take. Any subset works.
+    """Storage tiers of chunk KV and the bytes that each may take. Any subset works.
 
     Attributes
     ----------
     gpu_bytes : int
-        Budget of the GPU memory tier in bytes; 0 (the default) turns it off. Filled by what requests
-        use, not by what is encoded ahead.
+        Budget of the GPU memory tier in bytes; 0 (the default) turns it off. Filled by requests, not by
+        encoding ahead.
     host_bytes : int
-        Budget of the host memory tier in bytes; 0 turns the tier off. Page-locked if ``gpu_bytes`` or
-        ``pin_host`` ask for it and there is CUDA.
+        Budget of the host memory tier in bytes; 0 turns it off. Page-locked if ``gpu_bytes`` or ``pin_host``
+        ask for it and there is CUDA.
     disk_path : path or None
         Folder of the disk tier; None turns the tier off.
     disk_bytes : int or None
-        Budget of the disk tier in bytes. None (the default): 64 GiB, or half of what is free on the volume
-        and what the folder takes already where that is less (at least a sixteenth of the volume).
+        Budget of the disk tier in bytes. None (the default): 64 GiB, or less: half of the volume's free bytes
+        and those the folder takes already (at least a sixteenth of the volume).
     redis_url : str or None
         ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries; None: off.
     redis_bytes, redis_entry_bytes : int
-        Budget of that tier, and the largest entry that it takes; larger ones go to ``bulk_url`` alone.
+        Budget of that tier, and its largest entry; larger ones go to ``bulk_url`` alone.
     bulk_url : str or None
         A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for everything; None: off.
     bulk_bytes : int
-        Budget of that tier, which each process keeps for itself: give each its own folder, or its share.
+        Budget of that tier, per process: give each process its own folder, or its share.
     remote_key : str or None
-        Name of the environment variable that holds the key which remote entries are signed with;
-        needed with ``redis_url`` and ``bulk_url``. The key itself never leaves the process.
+        Name of the environment variable with the key that signs remote entries; needed with ``redis_url`` and
+        ``bulk_url``. The key itself never leaves the process.
     remote_deadline, bulk_deadline : float
-        Seconds that one operation on Redis, and on the bulk tier with its large entries, may take; after
-        that it is a miss.
+        Seconds for one operation on Redis, and on the bulk tier; after that it is a miss.
     eviction : str
-        Who leaves a memory tier first: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
-        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers,
-        which several processes share, always drop what was least recently used.
+        Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
+        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
+        evict the least recently used.
     quotas : mapping of str to int
         Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
     quantise : mapping of str to str
-        Tiers that keep KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. What comes from there is
-        rounded, is never called exact, and is computed again where exactness was asked for.
+        Tiers that keep KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded, never called
+        exact, and computed again where exactness was asked for.
     pin_host : bool
         Page-lock host memory although there is no GPU tier.
     disk_direct : bool
@@ -125,16 +131,13 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        for name in ("gpu_bytes", "host_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        _check_numbers(self, ("gpu_bytes", "host_bytes"))
         if self.disk_bytes is not None and self.disk_bytes <= 0:
             raise ValueError(
                 f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
             )
-        for name in ("redis_bytes", "redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        remote = ("redis_bytes", "redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline")
+        _check_numbers(self, remote, positive=True)
         if (self.redis_url or self.bulk_url) and not self.remote_key:
             raise ValueError(
                 "a remote tier needs remote_key=, the name of an environment variable with the key that "
@@ -158,26 +161,26 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """What the knowledge tree keeps: exact KV of the beginnings of past prompts.
+    """Budgets of the knowledge tree: exact KV of the beginnings of past prompts.
 
     Attributes
     ----------
     gpu_bytes : int
-        Budget in GPU memory; 0 (the default) leaves it out, and so does a model on a CPU.
+        Budget in GPU memory; 0 (the default), or a model on a CPU, leaves the tier out.
     host_bytes : int
         Budget in host memory.
     disk_bytes : int
         Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0 leaves it out.
     keep_first : int or None
-        Keep only the first so many documents of each prompt; None for all.
+        Keep only this many documents at the start of each prompt; None for all.
     eviction : str
-        Who leaves memory first: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``), ``gdsf``,
+        Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``), ``gdsf``,
         ``lfu``, ``lru``.
     replicate_bytes : int
         Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a lost GPU.
     turns_bytes : int
-        Host memory for the last turns of conversations, so that the next turn need not compute the former
-        one's rows again: exact where they were, approximate where they were. 0 (the default) keeps none.
+        Host memory for the last turns of conversations, whose rows the next turn reuses: exact rows stay
+        exact, approximate ones approximate. 0 (the default) keeps none.
     """
 
     host_bytes: int = 1 << 30
@@ -190,9 +193,7 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        for name in ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        _check_numbers(self, ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"))
         if self.keep_first is not None and self.keep_first < 0:
             raise ValueError(f"keep_first must be >= 0 or None for all, got {self.keep_first}")
         if self.replicate_bytes > self.host_bytes or (self.replicate_bytes and not self.gpu_bytes):
@@ -204,22 +205,22 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """How much of the traffic is answered a second time in full, to see what reuse does to answers.
+    """Share of the traffic that is answered a second time in full, to measure the effect of reuse on answers.
 
     Attributes
     ----------
     share : float
         Share of requests that are drawn, 0 to 1; 0 turns shadow mode off.
     when : {"background", "after"}
-        Whether the full prefill runs in a thread behind the answer, or before the answer is returned.
+        Whether the full prefill runs in a background thread, or before the answer is returned.
     window : int
-        How many of the last compared requests the bound is about.
+        Number of last compared requests that the bound is about.
     bound : float
         Warn when more than ``bound * window`` of the last ``window`` answers differed from those of full.
     fall_back : bool
-        From then on compute further prompts of that namespace in full, until ``rag.shadow.reset()``.
+        From then on compute prompts of that namespace in full, until ``rag.shadow.reset()``.
     seed : int
-        Which requests are drawn: the same seed draws the same ones.
+        Seed of the draw: the same seed draws the same requests.
     """
 
     share: float
@@ -242,19 +243,19 @@ class ShadowConfig:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How entries of slow tiers (disk, remote) come into a prompt.
+    """Loading of entries from slow tiers (disk, remote) into a prompt.
 
     Attributes
     ----------
     when : {"auto", "always"}
-        ``auto`` computes the rows of a chunk where loading its KV would end later, by what loads and
-        prefills took on this machine; ``always`` loads whatever is found.
+        ``auto`` computes a chunk where loading its KV would take longer, by times measured on this machine;
+        ``always`` loads whatever is found.
     deadline : float
-        Seconds that a request waits for an entry; one that is not there by then is computed.
+        Seconds that a request waits for an entry; after that its chunk is computed.
     threads : int
-        Reads at the same time.
+        Number of simultaneous reads.
     bytes_in_flight : int
-        How much may be read ahead by :meth:`RagCache.prefetch` for prompts that have not come yet.
+        Bytes that :meth:`RagCache.prefetch` may read ahead for future prompts.
     """
 
     when: Literal["auto", "always"] = "auto"
@@ -266,25 +267,23 @@ class LoadConfig:
         _check_fields(self)
         if self.when not in ("auto", "always"):
             raise ValueError(f"load must be 'auto' or 'always', got {self.when!r}")
-        for name in ("deadline", "threads", "bytes_in_flight"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        _check_numbers(self, ("deadline", "threads", "bytes_in_flight"), positive=True)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """Which linked forwards run as CUDA graphs, captured once and replayed for every request.
+    """Linked forwards that run as CUDA graphs, captured once and replayed for every request.
 
     Attributes
     ----------
     max_rows : int
-        Above that a forward is launched kernel by kernel: the GPU is busier than the host that launches.
+        Most computed rows of a graph; larger forwards keep the GPU busier than the host that launches.
     max_coming : int
-        Bytes of chunk KV outside of the GPU for which it is worth waiting, so that a graph can run; behind
-        more of them an ordinary forward runs layer by layer, as they come.
+        Most bytes of chunk KV outside the GPU that a graph waits for; behind more of them an ordinary forward
+        runs layer by layer, as they arrive.
     capture : callable, optional
-        What captures instead of CUDA graphs (for tests, and devices with graphs of their own): takes a
-        function over fixed memory and returns one that does the same work again.
+        Replaces CUDA graph capture (for tests, and devices with graphs of their own): takes a function over
+        fixed memory and returns one that repeats its work.
     """
 
     max_rows: int = 1024

@@ -1,15 +1,14 @@
-"""The one exception tree of the library.
+"""Exceptions of the library.
 
-Bad arguments raise :class:`ValueError` or :class:`TypeError` as everywhere in Python; what depends on
-state (a model, a folder, a prompt already used) raises a subclass of :class:`RagCacheError`.
-:class:`Cancelled` stands apart, as it is no error.
+Bad arguments raise :class:`ValueError` or :class:`TypeError`. What depends on state (a model, a folder, a
+used prompt) raises a subclass of :class:`RagCacheError`. :class:`Cancelled` is no error and stands apart.
 """
 
 from __future__ import annotations
 
 
 class RagCacheError(Exception):
-    """Base of every error that this library raises about state."""
+    """Base of all errors of this library about state."""
 
 
 class ModelNotSupported(RagCacheError):
@@ -51,6 +50,6 @@ class RetrievalError(RagCacheError):
 class Cancelled(BaseException):
     """The model work of a :class:`~ragcachekit.CancelScope` was cancelled.
 
-    Not an :class:`Exception`, as :class:`asyncio.CancelledError` is not: retries, fallbacks and whatever
-    handles a failing cache would go on with the request.
+    Not an :class:`Exception`, like :class:`asyncio.CancelledError`: no retry or fallback may go on with the
+    request.
     """

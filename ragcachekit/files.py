@@ -1,4 +1,4 @@
-"""Small files and folders of our own: opened without waiting, made for this user alone, read with care."""
+"""Small private files and folders: opened without blocking, readable by this user alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -24,21 +25,8 @@ for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
 class OpenFile:
     """One open descriptor, closed with its last reference at the latest.
 
-    To open and to keep, and to take and to close, are one call each: a KeyboardInterrupt comes between
-    calls, and a descriptor that nothing holds would stay open.
-
-    Parameters
-    ----------
-    path : path
-    flags : int
-        As for :func:`os.open`; a FIFO or a device is not waited for.
-    mode : int
-        Of a file that is created.
-
-    Raises
-    ------
-    OSError
-        As :func:`os.open`.
+    Open and store, and take and close, are one C call each: a KeyboardInterrupt between them would leak the
+    descriptor. ``path``, ``flags``, ``mode`` and errors are those of :func:`os.open`; a FIFO does not block.
     """
 
     _held: Sequence[int] = ()
@@ -49,11 +37,11 @@ class OpenFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor; -1 once it is closed."""
+        """Descriptor; -1 once it is closed."""
         return self._held[0] if self._held else -1
 
     def close(self) -> None:
-        """Close it; also twice."""
+        """Close the descriptor; may be repeated."""
         if isinstance(self._held, list) and self._held:
             deque(map(os.close, map(list[int].pop, (self._held,))), maxlen=0)
 
@@ -68,7 +56,7 @@ class OpenFile:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> OpenFile:
-    """An :class:`OpenFile` of a regular file; OSError for a folder, FIFO, socket or device of that name."""
+    """Open a regular file; OSError for a folder, FIFO, socket or device of that name."""
     file = OpenFile(path, flags, mode)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         file.close()
@@ -133,17 +121,33 @@ def sync_folder(path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What the JSON says; ValueError for anything that is none, also where it is nested too deeply."""
+    """Value of a JSON text; ValueError for anything else, also for JSON nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("JSON that is nested too deeply") from error
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing, all of them for this user alone (mode 0700).
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file (mode 0600) and its missing folders; it replaces an earlier one atomically."""
+    make_folder(path.parent)
+    temp = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
+    try:
+        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
 
-    Not ``mkdir(parents=True)``, which makes parents that everybody may use, as the umask allows.
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its missing parents for this user alone (mode 0700).
+
+    Not ``mkdir(parents=True)``, which gives parents the mode of the umask.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)

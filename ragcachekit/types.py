@@ -1,4 +1,4 @@
-"""Chunks, segments, prompts and keys: plain frozen data, without torch."""
+"""Chunks, segments, prompts and keys: frozen data, without torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ENCODING_PREFIX = "prefix"
-"""The encoding of text that stands at the very start of a prompt: exact wherever it is reused."""
+"""Encoding of text at the very start of a prompt: exact wherever it is reused."""
 
 
 def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
-    """SHA-256 over a tenant salt, its length before it, and the token ids (little-endian 64 bit), as hex.
+    """SHA-256, as hex, over the salt with its length and the token ids (little-endian 64 bit).
 
-    Two namespaces never share an id, so one tenant's KV cannot be addressed by another.
+    Different salts (namespaces) never share an id, so one tenant's KV cannot be addressed by another.
     """
     raw = salt.encode()
     digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
@@ -24,7 +24,7 @@ def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a prompt, given as text or as token ids (exactly one of them).
+    """A stretch of a prompt, as text or as token ids (exactly one of them).
 
     Use the subclasses :class:`Text` and :class:`Chunk`.
     """
@@ -80,7 +80,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class KVKey:
-    """What identifies one stored KV entry.
+    """Identity of one stored KV entry.
 
     Attributes
     ----------
@@ -91,10 +91,10 @@ class KVKey:
     chunk_id : str
         SHA-256 of the token ids, salted with the namespace.
     encoding : str
-        What stood before the chunk when it was encoded: ``standalone``, ``sinks:4``, ``system``,
-        ``prefix``; a suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
+        Text before the chunk when it was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
+        suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
     context : tuple of str
-        Ids of the segments the chunk was encoded behind, in order. ``forget`` follows them.
+        Ids of the segments that the chunk was encoded behind, in order. ``forget`` follows them.
     """
 
     fingerprint: str

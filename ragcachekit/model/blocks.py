@@ -1,4 +1,4 @@
-"""Many tensors in one block of memory: one allocation, and one copy moves them all."""
+"""Blocks of memory that hold many tensors: one allocation, and one copy moves them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def nbytes_of(side: TensorShape) -> int:
 
 
 def offsets(sides: Sequence[TensorShape]) -> list[int]:
-    """Where each tensor begins in its block, and last the size of the block, in bytes."""
+    """Byte offset of each tensor in its block; last the size of the block."""
     out = [0]
     for side in sides:
         out.append(out[-1] + -(-nbytes_of(side) // ALIGN) * ALIGN)
@@ -26,7 +26,7 @@ def offsets(sides: Sequence[TensorShape]) -> list[int]:
 
 
 def stretch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All of them as one uint8 tensor, if they lie as :func:`carved` lays them, else None."""
+    """One uint8 view of all tensors if they lie as :func:`carved` lays them, else None."""
     first = tensors[0]
     at = [first.data_ptr() + offset for offset in offsets([(t.dtype, tuple(t.shape)) for t in tensors])]
     if any(t.data_ptr() != begin or not t.is_contiguous() for t, begin in zip(tensors, at[:-1], strict=True)):
@@ -40,7 +40,7 @@ def stretch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def carved(memory: torch.Tensor, sides: Sequence[TensorShape]) -> list[torch.Tensor]:
-    """Views of uint8 ``memory`` where :func:`offsets` says; one call each, for there are thousands."""
+    """Views of uint8 ``memory`` at :func:`offsets`. One ``as_strided`` each, as there are thousands."""
     typed = {dtype: memory.view(dtype) for dtype in {dtype for dtype, _ in sides}}
     first = memory.storage_offset()
 

@@ -1,4 +1,4 @@
-"""Cancellation of model work: a scope around a request, which its forwards ask between two layers."""
+"""Cancellation of model work: forwards check the scope of their request between two layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar, Token, copy_context
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from ragcachekit.errors import Cancelled
@@ -16,7 +16,7 @@ from ragcachekit.errors import Cancelled
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Per thread and task: a request's scope is never that of another request on the same model.
+# Per thread and task, so that requests on the same model have separate scopes.
 _SCOPE: ContextVar[CancelScope | None] = ContextVar("ragcachekit_cancel_scope", default=None)
 
 
@@ -24,24 +24,23 @@ class CancelScope:
     """A ``with`` block whose model work another thread can end.
 
     The block includes threads that copy its context: ``asyncio.to_thread``, LangChain's executors, streams
-    that are begun in it. Once the scope is cancelled, a forward that runs there ends before its next layer
-    or after its token, and the call that ran it raises :class:`~ragcachekit.errors.Cancelled`. Nothing of
-    a half-made forward is kept. Scopes nest: an inner one ends with those around it.
+    begun in it. After cancellation a forward inside ends before its next layer or after its token, and its
+    call raises :class:`~ragcachekit.errors.Cancelled`. Nothing of an unfinished forward is kept. Scopes nest:
+    an inner one ends with those around it.
 
     Parameters
     ----------
     event : threading.Event, optional
         Cancels the scope when set, beside :meth:`cancel`.
     on_interrupt : bool
-        Have Ctrl-C (SIGINT) cancel the scope before ``KeyboardInterrupt`` is raised. For executors that are
-        not ours (LangChain's ``RunnableParallel``): they wait for their threads before they let it out.
-        Only in the main thread.
+        Ctrl-C (SIGINT) cancels the scope before ``KeyboardInterrupt`` is raised. For executors that wait for
+        their threads first, such as LangChain's ``RunnableParallel``. Main thread only.
 
     Attributes
     ----------
     between_layers : bool
-        Whether forwards end between two layers. False where the generate loop ends between two tokens, so
-        that the tokens it has are not lost.
+        Whether forwards end between two layers. False where the generate loop ends between two tokens and
+        keeps those it has.
 
     Examples
     --------
@@ -54,9 +53,9 @@ class CancelScope:
         self.between_layers = True
         self._event, self._on_interrupt = event, on_interrupt
         self._handler: Any = None
-        self._cancelled = False  # not an event of its own: a signal handler may come while its lock is held
+        self._cancelled = False  # not an Event: a signal handler may run while its lock is held
         self._outer = _SCOPE.get()
-        self._entered = threading.local()  # per thread: its tokens and handlers, the last one entered last
+        self._entered = threading.local()  # per thread: a stack of tokens and signal handlers
 
     @property
     def requested(self) -> bool:
@@ -66,35 +65,31 @@ class CancelScope:
         return self._outer is not None and self._outer.requested
 
     def cancel(self) -> None:
-        """End the model work inside; may be called from any thread, and more than once."""
+        """End the model work inside. Any thread may call it, and more than once."""
         self._cancelled = True
 
     def __enter__(self) -> Self:
-        handler = signal.getsignal(signal.SIGINT) if self._on_interrupt else None
-        if self._on_interrupt and handler != self._interrupted:
+        handler = None
+        if self._on_interrupt and (found := signal.getsignal(signal.SIGINT)) != self._interrupted:
             signal.signal(signal.SIGINT, self._interrupted)
-            self._handler = handler
-        else:
-            handler = None
+            self._handler = handler = found
         self._stack().append((_SCOPE.set(self), handler))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         token, handler = self._stack().pop()
         _SCOPE.reset(token)
-        if handler is not None:  # None: one that was not installed from Python, or none of this block
+        if handler is not None:  # None: not installed from Python, or not by this block
             signal.signal(signal.SIGINT, handler)
 
     def run(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``work`` inside the scope, in a worker thread, and wait for it.
 
-        What interrupts the wait (``KeyboardInterrupt`` in the main thread) first cancels the scope. Work
-        that joins threads of its own, as an executor does, would otherwise have to be waited for.
+        An exception during the wait (``KeyboardInterrupt`` in the main thread) first cancels the scope.
+        Otherwise the caller would wait for threads that the work joins itself.
         """
         future = Future[_T]()
-        # Not an executor: one whose submit is interrupted may not wait for the thread it has just started.
+        # Not an executor: after an interrupted submit it may not wait for the thread it started.
         arguments = self._resolve, future, partial(work, *args, **kwargs)
         thread = threading.Thread(target=copy_context().run, args=arguments, name="ragcachekit-scope")
         try:
@@ -110,7 +105,7 @@ class CancelScope:
             del future  # an exception's traceback holds this frame
 
     def iterate(self, items: Iterator[_T]) -> Iterator[_T]:
-        """The ``items`` of a generator, each made as in :meth:`run`; ending early cancels the scope."""
+        """Yield the ``items`` of a generator, each made as in :meth:`run`; ending early cancels the scope."""
         end = object()
         try:
             while (item := self.run(next, items, end)) is not end:
@@ -121,9 +116,8 @@ class CancelScope:
                 items.close()
 
     def _stack(self) -> list[tuple[Token[CancelScope | None], Any]]:
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        stack: list[tuple[Token[CancelScope | None], Any]] = self._entered.stack
+        stack: list[tuple[Token[CancelScope | None], Any]]
+        stack = self._entered.__dict__.setdefault("stack", [])
         return stack
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
@@ -142,10 +136,7 @@ class CancelScope:
 
 
 def raise_if_cancelled() -> None:
-    """Raise :class:`~ragcachekit.errors.Cancelled` in a scope that is cancelled.
-
-    Attention calls it in every layer: when nobody cancels, it costs a look-up and a flag.
-    """
+    """Raise :class:`~ragcachekit.errors.Cancelled` in a cancelled scope; run in every layer."""
     scope = _SCOPE.get()
     if scope is not None and scope.between_layers and scope.requested:
         raise Cancelled("the model work was cancelled; nothing of the forward that ran was kept")

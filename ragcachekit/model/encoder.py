@@ -1,4 +1,4 @@
-"""Prefill chunks once and take their KV with RoPE removed (EPIC section 2.2 calls this compile)."""
+"""Chunk encoder: prefills chunks once and returns their KV without RoPE."""
 
 from __future__ import annotations
 
@@ -18,40 +18,23 @@ BATCH_TOKENS = 2048
 """Padded tokens of one batch at most: enough to fill a matmul."""
 
 BATCH_BYTES = 64 << 20
-"""KV of one batch at most, unless one chunk has more: so much is held between computing and storing."""
+"""KV of one batch at most, in bytes; a single chunk may exceed it."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a chunk is encoded behind.
+    """Context that a chunk is encoded behind."""
 
-    Attributes
-    ----------
-    name : str
-        ``standalone``, ``sinks:n``, ``system`` or ``prefix``.
-    behind : tuple of int
-        Token ids that stand before the chunk and whose KV is dropped.
-    length : int
-        Use the frequencies of a prompt of this many tokens (longrope); 0 for the chunk's own.
-    """
-
-    name: str
-    behind: tuple[int, ...] = ()
-    length: int = 0
+    name: str  # ``standalone``, ``sinks:n``, ``system`` or ``prefix``
+    behind: tuple[int, ...] = ()  # token ids before the chunk; their KV is dropped
+    length: int = 0  # prompt tokens whose frequencies apply (longrope); 0 for the chunk's own
 
 
 class ChunkEncoder:
-    """Runs chunks through a model, batched over unequal lengths.
+    """Runs chunks through the decoder of a causal LM, batched over unequal lengths.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal LM; its decoder runs, its LM head does not.
-    rope : Rope
-        The model's rotary embedding.
-    new_cache : callable, optional
-        Makes the cache of a batch from each item's ``(start, stop)``, where its chunk's rows begin and
-        end. A cache with ``sums`` (a mapping per item) has those kept with the KV.
+    ``new_cache`` makes a batch's cache from each item's ``(start, stop)``, the rows of its chunk. The cache's
+    ``sums`` (a mapping per item), if any, become those of the KV.
     """
 
     def __init__(
@@ -63,14 +46,14 @@ class ChunkEncoder:
         self._model = model
         self._rope = rope
         self._new_cache = new_cache
-        self._token_bytes = 0  # KV of one token, known after the first batch
+        self._token_bytes = 0  # KV of one token; 0 before the first batch
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
-        """Yield ``(index, ChunkKV)`` for every chunk, in order of length.
+        """Yield ``(index, ChunkKV)`` for every chunk, the shortest last; ValueError for an empty chunk.
 
-        Chunks are right-padded into batches of at most :data:`BATCH_TOKENS` tokens and
-        :data:`BATCH_BYTES`: under causal attention what follows a token cannot change it, so padding
-        needs no mask. Nothing is held of a chunk once the next one is asked for.
+        Batches are right-padded to at most :data:`BATCH_TOKENS` and :data:`BATCH_BYTES`. Padding needs no
+        mask: under causal attention later tokens do not change earlier ones. A chunk's KV is released when
+        the next one is requested.
         """
         if any(len(chunk) == 0 for chunk in chunks):
             raise ValueError("an empty chunk has no KV; drop it before encoding")
@@ -83,7 +66,7 @@ class ChunkEncoder:
                 yield index, kvs.pop()
 
     def _take(self, order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
-        """Move the longest chunks that fit into one batch out of ``order``; one alone to begin with."""
+        """Move the longest chunks that fit one batch out of ``order``; the first batch is a single chunk."""
         width = before + len(chunks[order[-1]])
         most = min(BATCH_TOKENS, BATCH_BYTES // self._token_bytes) if self._token_bytes else 0
         count = max(1, min(len(order), most // width))
@@ -96,8 +79,8 @@ class ChunkEncoder:
         device, before = self._model.device, len(encoding.behind)
         width = before + max(len(chunk) for chunk in chunks)
         length = max(encoding.length, width)
-        # One more token at the prompt's last position makes the model use that prompt's frequencies;
-        # under causal attention nothing before it notices.
+        # One more token at the prompt's last position makes the model use that prompt's frequencies.
+        # Causal attention keeps it from changing the tokens before it.
         stretch = [length - 1] if length > width else []
         ids = torch.zeros(len(chunks), width + len(stretch), dtype=torch.long)
         for row, chunk in enumerate(chunks):
@@ -112,7 +95,6 @@ class ChunkEncoder:
         )
         exact = encoding.name == ENCODING_PREFIX
         stretches = [Stretch(row, before, before + len(chunk)) for row, chunk in enumerate(chunks)]
-        # On the host: that is the tier that budgets count, wherever the model runs.
         sides = extract(cache.layers, stretches, None if exact else self._rope, length)
         sums = getattr(cache, "sums", None) or [{} for _ in chunks]
         return [ChunkKV(*kv, 0 if exact else None, s) for kv, s in zip(sides, sums, strict=True)]

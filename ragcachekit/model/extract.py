@@ -1,4 +1,4 @@
-"""Keys and values out of the cache of a forward, copied and without RoPE: what the store will keep."""
+"""Extraction of keys and values from the cache of a forward, copied and without RoPE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcachekit.model.blocks import TensorShape, carved, offsets
+from ragcachekit.model.blocks import carved, offsets
 from ragcachekit.model.rope import Rope
 from ragcachekit_kernels import dispatch
 
@@ -40,12 +40,11 @@ def extract(
     host: bool = True,
     locked: bool = True,
 ) -> list[Sides]:
-    """Copies of some stretches of a cache, each in memory of its own, complete when this returns.
+    """Copy stretches of a cache, each into memory of its own, complete on return.
 
-    Where kernels run, a stretch is taken out of all layers by one launch into one block of memory, which
-    goes to the host in one copy: two for each layer and stretch, and as many launches for the rotation,
-    take longer than the bytes do. Blocks follow each other on the device, so the room of one is enough
-    there; the host waits once, for the last.
+    Where kernels run, one launch takes a stretch out of all layers into one block, and one copy brings it to
+    the host. Per-layer launches and copies would take longer than the bytes do. The host waits once, for the
+    last copy.
 
     Parameters
     ----------
@@ -54,14 +53,14 @@ def extract(
     stretches : sequence of Stretch
         At least one token each; may overlap.
     rope : Rope, optional
-        Removed from what it rotated; then columns must be positions. None: copied as it is.
+        Removed from the rotated side; columns must then be positions. None: copied unchanged.
     length : int
-        With ``rope``: tokens of the prompt whose frequencies were used; no less than any ``stop``.
+        With ``rope``: tokens of the prompt whose frequencies were used; at least every ``stop``.
     host : bool
-        Copy to the host. Else results stay on the device (and are complete in the order of its stream).
+        Copy to the host; otherwise results stay on the device, complete in the order of its stream.
     locked : bool
-        Blocks on the host are page-locked if possible, so that copies do not wait for each other. Not for
-        what is kept long and may be large: it is memory that the system cannot use otherwise.
+        Page-lock host blocks if possible, so that copies overlap. Not for large KV that is kept long: the
+        system cannot use page-locked memory otherwise.
     """
     if not stretches:
         return []
@@ -73,7 +72,6 @@ def extract(
 def _by_torch(
     layers: Sequence[Any], stretches: Sequence[Stretch], rope: Rope | None, length: int, host: bool
 ) -> list[Sides]:
-    """Layer by layer; stretches that begin together (a batch of chunks) lose their RoPE together."""
     keys: list[list[torch.Tensor]] = [[] for _ in stretches]
     values: list[list[torch.Tensor]] = [[] for _ in stretches]
     to = "cpu" if host else layers[0].keys.device
@@ -100,13 +98,13 @@ def _by_kernel(
     host: bool,
     locked: bool,
 ) -> list[Sides]:
-    """Stretch by stretch, in the order of the current stream."""
     device = layers[0].keys.device
     tables = () if rope is None else rope.unturns.on(device, length)
     planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
     out = []
     for item, start, stop in stretches:
-        sides = [_side(plane.kv, stop - start) for plane in planes[item]]
+        kvs = [plane.kv for plane in planes[item]]
+        sides = [(kv.dtype, (kv.shape[0], stop - start, kv.shape[2])) for kv in kvs]
         block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
         chunk = dispatch.ChunkTensors(carved(block, sides))
         dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
@@ -120,7 +118,6 @@ def _by_kernel(
 
 
 def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatch.Plane]:
-    """Keys and values in turn."""
     out: list[dispatch.Plane] = []
     for index, layer in enumerate(layers):
         keys, values = _with_rows(layer.keys[item]), _with_rows(layer.values[item])
@@ -132,17 +129,12 @@ def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatc
 
 
 def _with_rows(side: torch.Tensor) -> torch.Tensor:
-    """Rows one behind the other, as kernels read them; caches lie so but for a few models'."""
+    """Rows one behind the other, as kernels read them; most caches lie so already."""
     _, step, one = side.stride()
     return side if (step, one) == (side.shape[2], 1) else side.contiguous()
 
 
-def _side(kv: torch.Tensor, tokens: int) -> TensorShape:
-    return kv.dtype, (kv.shape[0], tokens, kv.shape[2])
-
-
 def _to_host(block: torch.Tensor, locked: bool) -> torch.Tensor:
-    """Under way to the host on the current stream."""
     try:
         into = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=locked)
     except RuntimeError as error:  # the system limits how much may be page-locked

@@ -1,4 +1,4 @@
-"""Digests of files, remembered for as long as the files do not change."""
+"""Digests of files, cached in a JSON file until the files change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.files import make_folder, parse_json, read_regular
+from ragcachekit.files import parse_json, read_regular, replace_file
 
 _SETTLED_SECONDS = 2.0
 _log = logging.getLogger(__name__)
@@ -26,20 +24,11 @@ def hash_file(path: Path) -> str:
 
 
 class FileDigests:
-    """File digests remembered by path, size, modification time and inode, in a small JSON file.
+    """SHA-256 of files, cached in a JSON file by path, size, modification time and inode.
 
-    A file changed within the last two seconds is hashed but not remembered: it could change once more
-    within the clock's resolution. A damaged memory, or one that others may write to, is ignored; one
-    that cannot be written is logged, and the digests are computed again next time.
-
-    Parameters
-    ----------
-    path : Path or None
-        The JSON file (mode 0600, replaced atomically); None remembers nothing.
-    hasher : callable
-        Path to digest.
-    clock : callable
-        Seconds since the epoch.
+    A file changed within the last two seconds is not cached: the clock might not show a further change. A
+    cache file (mode 0600) that is damaged or writable by others is ignored; one that cannot be written is
+    logged. ``path`` None caches nothing.
     """
 
     def __init__(
@@ -53,13 +42,7 @@ class FileDigests:
         self._clock = clock
 
     def get(self, file: Path) -> str:
-        """The file's digest, from memory if the file is unchanged.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be read, or changes while it is.
-        """
+        """Digest of a file; OSError if the file cannot be read, or changes meanwhile."""
         real = Path(os.path.realpath(file))
         before = _identity(real)
         known = self._load()
@@ -78,7 +61,7 @@ class FileDigests:
             return {}
         try:
             content = parse_json(read_regular(self._path, own=True))
-        except (FileNotFoundError, NotADirectoryError):  # the latter is told of where it is to be written
+        except (FileNotFoundError, NotADirectoryError):  # the latter is logged on writing
             return {}
         except (OSError, ValueError) as error:
             _log.warning("%s cannot be used (%s); weights are hashed again", self._path, error)
@@ -88,18 +71,9 @@ class FileDigests:
     def _save(self, known: dict[str, Any]) -> None:
         if self._path is None:
             return
-        temp = self._path.with_name(f".{self._path.name}.{os.getpid()}.{uuid.uuid4().hex}")
         try:
-            make_folder(self._path.parent)
-            descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(known, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temp.replace(self._path)
+            replace_file(self._path, json.dumps(known))
         except OSError as error:
-            with suppress(OSError):
-                temp.unlink(missing_ok=True)
             _log.warning("digests cannot be remembered in %s (%s)", self._path, error)
 
 

@@ -1,11 +1,11 @@
-"""The fingerprint: a digest of all that changes KV values."""
+"""Fingerprint of a model: a digest of all that changes KV values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ from typing import Any
 from torch import nn
 
 from ragcachekit.model.file_digests import FileDigests
-from ragcachekit.model.watch import ModelWatch, adapter_values, quick_check
+from ragcachekit.model.watch import ModelWatch, adapter_values
 from ragcachekit.model.weights_digest import hash_tensor, source_digest, state_digest
 
-__all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint", "quick_check"]
+__all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint"]
 
 KV_SCHEMA = 3
-"""Raised when the library stores KV in another form, or computes it otherwise.
+"""Version of the stored KV; raised when KV is stored in another form or computed otherwise.
 
-3: what schema 2 stored for models whose frequencies depend on the length (longrope) may have been computed
-while another thread changed the frequencies.
+3: under schema 2, another thread could change longrope frequencies while KV was computed.
 """
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
@@ -45,8 +44,8 @@ _TOKENIZER = (
     "add_prefix_space",
     "legacy",
 )
-# Fields of a configuration that change no KV value. Whatever is not known to be harmless counts:
-# a needless difference costs a miss, an overlooked one would serve wrong KV.
+# Configuration fields that change no KV value. All others count: a needless difference costs a miss,
+# an overlooked one would serve wrong KV.
 _HARMLESS = frozenset(
     {
         *("architectures", "auto_map", "transformers_version", "tokenizer_class"),
@@ -61,19 +60,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identity of a model as far as KV values go.
+    """Identity of a model as far as KV values go."""
 
-    Attributes
-    ----------
-    digest : str
-        SHA-256 over the parts, as hex; part of every KV key.
-    parts : dict of str to str
-        What went in, each a digest or a short text: ``weights, adapter, tokenizer, rope, dtype,
-        quantization, layout, config, model, schema``. Compare them to see why two differ.
-    """
-
-    digest: str
-    parts: dict[str, str]
+    digest: str  # SHA-256 over the parts, as hex; part of every KV key
+    parts: dict[str, str]  # by name, e.g. ``weights`` or ``rope``: a digest or a short text
 
     def __str__(self) -> str:
         return self.digest
@@ -98,18 +88,14 @@ def fingerprint(
     model : transformers.PreTrainedModel
         The model; its state dict is streamed through SHA-256 unless ``source`` serves.
     tokenizer : transformers tokenizer, optional
-        What turns text into ids counts; its chat template, padding and truncation do not.
+        Everything that turns text into ids counts; chat template, padding and truncation do not.
     source : path, optional
         Local folder of safetensors files that the model was loaded from **just now, unmodified**: the
-        caller's promise. Then the files are hashed, which ``cache`` makes quick. They are used only
-        if they hold every tensor of the state dict by name and shape and no adapter is attached.
-        The two ways give different fingerprints for the same weights (a miss, nothing worse).
+        caller's promise. These files are hashed instead if they hold every tensor of the state dict, by name
+        and shape, and no adapter is attached. The two ways give different fingerprints for the same weights
+        (a miss, nothing worse).
     cache : path, optional
-        JSON file that remembers file digests by path, size, modification time and inode.
-
-    Returns
-    -------
-    Fingerprint
+        JSON file of file digests (:class:`~ragcachekit.model.file_digests.FileDigests`).
 
     Raises
     ------
@@ -129,7 +115,7 @@ def fingerprint(
         "dtype": _dtypes(model),
         "quantization": _quantization(model, config),
         "layout": json.dumps(_fields(text, _LAYOUT), sort_keys=True),
-        "config": _digest(_without_harmless(_plain(config))),
+        "config": _digest(_without(_plain(config), _is_harmless)),
     }
     return Fingerprint(_digest(parts), parts)
 
@@ -149,7 +135,7 @@ def _adapter(model: nn.Module) -> str:
     configs = getattr(model, "peft_config", None)
     if not acting and not configs:
         return "none"
-    return _digest([acting, _drop(_plain(configs), _ADAPTER_PATHS)])
+    return _digest([acting, _without(_plain(configs), _ADAPTER_PATHS.__contains__)])
 
 
 def _tokenizer(tokenizer: Any) -> str:
@@ -158,7 +144,7 @@ def _tokenizer(tokenizer: Any) -> str:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "to_str"):
         content = json.loads(backend.to_str())
-        # Calls with padding= or truncation= leave these behind in the backend.
+        # Calls with padding= or truncation= change these in the backend.
         content = {k: v for k, v in content.items() if k not in ("padding", "truncation")}
     else:
         content = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
@@ -166,7 +152,7 @@ def _tokenizer(tokenizer: Any) -> str:
 
 
 def _rotary_buffers(model: nn.Module) -> dict[str, str]:
-    """Digests of the frequencies; of those as they were made where dynamic scaling rewrites them."""
+    """Digests of the frequencies; of the original ones where dynamic scaling rewrites them."""
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("inv_freq")}
     digests: dict[str, str] = {}
     for name, buffer in buffers.items():
@@ -179,7 +165,6 @@ def _rotary_buffers(model: nn.Module) -> dict[str, str]:
 
 
 def _dtypes(model: nn.Module) -> str:
-    """The one dtype of all parameters, or a digest of which has which."""
     dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()}
     kinds = sorted(set(dtypes.values()))
     return "".join(kinds) if len(kinds) == 1 else f"{'+'.join(kinds)} {_digest(dtypes)}"
@@ -200,12 +185,12 @@ def _fields(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _field(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name, None)
-    except RuntimeError:  # Gemma 4: every kind of layer has a size of its own
+    except RuntimeError:  # Gemma 4: sizes differ by kind of layer
         return [getattr(layer, name, None) for layer in owner.per_layer_config]
 
 
 def _plain(value: Any) -> Any:
-    """JSON data that is the same in every process (no addresses, no set order)."""
+    """JSON data that is equal in every process (no addresses, no set order)."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Mapping):
@@ -220,16 +205,13 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def _without_harmless(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if not (k.startswith("_") or k.endswith("_token_id"))}
-        return {k: _without_harmless(v) for k, v in kept.items() if k not in _HARMLESS}
-    return value
+def _is_harmless(name: str) -> bool:
+    return name in _HARMLESS or name.startswith("_") or name.endswith("_token_id")
 
 
-def _drop(value: Any, names: frozenset[str]) -> Any:
+def _without(value: Any, drop: Callable[[str], bool]) -> Any:
     if isinstance(value, dict):
-        return {k: _drop(v, names) for k, v in value.items() if k not in names}
+        return {k: _without(v, drop) for k, v in value.items() if not drop(k)}
     return value
 
 

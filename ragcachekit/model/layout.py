@@ -1,4 +1,4 @@
-"""What KV of one model looks like, so that an entry of any other shape is never linked."""
+"""Shape checks of KV, so that an entry of another model's shape is never linked."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ class Described(Protocol):
 
 
 class KVLayout:
-    """Layers, heads, head dimensions and dtypes of one model's KV.
-
-    Parameters
-    ----------
-    one_token : tuple
-        Shapes of the KV of a single token.
-    """
+    """Layers, heads, head dimensions and dtypes of one model's KV, from the shapes of a single token's KV."""
 
     def __init__(self, one_token: Shapes) -> None:
         self._one_token = one_token
@@ -47,7 +41,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, model: Any) -> KVLayout:
-        """Found out by one forward of one token: configurations of families name these things differently."""
+        """Layout of a model, measured by one forward: configurations name these sizes differently."""
         pairs = ((layer.keys[0], layer.values[0]) for layer in one_token_cache(model).layers)
         return cls(tuple(((k.dtype, tuple(k.shape)), (v.dtype, tuple(v.shape))) for k, v in pairs))
 
@@ -72,10 +66,9 @@ class KVLayout:
 
 
 def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> str | None:
-    """Why what stands under ``key`` cannot be the KV of its ``tokens`` tokens; None if it may be.
+    """Why the KV under ``key`` cannot be that of its ``tokens`` tokens; None if it may be.
 
-    Only a writer with another idea of the model can have put it there: bytes that changed are found by
-    checksums.
+    Checksums find changed bytes; this finds entries of a writer with another model layout.
     """
     exact = key.encoding.partition("@")[0] == ENCODING_PREFIX
     if kv.start != (0 if exact else None):
@@ -90,7 +83,7 @@ def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> s
 
 @torch.no_grad()
 def one_token_cache(model: Any) -> DynamicCache:
-    """The cache of one token, which has every layer's shape."""
+    """Cache of one token, which has every layer's shape."""
     cache = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, and find where its weights lie."""
+"""Loading of a model and its tokenizer, and the folder of its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def default_cache_dir() -> Path:
-    """Where small per-model facts (file digests, passed checks) are kept between runs."""
+    """Folder of small per-model files (file digests, passed checks)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "ragcachekit"
 
@@ -18,10 +18,7 @@ def default_cache_dir() -> Path:
 def load_model(model_id: str | os.PathLike[str], device: str | None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or a hub id, in eval mode on one device.
 
-    Raises
-    ------
-    FileNotFoundError
-        If ``model_id`` looks like a path and is no folder.
+    Raises FileNotFoundError if ``model_id`` looks like a path and is no folder.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not for who wants the folder
 
@@ -36,7 +33,7 @@ def load_model(model_id: str | os.PathLike[str], device: str | None, **options: 
 
 
 def weights_folder(model_id: str | os.PathLike[str]) -> Path | None:
-    """The folder that holds the weights files just loaded, if there is one."""
+    """Folder of the weights files just loaded; None if there is none."""
     name = os.fspath(model_id)
     if Path(name).is_dir():
         return Path(name)

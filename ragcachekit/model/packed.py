@@ -1,4 +1,4 @@
-"""KV in eight bits, as the tiers that round keep it, and as everybody else sees it."""
+"""KV in eight bits: as the quantised tiers keep it, and unpacked for all other uses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, is_pac
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 LIKE = "like"
-"""Among the ``sums`` of packed KV: an empty tensor of the dtype that it had."""
+"""Name in the ``sums`` of packed KV: an empty tensor of the original dtype."""
 
 Sums = Mapping[str, torch.Tensor]
 
 
 def is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> bool:
-    """Whether KV of these shapes has all it takes to be unpacked: its dtype, and a scale for every layer."""
+    """Whether KV of these shapes can be unpacked: it has its dtype, and a scale for every layer."""
     if LIKE not in sums:
         return False
     for number, ((_, keys), (_, values)) in enumerate(shapes):
@@ -31,7 +31,7 @@ def is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums
 
 
 def own_sums(sums: Sums) -> Sums:
-    """Those of the KV that was packed; the very same object where it was not."""
+    """Sums without scales and dtype; the same object if the KV is not packed."""
     if not is_packed(sums):
         return sums
     scales = (SCALE_OF_KEYS, SCALE_OF_VALUES)
@@ -41,7 +41,7 @@ def own_sums(sums: Sums) -> Sums:
 def unpacked_layer(
     number: int, keys: torch.Tensor, values: torch.Tensor, sums: Sums
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer in the dtype that it had."""
+    """One layer in its original dtype."""
     dtype = sums[LIKE].dtype
     of_keys, of_values = scales_of(sums, number)
     wide = keys.float() * of_keys.to(keys.device)
@@ -49,7 +49,7 @@ def unpacked_layer(
 
 
 def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
-    """All of it in the dtype that it had, marked as ``quantised``."""
+    """Unpacked KV in its original dtype, marked as ``quantised``."""
     layers = [unpacked_layer(i, packed.keys[i], packed.values[i], packed.sums) for i in range(packed.layers)]
     keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
     return ChunkKV(keys, values, packed.start, own_sums(packed.sums), kind)
@@ -58,24 +58,22 @@ def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
 def unpacked_shapes(
     shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums
 ) -> tuple[tuple[TensorShape, TensorShape], ...]:
-    """Per layer, dtype and shape of keys and values once they are unpacked."""
+    """Dtype and shape of unpacked keys and values, per layer."""
     dtype = sums[LIKE].dtype
     return tuple(((dtype, keys), (dtype, values)) for (_, keys), (_, values) in shapes)
 
 
 class PackedKV(ChunkKV):
-    """KV that lies in eight bits and is what :func:`unpack` makes of it to whoever asks for its tensors.
+    """KV in eight bits that is unpacked, once and as a whole, when its tensors are first read.
 
-    Linking by kernel asks for ``planes`` and ``stored_layer`` instead, so that eight bits are what travels
-    and what is read. The first other use unpacks all of it, once. As long as this lives, what it was made
-    of is in use.
+    Linking by kernel uses ``planes`` and ``stored_layer`` instead, so only eight bits are copied and read.
+    The packed tensors stay referenced as long as this object lives.
     """
 
     _packed: ChunkKV
 
     @classmethod
     def of(cls, packed: ChunkKV, kind: str) -> PackedKV:
-        """``packed`` in eight bits of this ``kind``."""
         made = object.__new__(cls)
         made.__dict__.update(_packed=packed, start=packed.start, sums=own_sums(packed.sums), quantised=kind)
         return made
@@ -85,55 +83,46 @@ class PackedKV(ChunkKV):
         return unpack(self._packed, self.quantised)
 
     def unpacked(self) -> ChunkKV:
-        """An ordinary ChunkKV."""
         return self._plain
 
     @property
     def keys(self) -> tuple[torch.Tensor, ...]:
-        """Unpacked."""
         return self._plain.keys
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Unpacked."""
         return self._plain.values
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the chunk."""
         return self._packed.tokens
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return self._packed.layers
 
     @cached_property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
-        """Of keys and values as they are once unpacked."""
+        """Dtype and shape of unpacked keys and values, per layer."""
         return unpacked_shapes(self._packed.shapes, self._packed.sums)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors once they are unpacked."""
+        """Bytes of all tensors after unpacking."""
         sides = sum(nbytes_of(side) for pair in self.shapes for side in pair)
         return sides + sum(t.numel() * t.element_size() for t in self.sums.values())
 
     @property
     def planes(self) -> ChunkTensors:
-        """Eight bits and their scales, for kernels."""
         return self._packed.planes
 
     def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Eight bits and their scales."""
         return self._packed.stored_layer(number)
 
     @property
     def stretches(self) -> tuple[torch.Tensor | None, ...]:
-        """Of eight bits and their scales."""
         return self._packed.stretches
 
     @property
     def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
-        """Of eight bits and their scales."""
         return self._packed.stored_shapes

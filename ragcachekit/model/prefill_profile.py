@@ -1,4 +1,4 @@
-"""How long a prefill takes, as a table over (cached, new) tokens (RAGCache section 5.1, Algorithm 1)."""
+"""Prefill profile: seconds of a prefill over (cached, new) tokens (RAGCache section 5.1, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = 1
 CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
 NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
 MOST_DRIFT = 16.0
-"""What is observed may scale the table by at most this factor, up or down."""
+"""Largest factor by which observations scale the table, up or down."""
 
 _SMOOTHING = 0.1
 
@@ -26,25 +26,20 @@ _SMOOTHING = 0.1
 class PrefillProfile:
     """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
 
-    Bilinear between the points of the grid, linear beyond them, with the slope of the outermost cells.
-    Never negative, and never less for more tokens: where measured points say otherwise, that was noise,
-    and the greater of the two neighbours counts. The table itself never changes; :meth:`observed`
-    scales all of it, so that a machine under load, or at another clock, keeps a true profile.
+    Bilinear between the grid points; linear beyond them, with the slope of the outermost cells. Never
+    negative, and never less for more tokens: noisy points are raised to their greater neighbour. The table
+    never changes; :meth:`observed` scales all of it, so that load or another clock is followed.
 
-    One thread may observe while others read; of two observations at the same instant one may be lost.
+    One thread may observe while others read; of two simultaneous observations one may be lost.
 
     Parameters
     ----------
     cached, new : sequence of int
         The grid, ascending: cached from 0 or more, new from 1 or more.
     seconds : array ``[len(cached), len(new)]``
+        Positive numbers; ValueError for any other table or grid.
     scale : float
-        What all of it is multiplied by.
-
-    Raises
-    ------
-    ValueError
-        If the grid does not ascend, the table has another shape, or a time is not a positive number.
+        Factor of the whole table.
     """
 
     __slots__ = ("_beyond_cached", "_beyond_new", "_cached", "_given", "_new", "_rows", "_scale")
@@ -66,12 +61,9 @@ class PrefillProfile:
 
     @classmethod
     def measured(cls, points: Iterable[tuple[int, int, float]]) -> PrefillProfile:
-        """From measured points ``(cached, new, seconds)`` that fill a grid; the median of repeated ones.
+        """Profile of measured points ``(cached, new, seconds)``; the median of repeated ones.
 
-        Raises
-        ------
-        ValueError
-            If a place of the grid was not measured.
+        Raises ValueError if the points do not fill a grid.
         """
         found: dict[tuple[int, int], list[float]] = {}
         for cached, new, seconds in points:
@@ -98,20 +90,12 @@ class PrefillProfile:
         cached: Sequence[int] = CACHED_GRID,
         new: Sequence[int] = NEW_GRID,
     ) -> PrefillProfile:
-        """By arithmetic, for simulations: weights are read once, every row attends to all before it.
+        """Profile by arithmetic, for simulations: weights are read once, every row attends to all before it.
 
-        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``, where a token costs two
-        operations per weight and, per layer, four per head dimension and key: new (cached + new / 2)
-        pairs. Embedding and output head are left out, as a prefill needs one row of them.
-
-        Parameters
-        ----------
-        layers, hidden, inter, heads, kv_heads
-            Of a decoder with gated MLP, as its configuration has them.
-        flops_per_second, bytes_per_second : float
-            What the machine attains, not its peak.
-        overhead : float
-            Seconds per forward.
+        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations
+        per weight and, per layer, four per head dimension and key. Embedding and output head are left out.
+        The model is a decoder with gated MLP; rates are attained ones, not peaks; ``overhead`` is in seconds
+        per forward.
         """
         kv_width = hidden * kv_heads // heads
         weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
@@ -125,43 +109,30 @@ class PrefillProfile:
 
     @property
     def scale(self) -> float:
-        """What the table is multiplied by, after all that was observed."""
+        """Factor of the table after all observations."""
         return self._scale
 
     def seconds(self, cached: float, new: float) -> float:
-        """Estimated time of one prefill; 0 for no new tokens.
-
-        Raises
-        ------
-        ValueError
-            For negative counts.
-        """
+        """Estimated seconds of one prefill; 0 for no new tokens, ValueError for negative counts."""
         if cached < 0 or new < 0:
             raise ValueError(f"token counts must be >= 0, got {cached} cached and {new} new")
         return self._scale * self._table(cached, new) if new else 0.0
 
-    def per_token(self, cached: float, new: float) -> float:
-        """Seconds per new token; 0 for no new tokens."""
-        return self.seconds(cached, new) / new if new else 0.0
-
     def observed(self, cached: float, new: float, seconds: float) -> None:
-        """Hear how long a prefill took: the whole table follows slowly, by at most :data:`MOST_DRIFT`.
+        """Scale the whole table slowly towards an observed time, by at most :data:`MOST_DRIFT`.
 
-        Raises
-        ------
-        ValueError
-            If no token was new or the time is not a positive number.
+        Raises ValueError if no token was new or the time is not a positive number.
         """
         if new <= 0 or cached < 0 or not 0 < seconds < math.inf:
             raise ValueError(f"no prefill takes {seconds} s for {new} new tokens behind {cached}")
         expected = self._table(cached, new)
         if expected <= 0:
-            return  # noisy points extrapolate to nothing down there; a ratio to it says nothing
+            return  # extrapolated from noisy points: no ratio
         ratio = min(max(seconds / expected, 1 / MOST_DRIFT), MOST_DRIFT)
         self._scale = math.exp((1 - _SMOOTHING) * math.log(self._scale) + _SMOOTHING * math.log(ratio))
 
     def to_json(self) -> str:
-        """The grid, the table as given, and the scale."""
+        """Grid, table as given, and scale, as JSON."""
         cached, new, seconds = self._given
         return json.dumps(
             {"schema": SCHEMA, "cached": cached, "new": new, "seconds": seconds, "scale": self._scale}
@@ -169,13 +140,7 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PrefillProfile:
-        """Read what :meth:`to_json` wrote.
-
-        Raises
-        ------
-        ValueError
-            If it is anything else.
-        """
+        """Profile from the text of :meth:`to_json`; ValueError for any other text."""
         found: Any = parse_json(text)
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise ValueError(f"this is no prefill profile of schema {SCHEMA}; measure it again")
@@ -216,7 +181,7 @@ def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> n
 def _from_zero(
     table: np.ndarray[Any, Any], grid: Sequence[int], axis: int
 ) -> tuple[np.ndarray[Any, Any], list[int]]:
-    """The line through the first two points goes on to zero tokens, where the grid starts later."""
+    """Table extended to zero tokens by the line through its first two points."""
     if grid[0] == 0:
         return table, list(grid)
     first = np.take(table, [0], axis)
@@ -227,7 +192,7 @@ def _from_zero(
 
 
 def _last_slopes(table: np.ndarray[Any, Any], grid: list[int]) -> list[float]:
-    """Slopes beyond the last row, made to grow along the other axis, or the sum might shrink with it."""
+    """Slopes beyond the last row, made to ascend: otherwise the sum could shrink along the other axis."""
     if len(grid) == 1:
         return [0.0] * table.shape[1]
     slopes = (table[-1] - table[-2]) / (grid[-1] - grid[-2])
@@ -236,7 +201,7 @@ def _last_slopes(table: np.ndarray[Any, Any], grid: list[int]) -> list[float]:
 
 
 def _cell(grid: list[int], at: float) -> tuple[int, float]:
-    """The cell that a place lies in and how far into it, 0 to 1."""
+    """Cell of a grid that contains ``at``, and the share of the way into it, 0 to 1."""
     if len(grid) == 1:
         return 0, 0.0
     cell = min(bisect_right(grid, at) - 1, len(grid) - 2)

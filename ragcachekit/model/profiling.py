@@ -1,4 +1,4 @@
-"""Measure how long prefills take on this machine, once per model."""
+"""Measurement of prefill times on this machine, once per model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from ragcachekit.files import make_folder, read_regular
+from ragcachekit.files import read_regular, replace_file
 from ragcachekit.model.layout import one_token_cache
 from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProfile
 
 log = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 1.5
-"""About how long measuring may take; slow models are measured at fewer tokens."""
+"""Approximate time of a measurement; slow models are measured at fewer tokens."""
 
 NEEDED_AT = 0.25
 """Of a cache, the part that is filled before it is measured what its entries cost."""
@@ -34,25 +33,16 @@ CACHED = 256
 NEW = (16, 64, 256, 1024)
 REPEATS = 2
 
-
 Point = tuple[int, int, float]
 """Cached tokens, new tokens, seconds."""
 
 
 @torch.no_grad()
 def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
-    """Time prefills of growing length, behind nothing and behind some cached tokens, within a budget.
+    """Time prefills of growing length, behind nothing and behind some of the ``context`` tokens.
 
-    At least two lengths are measured, so that there is a slope, however slow the model is (4 and 16
-    tokens where even 64 would take too long).
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    context : int
-        Tokens that it can hold.
-    budget : float
-        Seconds; the longest prefill begun is the one that was expected to end within it.
+    After the first lengths, a prefill begins only if it should end within ``budget`` seconds. At least 4
+    tokens and the first of ``NEW`` are measured, however slow the model is.
     """
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
@@ -69,11 +59,11 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
 
 
 def extended(points: Sequence[Point]) -> PrefillProfile:
-    """A profile of what was measured, and of more tokens by the cost of a transformer fitted to it.
+    """Profile of measured points, extended to the whole grid by a fitted transformer cost.
 
-    Straight lines beyond the measured points would miss that every row attends to all before it:
-    ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, none of them negative, each point
-    weighted by the inverse of its time.
+    Straight lines would miss that every row attends to all before it. The cost is ``fixed + per_row * new +
+    per_pair * new * (cached + new / 2)``, each coefficient >= 0, points weighted by the inverse of their
+    time.
     """
     seconds = np.array([point[2] for point in points])
     coefficients = _never_negative(_costs(points) / seconds[:, None])
@@ -89,10 +79,7 @@ def extended(points: Sequence[Point]) -> PrefillProfile:
 
 
 def _never_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of ``relative @ coefficients = 1`` over coefficients that are not negative.
-
-    With three of them, the best of those subsets of columns whose plain solution is not negative.
-    """
+    """Least squares of ``relative @ coefficients = 1`` over coefficients >= 0, by column subsets."""
     best, least = np.zeros(3), np.inf
     for chosen in itertools.product((False, True), repeat=3):
         columns = np.flatnonzero(chosen)
@@ -109,7 +96,7 @@ def _costs(points: Sequence[Point]) -> NDArray[np.float64]:
 
 
 def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
-    """The profile that this machine has measured for this model, if it has."""
+    """Profile measured earlier on this machine for this model, or None."""
     try:
         return PrefillProfile.from_json(read_regular(_file(folder, fingerprint, model)))
     except (OSError, ValueError):
@@ -117,13 +104,9 @@ def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile
 
 
 def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillProfile) -> None:
-    """Keep it; a folder that cannot be written only costs measuring again."""
-    file = _file(folder, fingerprint, model)
-    temp = file.with_suffix(f".{os.getpid()}.tmp")
+    """Write the profile; a folder that cannot be written is logged."""
     try:
-        make_folder(file.parent)
-        temp.write_text(profile.to_json())
-        temp.replace(file)
+        replace_file(_file(folder, fingerprint, model), profile.to_json())
     except OSError as error:
         log.warning("could not keep how long prefills take: %s", error)
 
@@ -178,7 +161,6 @@ class PrefillCost:
 
 
 def _file(folder: Path, fingerprint: str, model: Any) -> Path:
-    """By model and by what decides its speed."""
     device = model.device
     speed = [platform.node(), platform.machine(), str(device), torch.__version__]
     speed += [torch.cuda.get_device_name(device)] if device.type == "cuda" else [str(torch.get_num_threads())]

@@ -1,4 +1,4 @@
-"""What each layer of a model rotates its keys with; tables read from the model's own rotary modules."""
+"""Rotary embedding of each layer; tables come from the model's own rotary modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ragcachekit_kernels.dispatch import Plane, rotate
 class Angles:
     """Unit rotations of some positions: ``cos``/``sin`` float32 ``[tokens, pairs]``, and the factor m.
 
-    m is the attention scaling that YaRN and longrope multiply into cos and sin; it is kept apart so
-    that rotations stay unit rotations and compose.
+    m is the attention scaling that YaRN and longrope multiply into cos and sin. It is kept apart so that
+    rotations compose.
     """
 
     cos: torch.Tensor
@@ -33,8 +33,8 @@ class Angles:
 class RotaryTable:
     """Angles for any positions, from a private copy of one of the model's rotary modules.
 
-    A copy, because modules with length-dependent frequencies (longrope) rewrite their buffers in
-    ``forward``, and the user's own ``generate`` may be running in another thread.
+    A copy, because longrope modules rewrite their buffers in ``forward``, and the user's own ``generate`` may
+    run in another thread.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class RotaryTable:
         return cos[0].float(), sin[0].float()
 
     def regime(self, length: int) -> str:
-        """Names the frequencies used for prompts of ``length`` tokens; equal names, equal angles."""
+        """Name of the frequencies for prompts of ``length`` tokens; equal names, equal angles."""
         angles = self.angles(torch.tensor([1]), length)
         return hashlib.sha256(angles.cos.numpy().tobytes() + angles.sin.numpy().tobytes()).hexdigest()[:8]
 
@@ -77,7 +77,7 @@ def _cos_sin(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_per_pair(table: torch.Tensor) -> slice:
-    """One column per pair, whether the module repeats its columns half by half, one by one or not at all."""
+    """Columns with one entry per pair: the module may repeat them by halves, one by one or not at all."""
     width = table.shape[-1]
     if width % 2 == 0 and torch.equal(table[:, : width // 2], table[:, width // 2 :]):
         return slice(0, width // 2)
@@ -88,21 +88,21 @@ def _one_per_pair(table: torch.Tensor) -> slice:
 
 @dataclass(frozen=True)
 class LayerRope:
-    """How one layer rotates its keys; ``table`` is None for a layer without rotation (NoPE).
+    """Rotation of one layer's keys.
 
     Attributes
     ----------
     table : int or None
+        None for a layer without rotation (NoPE).
     interleaved : bool
         Pairs are neighbours, not halves apart.
     offset : int
         First rotated dimension.
     backwards : bool
-        Turns the other way (NanoChat).
+        Rotates the other way (NanoChat).
     values : bool
-        What is rotated lies where caches keep values: multi-head latent attention caches the
-        compressed keys and values there as one and the shared rotary part of the keys as the other
-        (DeepSeek-V2, section 2.1).
+        The rotated part lies where caches keep values: multi-head latent attention caches it beside the
+        compressed keys and values (DeepSeek-V2, section 2.1).
     """
 
     table: int | None
@@ -113,7 +113,7 @@ class LayerRope:
 
 
 class Rope:
-    """The rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each."""
+    """Rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each."""
 
     def __init__(self, tables: Sequence[RotaryTable], layers: Sequence[LayerRope], context: int) -> None:
         self.tables = tuple(tables)
@@ -124,11 +124,11 @@ class Rope:
         self.unturns = TurnTables(self, inverse=True)
 
     def angles(self, positions: torch.Tensor, length: int) -> tuple[Angles, ...]:
-        """One :class:`Angles` per table."""
+        """Angles of ``positions``, one :class:`Angles` per table."""
         return tuple(table.angles(positions, length) for table in self.tables)
 
     def regime(self, length: int) -> str:
-        """Names the frequencies that prompts of ``length`` tokens use, over all tables."""
+        """Name of the frequencies for prompts of ``length`` tokens, over all tables."""
         return "-".join(table.regime(length) for table in self.tables)
 
     def apply(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Rope:
         return self.remove(layer, keys, angles), values
 
     def planes(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Plane, Plane]:
-        """A request's KV as kernels take it; by ``turns`` they :meth:`place`, by ``unturns`` they strip."""
+        """KV of a request for kernels, which :meth:`place` with ``turns`` and strip with ``unturns``."""
         rope = self.layers[layer]
         if rope.table is None:
             return Plane(keys), Plane(values)

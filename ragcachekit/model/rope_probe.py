@@ -1,4 +1,4 @@
-"""Find out what a model rotates, and how, by running a lone token at several positions."""
+"""Probe of a model's rotations: a lone token runs at several positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope import LayerRope, Rope, RotaryTable, context_length, turn
 
 PROBE_POSITIONS = (1, 7, 131)
-"""Where the probe compares a lone token's key with its key at position 0."""
+"""Positions at which a lone token's key is compared with its key at position 0."""
 
 _KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,9 +24,9 @@ _KV = tuple[torch.Tensor, torch.Tensor]
 def describe_rope(model: Any) -> Rope:
     """Find every layer's rotation by probing the model with a lone token.
 
-    A token alone attends only to itself, so its hidden states do not depend on its position, and
-    its key at position p is the key at position 0 rotated by p, in every layer. Layout (half-split,
-    interleaved), rotated dimensions, theta per layer type and layers without rotation all show.
+    A lone token attends only to itself, so its hidden states do not depend on its position. Its key at
+    position p is therefore its key at position 0 rotated by p, in every layer. This shows layout, rotated
+    dimensions, theta per layer type and layers without rotation.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def _candidates(tables: Sequence[RotaryTable], width: int) -> Iterator[LayerRope
 def _turned(
     rope: LayerRope, source: torch.Tensor, positions: list[int], tables: Sequence[RotaryTable]
 ) -> torch.Tensor:
-    """The key at position 0 turned to all positions: each lone token was a prompt of its own length."""
+    """Key at position 0 rotated to all positions; each lone token was a prompt of its own length."""
     assert rope.table is not None
     each = [tables[rope.table].angles(torch.tensor([p]), p + 1) for p in positions]
     cos, sin = torch.cat([a.cos for a in each]), torch.cat([a.sin for a in each])
@@ -126,7 +126,7 @@ def _lone_kv(model: Any, position: int) -> list[_KV]:
 
 @contextmanager
 def _recorded_rotary_calls(model: Any) -> Iterator[list[tuple[torch.nn.Module, dict[str, Any]]]]:
-    """Collect each distinct call of a rotary module (module and its fixed arguments) while inside."""
+    """Collect each distinct call of a rotary module: the module and its fixed arguments."""
     calls: list[tuple[torch.nn.Module, dict[str, Any]]] = []
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""cos and sin of all positions of a prompt on a device, kept from request to request."""
+"""Tables of cos and sin for all positions of a prompt, kept on a device between requests."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ if TYPE_CHECKING:
     from ragcachekit.model.rope import Rope
 
 Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-"""Per rotary table of the model cos and sin ``[positions, pairs]``; where a layer needs it, all of them once
-more, turning backwards."""
+"""Cos and sin ``[positions, pairs]`` per table; once more for backwards rotation if a layer needs it."""
 
 LEAST = 2048
 """Positions of the first table."""
 
 MOST = 4
-"""Tables that are kept; models whose frequencies follow every length would keep no end of them."""
+"""Number of tables kept; some models have other frequencies at every length."""
 
 
 class TurnTables:
-    """What :meth:`Rope.place` multiplies by, for positions 0, 1, 2, ...; grows to twice its size.
+    """Factors of :meth:`Rope.place` for positions 0, 1, 2, ...; of :meth:`Rope.strip` with ``inverse``.
 
-    With ``inverse``: what :meth:`Rope.strip` multiplies by.
-
-    Made on the host by the model's own rotary modules (so that it is to the bit what the CPU path uses)
-    and copied once. Thread safe.
+    The model's own rotary modules compute them on the host, so they equal those of the CPU path bit by bit.
+    Tables double in size when needed. Thread safe.
     """
 
     def __init__(self, rope: Rope, *, inverse: bool = False) -> None:
@@ -49,12 +46,12 @@ class TurnTables:
         return turns
 
     def _regime(self, length: int) -> str:
-        """Asked only where it can differ: it takes a run of the rotary modules."""
+        """Name of the frequencies, computed only where it can differ: it runs the rotary modules."""
         rope = self._rope
         return rope.regime(length) if rope.depends_on_length or length > rope.context else ""
 
     def _size(self, length: int, regime: str) -> int:
-        """More than is needed, where the frequencies are still those."""
+        """Next size at which the frequencies are still the same."""
         more = max(LEAST, 1 << (length - 1).bit_length())
         more = min(more, self._rope.context) if length <= self._rope.context else more
         return more if self._regime(more) == regime else length

@@ -1,4 +1,4 @@
-"""Text to token ids, segment by segment: nothing is decoded and encoded again."""
+"""Text to token ids, segment by segment, without decoding and encoding again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 class SegmentTokenizer:
     """Tokenises the segments of a prompt with private copies of the user's tokenizer.
 
-    Copies, because a fast tokenizer's special-token setting is state of the object, and the user's
-    other threads use theirs. Chunks are split without special tokens: a document that contains
-    ``<|im_end|>`` cannot speak as the system. Segments after the first get no leading space from
+    Copies, because a fast tokenizer's special-token setting is state of the object. Chunks are split without
+    special tokens: ``<|im_end|>`` in a document stays plain text. Later segments get no leading space from
     tokenizers that mark word starts (Llama 2, T5): they are encoded behind a newline that is cut off.
     """
 
@@ -37,11 +36,9 @@ class SegmentTokenizer:
 
     @property
     def pad(self) -> int:
-        """An id for padding; never read by the model."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0
+        """Id for padding; the model never reads it."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(int(token) for token in ids if token is not None)
 
     def text(self, text: str, *, first: bool = False) -> tuple[int, ...]:
         """Ids of fixed text; ``first`` for the start of a prompt. No BOS is added."""
@@ -52,29 +49,20 @@ class SegmentTokenizer:
         return self._continued(self._chunks, text, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens, exactly what the tokens say.
+        """Text of ``ids`` without special tokens.
 
-        Without transformers' clean-up of spaces (``it 's`` to ``it's``), which takes back text that a
-        stream has given out already, and hides stop strings.
+        Not with transformers' clean-up of spaces (``it 's`` to ``it's``): it changes text already streamed,
+        and hides stop strings.
         """
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **options))
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The chat template over ``messages``, with the generation prompt.
-
-        Raises
-        ------
-        ValueError
-            If the tokenizer has no chat template.
-        """
+        """Apply the chat template, with the generation prompt; ValueError if the tokenizer has none."""
         if not self.tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template; give the prompt as a string")
-        return str(
-            self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        )
+        plain = [dict(message) for message in messages]
+        return str(self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
 
     def _continued(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
         for mark, behind in self._behind if text else ():
@@ -88,15 +76,12 @@ class SegmentTokenizer:
             return ()
         text = without_lone_surrogates(text)
         with self._locks[id(tokenizer)]:
-            # verbose=False: a document longer than the context is no news here.
+            # verbose=False: no warning for a document longer than the context.
             return tuple(tokenizer(text, add_special_tokens=False, verbose=False, **options).input_ids)
 
 
 def without_lone_surrogates(text: str) -> str:
-    """Text that can be encoded: U+FFFD in the place of what is half a character, as of undecodable bytes.
-
-    Tokenizers raise for such text, and one damaged document is no reason not to answer.
-    """
+    """Text with U+FFFD for lone surrogates, which make tokenizers raise."""
     try:
         text.encode()
     except UnicodeEncodeError:

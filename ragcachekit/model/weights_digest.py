@@ -1,4 +1,4 @@
-"""Digests of weights: of the files they were loaded from, or of the tensors themselves; streamed."""
+"""Digests of weights, streamed: of the files they were loaded from, or of the tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,29 +17,17 @@ from ragcachekit.files import parse_json
 from ragcachekit.model.file_digests import FileDigests
 
 PIECE_BYTES = 32 << 20
-"""Most bytes of weights held as a copy at any time."""
+"""Largest copy of weights held at a time, in bytes."""
 
 _MAX_HEADER_BYTES = 100 << 20
 _log = logging.getLogger(__name__)
 
 
-class Hasher(Protocol):
-    """What of :mod:`hashlib`'s objects is used here."""
-
-    def update(self, data: Any, /) -> None:
-        """Add bytes (any C-contiguous buffer) to the digest."""
-        ...
-
-
 def state_digest(model: nn.Module) -> str:
     """SHA-256 over the state dict: name, dtype, shape and bytes of every tensor, sorted by name.
 
-    Tensors that share memory (tied embeddings) are read once.
-
-    Raises
-    ------
-    ModelNotSupported
-        If a tensor has no bytes here (meta device: weights offloaded to disk) or hides them.
+    Tensors that share memory (tied embeddings) are read once. ModelNotSupported if a tensor has no readable
+    bytes (meta device: weights offloaded to disk).
     """
     hasher = hashlib.sha256()
     seen: dict[tuple[object, ...], str] = {}
@@ -55,11 +43,8 @@ def state_digest(model: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-def hash_tensor(hasher: Hasher, tensor: torch.Tensor, name: str = "tensor") -> None:
-    """Feed the tensor's bytes (row-major) to the hasher in pieces of at most ``PIECE_BYTES``.
-
-    A single row of a tensor that is not contiguous may be larger, and is then copied whole.
-    """
+def hash_tensor(hasher: Any, tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Feed a tensor's bytes (row-major) to ``hasher``, in pieces of at most ``PIECE_BYTES`` or one row."""
     if tensor.is_meta:
         raise ModelNotSupported(
             f"{name} is on the meta device: load the whole model into memory, not offloaded"
@@ -75,10 +60,9 @@ def hash_tensor(hasher: Hasher, tensor: torch.Tensor, name: str = "tensor") -> N
 
 
 def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str | None:
-    """SHA-256 over the folder's safetensors files, or None where they do not say what the model holds.
+    """SHA-256 over the folder's safetensors files; None unless they hold exactly the model's state dict.
 
-    They do only if every tensor of the state dict stands in them under its own name and shape (or
-    shares memory with one that does): a renamed, missing or resized tensor was made by the loader.
+    Every tensor must be in them under its own name and shape, or share memory with one that is.
     """
     files = _safetensors_files(folder)
     if not files:
@@ -98,13 +82,13 @@ def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str |
     return hashed.hexdigest()
 
 
-def _frame(hasher: Hasher, text: str) -> None:
+def _frame(hasher: Any, text: str) -> None:
     raw = text.encode()
     hasher.update(len(raw).to_bytes(8, "little") + raw)
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are views of the same memory in the same way."""
+    """Memory of a tensor: equal for equal views of the same memory."""
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # tensor subclasses without storage
@@ -126,7 +110,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """The files that transformers loads from the folder, in the order of its own preference."""
+    """Files that transformers loads from the folder, by its own preference."""
     if (single := folder / "model.safetensors").is_file():
         return [single]
     try:

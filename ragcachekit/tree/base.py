@@ -1,4 +1,4 @@
-"""The words of the knowledge tree: where a tree begins, a step down in it, and what a look-up gives."""
+"""Types of the knowledge tree: a root, a step below it, and the result of a look-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.types import KVKey
 
 ENCODING_PATH = "path"
-"""The encoding of nodes in a store: behind exactly the ids of the key's context, at exactly that position."""
+"""Encoding of nodes in a store: behind exactly the ids of the key's context, at exactly that position."""
 
 Cost = Callable[[int, int], float]
 """Estimated seconds of a prefill, from (cached, new) tokens (RAGCache section 5.1, T(alpha, beta))."""
@@ -17,47 +17,29 @@ Cost = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Where exact KV may be shared: one model, one tenant, one set of RoPE frequencies.
-
-    Attributes
-    ----------
-    fingerprint, namespace : str
-        As in :class:`ragcachekit.types.KVKey`.
-    regime : str
-        Which frequencies the whole prompt is turned by, where that depends on its length; else empty.
-    """
+    """Scope in which exact KV may be shared: one model, one namespace, one set of RoPE frequencies."""
 
     fingerprint: str
     namespace: str
-    regime: str = ""
+    regime: str = ""  # the frequencies, where they depend on the prompt's length
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step down the tree: a chunk together with the fixed text in front of it.
+    """One step down the tree: a chunk together with the fixed text in front of it."""
 
-    Attributes
-    ----------
-    ids : tuple of str
-        Ids of the segments, in order; the chunk's is the last. They say which tokens these are.
-    tokens : int
-        Rows of all of them.
-    document : bool
-        False for the system text, which no ``keep_first`` counts.
-    """
-
-    ids: tuple[str, ...]
-    tokens: int
-    document: bool = True
+    ids: tuple[str, ...]  # of the segments, in order; the chunk's is the last. They identify the tokens
+    tokens: int  # rows of all of them
+    document: bool = True  # False for the system text, which ``keep_first`` does not count
 
 
 Path = Sequence[Step]
-"""From the start of a prompt down; the first step is the system text where the prompt begins with text."""
+"""Steps from the start of a prompt down; the first is the system text if the prompt begins with text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reused:
-    """One node as a look-up found it: its exact KV (``kv.start`` is its position) and the tier it is in."""
+    """One node as a look-up found it: its exact KV (``kv.start`` is its position) and its tier."""
 
     step: Step
     kv: ChunkKV
@@ -66,24 +48,12 @@ class Reused:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The longest known beginning of a path. While it is held its nodes are not evicted.
-
-    Attributes
-    ----------
-    root : Root
-    path : tuple of Step
-        What was asked for.
-    found : tuple of Reused
-        Its first steps, in order.
-    epoch : int
-        How often the namespace had been told to forget; what became of a request that began before a
-        ``forget`` is not taken in after it.
-    """
+    """Longest known beginning of a path, its nodes pinned while this object lives."""
 
     root: Root
-    path: tuple[Step, ...]
-    found: tuple[Reused, ...]
-    epoch: int = 0
+    path: tuple[Step, ...]  # as requested
+    found: tuple[Reused, ...]  # its first steps, in order
+    epoch: int = 0  # ``forget`` calls on the namespace; KV of a request begun before one is not inserted
 
     def __len__(self) -> int:
         return len(self.found)
@@ -95,7 +65,7 @@ class Match:
 
 
 def key_of(root: Root, path: Path) -> KVKey:
-    """The store key of the path's last node; ``forget`` of any id on the path concerns it."""
+    """Store key of the path's last node; ``forget`` of any id on the path drops it."""
     ids = tuple(i for step in path for i in step.ids)
     name = f"{ENCODING_PATH}@{root.regime}" if root.regime else ENCODING_PATH
     return KVKey(root.fingerprint, root.namespace, ids[-1], name, ids[:-1])

@@ -1,4 +1,4 @@
-"""Which of many token sequences has the longest beginning in common with another one."""
+"""Index of token sequences by their longest beginning in common with another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ITEM = array("q").itemsize
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """The sequence as :class:`Beginnings` takes it: so many bytes per token, whatever their order."""
+    """Sequence as :class:`Beginnings` takes it: eight bytes per token."""
     return array("q", token_ids).tobytes()
 
 
@@ -25,10 +25,10 @@ def common(one: bytes, other: bytes) -> int:
 
 
 class Beginnings:
-    """Packed sequences, each once, in the order of their bytes; each has a number of its own.
+    """Packed sequences, sorted by their bytes, each with a number.
 
-    In that order all sequences with the same beginning stand together, and what shares the most with a
-    sequence stands next to its place: a look-up compares some 14 of 10,000. Not thread safe.
+    Sequences with the same beginning are adjacent in that order: a look-up compares some 14 of 10,000. Not
+    thread safe.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Beginnings:
         return len(self._known)
 
     def longest(self, asked: bytes) -> tuple[int, int]:
-        """How many tokens of ``asked`` are known, and the highest number of those that begin with them.
+        """Tokens of ``asked`` that are known, and the highest number of the sequences with them.
 
         There must be a sequence.
         """
@@ -51,11 +51,11 @@ class Beginnings:
         return tokens, int(np.frombuffer(self._numbers, np.int64, stop - start, start * _ITEM).max())
 
     def begun_by(self, longer: bytes) -> Iterator[int]:
-        """Numbers of the sequences that ``longer`` goes on from, itself included; the longest first."""
+        """Numbers of the sequences that begin ``longer``, itself included, the longest first."""
         at = bisect_right(self._known, longer)
         while at:
             known = self._known[at - 1]
-            # What is still to come is smaller than this one, so it is a beginning of this one, too.
+            # The remaining ones sort before this one, so they begin this one, too.
             shared = common(known, longer) * _ITEM
             if shared == len(known):
                 yield self._numbers[at - 1]
@@ -64,12 +64,12 @@ class Beginnings:
                 at = bisect_right(self._known, longer[:shared], 0, at - 1)
 
     def add(self, sequence: bytes, number: int) -> None:
-        """Take a sequence in that is not here."""
+        """Add a new sequence."""
         at = bisect_left(self._known, sequence)
         self._known.insert(at, sequence)
         self._numbers.insert(at, number)
 
     def remove(self, sequence: bytes) -> None:
-        """Let go of a sequence that is here."""
+        """Remove a known sequence."""
         at = bisect_left(self._known, sequence)
         del self._known[at], self._numbers[at]

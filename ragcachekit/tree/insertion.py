@@ -1,4 +1,4 @@
-"""Take what a request has computed into the tree, step by step down its path."""
+"""Insertion of computed KV into the tree, step by step down a request's path."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ragcachekit.tree.levels import Levels
 from ragcachekit.tree.node import Node
 
 Left = Callable[[Root, Path, ChunkKV], object]
-"""Hears of KV for which there is no room in memory."""
+"""Called with KV for which there is no room in memory."""
 
 
 def documents_first(path: Path, most: int | None) -> int:
-    """How many steps of a path there are up to its first ``most`` documents; None: all of them."""
+    """Number of steps of a path up to its first ``most`` documents; None: all of them."""
     if most is None:
         return len(path)
     documents = 0
@@ -27,10 +27,10 @@ def documents_first(path: Path, most: int | None) -> int:
 
 
 def check_exact(match: Match, kvs: Sequence[ChunkKV]) -> None:
-    """ValueError unless ``kvs`` can be the exact KV of the first steps that ``match`` did not find."""
+    """Raise ValueError unless ``kvs`` can be the exact KV of the first steps that ``match`` did not find."""
     steps: Sequence[Step] = match.path[len(match) :]
     if len(kvs) > len(steps):
-        raise ValueError(f"{len(kvs)} KVs for the {len(steps)} steps that the tree did not know")
+        raise ValueError(f"{len(kvs)} KVs for the {len(steps)} steps that the tree did not have")
     start = match.tokens
     for step, kv in zip(steps, kvs, strict=False):
         if reason := fault(kv, step, start):
@@ -39,7 +39,7 @@ def check_exact(match: Match, kvs: Sequence[ChunkKV]) -> None:
 
 
 def take_in(levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access, left: Left) -> int:
-    """Have all steps that were found or computed in memory; returns how many of ``kvs`` were not before."""
+    """Insert all steps that were found or computed; returns how many of ``kvs`` are new in memory."""
     nodes: list[Node] = []
     known, added = len(match), 0
     try:
@@ -64,9 +64,9 @@ def take_in(levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access
 def _have(
     levels: Levels, root: Root, parent: Node | None, step: Step, kv: ChunkKV, missed: Access | None
 ) -> tuple[Node | None, bool]:
-    """The node of a step, pinned, made if it is not there; None without room. And whether it is new.
+    """Node of a step, pinned, inserted if absent, None without room; and whether it is new.
 
-    ``missed`` is the access of a step that the request computed, None where it was found.
+    ``missed`` is the access of a computed step, None for a found one.
     """
     node = levels.child(root, parent, step)
     if node is None:

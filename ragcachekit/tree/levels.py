@@ -1,4 +1,4 @@
-"""The nodes of the tree in memory, and which of them are in which tier."""
+"""Nodes of the tree in memory, and their copies in its tiers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,15 @@ from ragcachekit.tree.replicas import Replicas
 from ragcachekit.tree.tier import MOVED, MemoryTier
 
 Leave = Callable[[Node, ChunkKV], object]
-"""Hears of KV that leaves memory."""
-
-_SOMEWHERE = "a node is in some tier as long as it is in the tree"
+"""Called with KV that leaves memory."""
 
 
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
 
-    Always true (:meth:`check`): a node is in some tier; what is in the GPU tier has its parent there.
-
-    Not thread safe: it belongs to a tree and its lock.
-
-    Parameters
-    ----------
-    gpu, host : MemoryTier or None
-    replicate_bytes : int
-        Part of the host's budget for copies that stay.
-    leave : callable
-        Hears of what leaves memory and was not forgotten.
+    Invariants (:meth:`check`): every node is in some tier; a node in the GPU tier has its parent there.
+    ``replicate_bytes`` of the host tier hold copies that stay. ``leave`` is called with each node that leaves
+    memory and was not forgotten. Not thread safe: the tree's lock protects it.
     """
 
     def __init__(
@@ -43,10 +33,8 @@ class Levels:
         self._leave = leave
         self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
-    # -- looking -----------------------------------------------------------------------------------
-
     def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
-        """Nodes along a path, as far as they are here and at most so many."""
+        """Nodes along a path, as far as they exist and at most ``most``."""
         children = self._roots.get(root, {})
         for step in islice(path, most):
             node = children.get(step.ids)
@@ -56,23 +44,19 @@ class Levels:
             children = node.children
 
     def child(self, root: Root, parent: Node | None, step: Step) -> Node | None:
-        """The node of ``step`` below ``parent`` (None: at the start of the prompt)."""
+        """Node of ``step`` below ``parent`` (None: at the start of the prompt)."""
         return self._siblings(root, parent).get(step.ids)
 
     def holds(self, node: Node) -> bool:
-        """Whether the node has not been dropped, by itself or with what it stands below."""
+        """Whether the node is still in the tree."""
         return self.child(node.root, node.parent, node.step) is node
 
     def copy(self, node: Node) -> tuple[ChunkKV, MemoryTier]:
-        """The node's KV in the fastest tier that has it."""
-        for tier in self.tiers:
-            kv = tier.get(node)
-            if kv is not None:
-                return kv, tier
-        raise AssertionError(_SOMEWHERE)
+        """KV of the node in its fastest tier."""
+        return next((kv, tier) for tier in self.tiers if (kv := tier.get(node)) is not None)
 
     def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
-        """The uppermost nodes of a namespace with one of these ids (None: all)."""
+        """Uppermost nodes of a namespace with one of these ids (None: all)."""
         roots = [children for root, children in self._roots.items() if root.namespace == namespace]
         stack, out = [node for children in roots for node in children.values()], []
         while stack:
@@ -87,23 +71,16 @@ class Levels:
         tops = [node for children in self._roots.values() for node in children.values()]
         return (node for top in tops for node in top.subtree())
 
-    # -- using -------------------------------------------------------------------------------------
-
     def use(self, node: Node, access: Access = HIT) -> Reused:
-        """Count an access, and give what there is."""
+        """Count an access and return the node's fastest copy."""
         node.uses += 1
         if not access.hit:
             node.missed = access
-        reused = None
-        for tier in self.tiers:
-            kv = tier.use(node, access)
-            if kv is not None and reused is None:
-                reused = Reused(node.step, kv, tier.name)
-        assert reused is not None, _SOMEWHERE
-        return reused
+        copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
+        return Reused(node.step, *copies[0])
 
     def count(self, asked: int, found: Sequence[Reused]) -> None:
-        """Count hits and misses of a look-up of so many steps, tier by tier."""
+        """Count hits and misses of a look-up of ``asked`` steps, tier by tier."""
         names = [reused.tier for reused in found]
         for tier in self.tiers:
             here = names.count(tier.name)
@@ -112,16 +89,14 @@ class Levels:
             asked -= here
 
     def pin(self, node: Node, by: int = 1) -> None:
-        """One request more (or less) holds the node."""
+        """Change the number of requests that hold the node."""
         before, node.pins = node.pins, node.pins + by
         if not before or not node.pins:
             for tier in self.tiers:
                 tier.settle(node)
 
-    # -- changing ----------------------------------------------------------------------------------
-
     def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
-        """A new node, pinned, in the fastest tier that can have it, if one can; pin the parent before."""
+        """Insert a node, pinned, into the fastest tier with room, or None; the parent must be pinned."""
         node = Node(root, parent, step, kv.nbytes)
         node.uses, node.missed, node.pins = 1, access, 1
         for tier in self.tiers:
@@ -136,7 +111,7 @@ class Levels:
         return None
 
     def promote(self, path: Sequence[Node]) -> None:
-        """Have pinned nodes in GPU memory as far as there is room, from the top, and replicate them."""
+        """Copy pinned nodes to GPU memory while there is room, from the top, and replicate them."""
         if self.gpu is None:
             return
         for node in path:
@@ -150,10 +125,10 @@ class Levels:
             self._replicas.add(node)
 
     def drop(self, top: Node, *, forgotten: bool = True) -> int:
-        """Take a node and all below it out of the tree; returns how many."""
+        """Remove a node and its subtree from the tree; returns how many nodes."""
         nodes = list(top.subtree())
         for node in reversed(nodes):
-            # What a tier knows of a node that it evicted stays known, unless that is to be forgotten.
+            # A tier keeps the uses of an evicted node, unless the node is forgotten.
             here = [tier for tier in self.tiers if forgotten or node in tier]
             if here and not forgotten:
                 self._leave(node, self.copy(node)[0])
@@ -166,7 +141,7 @@ class Levels:
         return len(nodes)
 
     def lose(self, tier: MemoryTier) -> int:
-        """Let go of all copies of a tier; returns how many nodes are left nowhere."""
+        """Remove all copies from a tier; returns how many nodes are left nowhere."""
         nodes = list(tier)
         for node in nodes:
             tier.remove(node)
@@ -179,7 +154,7 @@ class Levels:
         return lost
 
     def check(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         nodes = list(self)
         for node in nodes:
             assert node.copies == sum(node in tier for tier in self.tiers) > 0
@@ -190,8 +165,6 @@ class Levels:
             tier.check()
         if self._replicas is not None:
             self._replicas.check()
-
-    # -- room --------------------------------------------------------------------------------------
 
     def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)
@@ -206,7 +179,7 @@ class Levels:
         return True
 
     def _evict(self, tier: MemoryTier) -> bool:
-        """Algorithm 1, and multi-level eviction: to the host the first time, later only let go of."""
+        """Evict one node (Algorithm 1): copied to the host the first time, later only dropped."""
         evicted = tier.evict()
         if evicted is None:
             return False

@@ -1,4 +1,4 @@
-"""Which nodes of the GPU tier have a copy on the host that stays (RAGCache section 6)."""
+"""Replicas: host copies of GPU nodes that are never evicted (RAGCache section 6)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from ragcachekit.tree.node import Node
 from ragcachekit.tree.tier import MemoryTier
 
 USES = 2
-"""A node is replicated when it was used so often: what is asked for once is not worth a copy."""
+"""Uses from which on a node is replicated."""
 
 
 class Replicas:
     """The most used upper nodes, within a byte budget; with a node always its parent.
 
-    Not thread safe: it belongs to a tree and its lock.
-
-    Parameters
-    ----------
-    budget : int
-        Bytes, a part of the host tier's.
-    host : MemoryTier
+    Not thread safe: the tree's lock protects it.
     """
 
     def __init__(self, budget: int, host: MemoryTier) -> None:
@@ -30,7 +24,7 @@ class Replicas:
         self._nbytes = 0
 
     def choose(self, path: Sequence[Node]) -> Iterator[Node]:
-        """Nodes of a path, from the top, that deserve a replica now; the caller adds each or stops."""
+        """Yield the nodes of a path, from the top, to replicate now; the caller adds each or stops."""
         for node in path if self.budget else ():
             if node.digest in self._nodes:
                 continue
@@ -39,26 +33,26 @@ class Replicas:
             yield node
 
     def add(self, node: Node) -> None:
-        """From now on the node's copy on the host stays."""
+        """Keep the node's host copy."""
         self._host.keep(node)
         self._nodes[node.digest] = node
         self._nbytes += node.nbytes
 
     def discard(self, node: Node) -> None:
-        """The node is gone."""
+        """Remove a node that left the tree."""
         if self._nodes.get(node.digest) is node:
             del self._nodes[node.digest]
             self._nbytes -= node.nbytes
 
     def check(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         assert self._nbytes == sum(node.nbytes for node in self._nodes.values()) <= self.budget
         for node in self._nodes.values():
             assert node in self._host
             assert node.parent is None or node.parent.digest in self._nodes
 
     def _make_room(self, node: Node) -> bool:
-        """Give up replicas that are used less, those without replicas below them first."""
+        """Release less used replicas, those without replicas below them first."""
         if node.nbytes > self.budget:
             return False
         while self._nbytes + node.nbytes > self.budget:

@@ -1,4 +1,4 @@
-"""The last turns of conversations: prompt and answer as they were linked, exact or not."""
+"""Last turns of conversations: KV of prompt and answer as linked, exact or approximate."""
 
 from __future__ import annotations
 
@@ -14,35 +14,21 @@ from ragcachekit.tree.base import Root
 from ragcachekit.tree.beginnings import Beginnings, packed
 
 LEAST_TOKENS = 16
-"""A shorter common beginning is no conversation that goes on."""
+"""Shortest common beginning that counts as a continued conversation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn's rows.
-
-    Attributes
-    ----------
-    root : Root
-    token_ids : tuple of int
-        Prompt and answer, as far as there is KV of them.
-    kv : ChunkKV
-        Of these tokens, from position 0 on, turned as they stand.
-    exact : int
-        So many rows from the start are what an ordinary prefill computes; those behind are approximate,
-        and stay so however often they are reused.
-    members : frozenset of str
-        Ids of the prompt's segments; ``forget`` of any of them drops the turn.
-    """
+    """KV of one turn. Rows from ``exact`` on are approximate, and stay so when reused."""
 
     root: Root
-    token_ids: tuple[int, ...]
-    kv: ChunkKV
-    exact: int
-    members: frozenset[str]
+    token_ids: tuple[int, ...]  # prompt and answer, as far as there is KV of them
+    kv: ChunkKV  # of these tokens, rotated from position 0 on
+    exact: int  # rows from the start that equal those of an ordinary prefill
+    members: frozenset[str]  # ids of the prompt's segments; ``forget`` of any of them drops the turn
 
     def rows(self, start: int, stop: int) -> ChunkKV:
-        """A view of some of its rows."""
+        """View of some of its rows."""
         return ChunkKV(
             tuple(k[:, start:stop] for k in self.kv.keys),
             tuple(v[:, start:stop] for v in self.kv.values),
@@ -52,21 +38,16 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """A turn that a prompt goes on from: their first ``tokens`` tokens are the same."""
+    """A turn whose first ``tokens`` tokens a prompt repeats."""
 
     turn: Turn
     tokens: int
 
 
 class Turns:
-    """Least recently used turns leave first, within a byte budget. Thread safe.
+    """Turns within a byte budget, evicted least recently used first. Thread safe.
 
-    Never a part of the tree: a turn may hold approximate rows.
-
-    Parameters
-    ----------
-    budget : int
-        Bytes of all turns together; 0 keeps none.
+    Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none.
     """
 
     def __init__(self, budget: int) -> None:
@@ -83,11 +64,11 @@ class Turns:
 
     @property
     def epoch(self) -> int:
-        """Grows with every ``forget``; a turn that began before one is not kept after it."""
+        """Number of ``forget`` calls; a turn begun before one is not kept after it."""
         return self._epoch
 
     def longest(self, root: Root, token_ids: Sequence[int]) -> Past | None:
-        """The turn with the longest beginning in common, the latest of several; None if that is too short."""
+        """Turn with the longest beginning in common, the latest of several; None below ``LEAST_TOKENS``."""
         if not self.budget:
             return None
         asked = packed(token_ids)
@@ -102,7 +83,7 @@ class Turns:
             return Past(self._turns[best][0], tokens)
 
     def keep(self, turn: Turn, epoch: int) -> bool:
-        """Keep a turn in place of the ones that it goes on from; False if it is too large or too late."""
+        """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
         known = packed(turn.token_ids)
         with self._lock:
             if epoch != self._epoch:
@@ -144,7 +125,7 @@ class Turns:
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all turns."""
         with self._lock:
             self._turns.clear()
             self._beginnings.clear()

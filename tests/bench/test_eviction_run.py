@@ -148,7 +148,7 @@ def test_a_measured_profile_is_used_and_says_nothing_of_loading(tmp_path):
 @pytest.mark.parametrize("name", MACHINES)
 def test_loading_is_much_cheaper_than_computing(name):
     costs = open_costs(name)
-    assert 0 < costs.load_seconds < costs.profile.per_token(0, 1000) / 5
+    assert 0 < costs.load_seconds < costs.profile.seconds(0, 1000) / 5000
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,6 @@ def test_one_point_is_a_profile_too():
     assert (profile.seconds(7, 3), profile.seconds(0, 10), profile.seconds(99, 50)) == (0.5, 0.5, 0.5)
 
 
-def test_per_token(profile):
-    assert profile.per_token(100, 50) == profile.seconds(100, 50) / 50
-    assert profile.per_token(100, 0) == 0
-
-
 def test_measured_takes_medians_and_wants_a_full_grid():
     points = [(c, n, t) for c in (0, 8) for n in (4, 16) for t in (1.0 * n, 2.0 * n, 90.0 * n)]
     profile = PrefillProfile.measured(points)
