@@ -98,8 +98,8 @@ class StoreConfig:
         Seconds for one operation on Redis, and on the bulk tier; after that it is a miss.
     eviction : str
         Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
-        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
-        evict the least recently used.
+        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers
+        always evict the least recently used.
     quotas : mapping of str to int
         Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
     quantise : mapping of str to str
@@ -174,8 +174,8 @@ class TreeConfig:
     keep_first : int or None
         Keep only this many documents at the start of each prompt; None for all.
     eviction : str
-        Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``), ``gdsf``,
-        ``lfu``, ``lru``.
+        Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``),
+        ``gdsf``, ``lfu``, ``lru``.
     replicate_bytes : int
         Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a lost GPU.
     turns_bytes : int
