@@ -10,13 +10,15 @@ from typing import Any, cast
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.beginning import BeginningReader
-from ragcachekit.link.encodings import IN_PROMPT, Encodings, Ids
+from ragcachekit.link.encodings import IN_PROMPT, Encodings
 from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.link.plan import make_plan
-from ragcachekit.link.planned import LinkPlan, Missing, TokenSegment, plain_plan
+from ragcachekit.link.planned import LinkPlan, Missing, plain_plan
+from ragcachekit.link.segments import TokenSegment
 from ragcachekit.link.upcoming import Upcoming, is_chunk_id, upcoming_keys
 from ragcachekit.link.variants import VariantPool
+from ragcachekit.model.encoding import Ids
 from ragcachekit.model.fingerprint import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope

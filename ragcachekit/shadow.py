@@ -21,7 +21,8 @@ from ragcachekit.generate.background import Background
 from ragcachekit.generate.compare import Comparison, Tally, divergence, token_f1
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.run import run_generate
-from ragcachekit.link.planned import LinkPlan, TokenSegment, plain_plan
+from ragcachekit.link.planned import LinkPlan, plain_plan
+from ragcachekit.link.segments import TokenSegment
 from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import Answer, ShadowReport

@@ -25,7 +25,7 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy, VariantPolicy
 from ragcachekit.link.planned import Missing
 from ragcachekit.link.policies import open_policy
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.loading import load_model
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.query.proximity import ProximityCache

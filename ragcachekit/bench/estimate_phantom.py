@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats

@@ -15,7 +15,8 @@ from ragcachekit.bench.precompute_store import WatchedStore
 from ragcachekit.bench.reading_prompt import prompt_for
 from ragcachekit.engine import RagCache
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.rope_probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.types import KVKey

@@ -17,7 +17,8 @@ from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.link.attention import install, uninstall
 from ragcachekit.link.linker import link
 from ragcachekit.link.planned import LinkPlan, Piece
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import LinkReport

@@ -6,21 +6,16 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk
+from ragcachekit.link.segments import TokenSegment, Wanted
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.reports import ChunkUse
 from ragcachekit.tree.base import Match, Root, Step
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
-
-if TYPE_CHECKING:
-    from ragcachekit.link.encodings import Wanted
-    from ragcachekit.link.planned import TokenSegment
-    from ragcachekit.model.rope import Rope
-
 
 log = logging.getLogger(__name__)
 

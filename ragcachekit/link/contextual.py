@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.planned import LinkPlan, Missing, Piece
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout

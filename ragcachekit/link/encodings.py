@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
-from ragcachekit.link.planned import TokenSegment
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.link.segments import TokenSegment, Wanted
+from ragcachekit.model.encoding import Encoding, Ids, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
@@ -24,50 +24,6 @@ _ARGUMENT = {
 }
 
 IN_PROMPT = "in-prompt"
-
-Ids = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NeighbourEncoding(Encoding):
-    """Behind ``behind`` (the system text) and chunks that are blind to each other: ``similar:n``.
-
-    Attributes
-    ----------
-    neighbours : tuple of tuple of int
-        Their token ids as they stand in the context: the least similar first, the most similar next
-        to the chunk. At least one.
-    """
-
-    neighbours: tuple[Ids, ...] = ()
-
-
-@dataclass(frozen=True)
-class InPromptEncoding(Encoding):
-    """Behind all that stood before the chunk in a real prompt, which is ``behind``: ``in-prompt``.
-
-    Attributes
-    ----------
-    segments : tuple of int
-        Lengths of the segments that ``behind`` consists of.
-    """
-
-    segments: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact.
-
-    ``before`` are the ids of all segments that stand before it, texts too, in order.
-    """
-
-    start: int
-    token_ids: Ids
-    key: KVKey
-    encoding: Encoding
-    exact: bool
-    before: tuple[str, ...] = ()
 
 
 class Encodings:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragcachekit.link.base import Observer
 from ragcachekit.link.cache import LayerBuffers, LinkedCache, LinkedLayer
-from ragcachekit.link.link_rows import LinkRows, Observer
+from ragcachekit.link.link_rows import LinkRows
 from ragcachekit.link.placing import Placing
 from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.link.streams import streams_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.planner import Candidate, LoadPlanner
 from ragcachekit.link.uses import Guide, Use
@@ -16,13 +15,19 @@ from ragcachekit.store.loading import Hit, LoadingKV
 from ragcachekit.store.patience import Patience
 from ragcachekit.types import KVKey
 
-if TYPE_CHECKING:
-    from ragcachekit.link.variants import Entry
-
 log = logging.getLogger(__name__)
 
 MEMORY_TIERS = ("gpu", "host")
 """Tiers whose entries are there when they are found."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
+
+    key: KVKey
+    found: Hit
+    renew: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
+from ragcachekit.link.base import LayerwisePolicy, Observer, RowWatch, WatchingPolicy
 from ragcachekit.link.cache import LinkedCache, LinkedLayer, Projected
 from ragcachekit.link.decided import decided
-from ragcachekit.link.link_rows import LinkRows, Observer
+from ragcachekit.link.link_rows import LinkRows
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit_kernels.dispatch import kv_deviation
 

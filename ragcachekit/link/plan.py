@@ -11,11 +11,12 @@ from itertools import chain
 from ragcachekit.link.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.link.beginning import TURN, Beginning, BeginningReader
 from ragcachekit.link.decided import decided
-from ragcachekit.link.encodings import Encodings, Wanted
-from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
-from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Entry, Fetch
+from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, plain_plan
+from ragcachekit.link.segments import TokenSegment, Wanted
 from ragcachekit.link.uses import Use, guide_of, use_of
-from ragcachekit.link.variants import Entry, VariantPool, look_up
+from ragcachekit.link.variants import VariantPool, look_up
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey

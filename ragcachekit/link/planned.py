@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.link.beginning import Beginning
+from ragcachekit.link.segments import TokenSegment
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import AnyKV, LoadingKV
 from ragcachekit.types import KVKey
 
-if TYPE_CHECKING:
-    from ragcachekit.link.beginning import Beginning
-
 COMPUTED = "computed"
 """The source of what is not cached."""
-
-
-@dataclass(frozen=True)
-class TokenSegment:
-    """A tokenised segment; ``is_chunk`` marks retrieved text."""
-
-    token_ids: tuple[int, ...]
-    is_chunk: bool
 
 
 @dataclass(frozen=True)

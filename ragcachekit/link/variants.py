@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from ragcachekit.link.base import SelectionPolicy, VariantPolicy
 from ragcachekit.link.craft_scores import Impact
-from ragcachekit.link.encodings import InPromptEncoding, Wanted
-from ragcachekit.link.lookup import Fetch
+from ragcachekit.link.lookup import Entry, Fetch
+from ragcachekit.link.segments import Wanted
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.store.base import KVStore, concerns
-from ragcachekit.store.loading import AnyKV, Hit
+from ragcachekit.store.loading import AnyKV
 from ragcachekit.types import KVKey
 
 CHUNKS, VARIANTS = 100, 5
@@ -148,15 +149,6 @@ class VariantPool:
     def _worth(self, variant: _Variant, space: Space) -> float:
         age: float = (self._uses[space] - variant.at) / self._half_life
         return variant.worth * math.pow(0.5, age)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
-
-    key: KVKey
-    found: Hit
-    renew: bool = False
 
 
 def look_up(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from ragcachekit.errors import Cancelled
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
-from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.planned import Missing
 from ragcachekit.model.cancellation import CancelScope
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forget_epochs import ForgetEpochs

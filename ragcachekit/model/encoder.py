@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
@@ -19,25 +19,6 @@ BATCH_TOKENS = 2048
 
 BATCH_BYTES = 64 << 20
 """KV of one batch at most, unless one chunk has more: so much is held between computing and storing."""
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What a chunk is encoded behind.
-
-    Attributes
-    ----------
-    name : str
-        ``standalone``, ``sinks:n``, ``system`` or ``prefix``.
-    behind : tuple of int
-        Token ids that stand before the chunk and whose KV is dropped.
-    length : int
-        Use the frequencies of a prompt of this many tokens (longrope); 0 for the chunk's own.
-    """
-
-    name: str
-    behind: tuple[int, ...] = ()
-    length: int = 0
 
 
 class ChunkEncoder:

@@ -16,8 +16,9 @@ from ragcachekit.link.base import PlacedChunk
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linker import link
 from ragcachekit.link.plan import make_plan
-from ragcachekit.link.planned import LinkPlan, Piece, TokenSegment
+from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.link.policies import open_policy
+from ragcachekit.link.segments import TokenSegment
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
