@@ -18,12 +18,14 @@ from ragcachekit.link.budgets import Budgets, Chosen
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.link.policies import open_policy
+from ragcachekit.link.request import PromptRequest
 from ragcachekit.model.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.model.rope import Rope
 from ragcachekit.prepare import PromptLike
 from ragcachekit.reports import Answer
 from ragcachekit.shadow import Shadow, shadow_config
 from ragcachekit.stock import Stock
+from ragcachekit.types import KVKey
 
 
 class Answerer:
@@ -89,14 +91,25 @@ class Answerer:
             As :meth:`ragcachekit.prepare.Preparer.plan`.
         """
         epoch, chosen = self._stock.forgets.now(), self.chosen(policy, space)
-        plan = self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
-        return self._stock.noted(plan)
+        request = self._prompts.request(prompt, space, chosen.policy, epoch)
+        return self.replan(
+            replace(
+                request,
+                label=chosen.label,
+                notes=(*request.notes, *chosen.notes),
+                fallback=request.fallback or chosen.fallback,
+            )
+        )
+
+    def replan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+        """The plan of a request, without some entries."""
+        return self._stock.noted(self._prompts.plan(request, without))
 
     def link(self, prompt: PromptLike, space: str, policy: str | SelectionPolicy | None) -> LinkedPrompt:
         """Link a prompt for somebody else's generate call."""
         plan = self.plan(prompt, space, policy)
         begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad)
+        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, self.replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         self._stock.after_link(plan)
         return LinkedPrompt(inputs, report)
@@ -130,7 +143,15 @@ class Answerer:
         first = self.shadow.draw(len(plans), options)
         model = self._model, self._rope
         generated = run_generate(
-            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, first=first
+            *model,
+            plans,
+            options,
+            pad=pad,
+            cancel=cancel,
+            stop=stop,
+            decode=decode,
+            first=first,
+            replan=self.replan,
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         if generated.prefilled:

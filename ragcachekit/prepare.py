@@ -14,7 +14,8 @@ from ragcachekit.link.encodings import IN_PROMPT, Encodings
 from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.link.plan import make_plan
-from ragcachekit.link.planned import LinkPlan, Missing, plain_plan
+from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.link.request import PromptRequest
 from ragcachekit.link.segments import TokenSegment
 from ragcachekit.link.upcoming import Upcoming, is_chunk_id, upcoming_keys
 from ragcachekit.link.variants import VariantPool
@@ -145,8 +146,10 @@ class Preparer:
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
 
-    def plan(self, prompt: PromptLike, space: str, policy: SelectionPolicy) -> LinkPlan:
-        """Decide one prompt.
+    def request(
+        self, prompt: PromptLike, space: str, policy: SelectionPolicy, epoch: int = 0
+    ) -> PromptRequest:
+        """Segment and tokenise one prompt, and find its chunks' keys; ``epoch`` is that of the forgets.
 
         Raises
         ------
@@ -171,16 +174,19 @@ class Preparer:
         encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), space, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None:
-            plan = plain_plan(segments, policy.name, encodings.name, space, fallback)
+            request = PromptRequest(tuple(segments), policy, encodings.name, space, fallback=fallback)
+        elif not policy.reads_cache:
+            request = PromptRequest(tuple(segments), policy, encodings.name, space)
         else:
-            fetch, variants = self._fetch(), self.variants
-            plan = make_plan(
-                segments, policy, encodings, fetch, self._fingerprint, space, variants, self._tree
+            request = PromptRequest.of(
+                segments, policy, encodings, self._fetch(), self._fingerprint, space, self._tree
             )
-            if policy.reads_cache:
-                notes += self._not_found(prompt, segmentation.prompt, space)
-        said = (*segmentation.prompt.notes, *notes)
-        return plan.reported(lambda report: replace(report, notes=(*report.notes, *said)))
+            notes += self._not_found(prompt, segmentation.prompt, space)
+        return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
+
+    def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+        """The complete plan of a request; ``without`` are entries that turned out not to come."""
+        return make_plan(request, self.variants, without)
 
     def _not_found(self, given: PromptLike, prompt: Prompt, space: str) -> tuple[str, ...]:
         """Which retrieved chunks were not found, or why the prompt has none at all."""

@@ -22,6 +22,8 @@ from ragcachekit.generate.compare import Comparison, Tally, divergence, token_f1
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.run import run_generate
 from ragcachekit.link.planned import LinkPlan, plain_plan
+from ragcachekit.link.policies import open_policy
+from ragcachekit.link.request import PromptRequest
 from ragcachekit.link.segments import TokenSegment
 from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.model.rope import Rope
@@ -224,7 +226,8 @@ class Shadow:
         self._add(job, found)
 
     def _compare(self, job: ShadowJob) -> Comparison:
-        plan = plain_plan([TokenSegment(job.token_ids, False)], "full", "none", job.namespace)
+        segments = (TokenSegment(job.token_ids, False),)
+        plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
         first, begun = FirstScores(), time.perf_counter()
         generated = run_generate(
             self._model,

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol, TypeVar
@@ -283,7 +282,7 @@ class Stock:
         if not lost or isinstance(self.store, NullStore):
             return plan
         note = f"{lost} missing entr{'ies' if lost > 1 else 'y'} {_NOT_KEPT}"
-        return plan.reported(lambda report: replace(report, notes=(*report.notes, note)))
+        return plan.with_note(note)
 
     # -- what requests leave behind ----------------------------------------------------------------
 

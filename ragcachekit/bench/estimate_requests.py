@@ -128,12 +128,15 @@ class Requests:
 
     def _planned(self, prompt: PromptLike) -> Request:
         """Planned twice: with what is missing, and once that is there, so that every chunk is placed."""
-        for item in self._preparer.plan(prompt, _SPACE, self._policy).missing:
+        for item in self._plan(prompt).missing:
             self._items[item.key] = item
             self._store.put(item.key, self.encoder.kv(item.encoding, len(item.token_ids)))
         self._store.asked.clear()
-        plan = self._preparer.plan(prompt, _SPACE, self._policy)
+        plan = self._plan(prompt)
         return Request(len(plan.token_ids), tuple(self._uses(plan)), plan.report.fallback)
+
+    def _plan(self, prompt: PromptLike) -> LinkPlan:
+        return self._preparer.plan(self._preparer.request(prompt, _SPACE, self._policy))
 
     def _uses(self, plan: LinkPlan) -> Iterator[Use]:
         keys = {key.chunk_id: key for key in self._store.asked}

@@ -89,4 +89,5 @@ class TreeKeeper:
                 turns.keep(turn, plan.beginning.epoch)
 
     def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
-        return self._forgets.forgot_any(plan.report.namespace, chunk_ids, plan.epoch)
+        assert plan.request is not None
+        return self._forgets.forgot_any(plan.request.namespace, chunk_ids, plan.request.epoch)

@@ -15,7 +15,7 @@ from ragcachekit.errors import Cancelled
 from ragcachekit.generate.first import FirstScores
 from ragcachekit.generate.hooks import Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
-from ragcachekit.generate.retry import replanned, timed
+from ragcachekit.generate.retry import Replan, replanned, timed
 from ragcachekit.generate.stopping import StopStrings
 from ragcachekit.link.base import LayerwisePolicy
 from ragcachekit.link.cache import LinkedCache
@@ -71,12 +71,14 @@ def run_generate(
     stop: Sequence[str] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
     first: FirstScores | None = None,
+    replan: Replan | None = None,
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
     A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
     generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed. ``first`` hears the first token's distribution. ``cancel``, or a scope around the call, ends
+    needed. ``first`` hears the first token's distribution. ``replan`` plans a prompt again whose entries
+    did not come. ``cancel``, or a scope around the call, ends
     the prefill between two layers and the answer between two tokens.
     """
     way = way_in(options, model.generation_config)
@@ -97,7 +99,7 @@ def run_generate(
                 return _cancelled(plans, hooks)
             except LoadFailed as failed:
                 # Before the first token: nothing but the streamer has seen anything of this attempt.
-                plans = replanned(plans, failed)
+                plans = replanned(plans, failed, replan)
                 if hooks.streamer is not None:
                     hooks.streamer.restart()
 
@@ -203,7 +205,7 @@ def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[st
 
 @torch.no_grad()
 def link_ahead(
-    model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1
+    model: Any, rope: Rope, plan: LinkPlan, pad: int, replan: Replan | None = None
 ) -> tuple[dict[str, Any], LinkPlan]:
     """Run the linked forward now, over all tokens but the last; the ids come back in order.
 
@@ -213,14 +215,16 @@ def link_ahead(
     """
     while True:
         try:
-            inputs, done = _ahead(model, rope, plan, pad, repeats)
+            inputs, done = _ahead(model, rope, plan, pad)
             return inputs, replace(done, report=_told(timed(done), inputs.get("past_key_values")))
         except LoadFailed as failed:
-            (plan,) = replanned([plan], failed)
+            (plan,) = replanned([plan], failed, replan)
 
 
 @torch.no_grad()
-def _ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int) -> tuple[dict[str, Any], LinkPlan]:
+def _ahead(
+    model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1
+) -> tuple[dict[str, Any], LinkPlan]:
     plan, buffers = choose(model, rope, plan, pad)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()

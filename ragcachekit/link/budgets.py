@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import FULL, Calibration, read_record
 from ragcachekit.link.policies import open_policy
-from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +36,6 @@ class Chosen:
     label: str
     notes: tuple[str, ...] = ()
     fallback: str | None = None
-
-    def named(self, report: LinkReport) -> LinkReport:
-        """The report under the label."""
-        return replace(
-            report,
-            policy=self.label,
-            notes=(*report.notes, *self.notes),
-            fallback=report.fallback or self.fallback,
-        )
 
 
 class Budgets:

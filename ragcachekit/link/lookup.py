@@ -79,9 +79,12 @@ class Fetch:
         self._planner = planner
         self._patience = patience or Patience()
         self._known: dict[KVKey, Hit | None] = {}
+        self._lost: frozenset[KVKey] = frozenset()
 
     def get(self, key: KVKey, tokens: int) -> Hit | None:
         """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet."""
+        if key in self._lost:
+            return None
         if key not in self._known:
             self._known[key] = self._fitting(key, self._look(key), tokens)
         return self._known[key]
@@ -91,7 +94,7 @@ class Fetch:
         if not lost:
             return self
         other = Fetch(self._store, self._planner, self._patience, self._layout)
-        other._known = {**self._known, **dict.fromkeys(lost)}
+        other._known, other._lost = self._known, lost
         return other
 
     def decide(

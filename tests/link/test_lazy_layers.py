@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import FAMILIES, greedy, plain, wrapped
-from link_kit import BOS, described, segments
+from link_kit import BOS, described, plan_from, segments
 from loading_kit import Gate, SlowStore, Spoil
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,7 +16,6 @@ from ragcachekit import LoadConfig, Prompt
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linker import link
 from ragcachekit.link.lookup import Fetch
-from ragcachekit.link.plan import make_plan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.store.disk import DiskStore
@@ -107,7 +106,7 @@ def plan_over(name, store, policy="lego:4"):
         ("chunk", ids(PROMPT)[42:67]),
         ("text", ids(PROMPT)[67:]),
     )
-    return make_plan(parts, chosen, Encodings("standalone", rope, BOS), store, "model", "space")
+    return plan_from(parts, chosen, Encodings("standalone", rope, BOS), store, "model", "space")
 
 
 def test_nothing_is_waited_for_before_it_is_asked_for():
