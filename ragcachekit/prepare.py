@@ -215,9 +215,11 @@ class Preparer:
         encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
         return upcoming_keys(items, encodings, before, self._fingerprint, space, self.variants)
 
-    def forget(self, space: str, texts: Sequence[str] | None = None) -> None:
-        """Forget these texts; without them, all texts of the namespace and what its prompts were."""
-        if texts is not None:
+    def forget(self, space: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
+        """Forget chunks and their texts; with None all of the namespace, and what its prompts were."""
+        self.neighbours.forget(space, ids)
+        self.retrieved.forget(space)
+        if ids is not None:
             self.registry.discard(space, texts)
             self.special_tokens.discard(space, texts)
             return

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config", "files")
 CHAIN = (
     *("model", "store", "tree", "reports", "link", "generate"),
-    *("prepare", "stock", "shadow", "answering", "engine"),
+    *("options", "prepare", "shadow", "stock", "chunks", "chunk_methods", "answering", "engine"),
 )
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
@@ -30,7 +30,8 @@ def allowed_rooms() -> dict[str, set[str]]:
     for i, room in enumerate(CHAIN):
         edges[room] = {*FREE, *CHAIN[:i]}
     edges["prepare"] |= set(APART)  # where the prompt room meets the link room
-    edges["stock"] |= {"prompt"}
+    edges["chunks"] |= {"prompt"}
+    edges["chunk_methods"] |= {"query"}
     edges["engine"] |= set(APART)
     edges |= {room: {*FREE, *CHAIN} for room in BESIDE}
     everything = {*FREE, *CHAIN, *APART, *BESIDE, *TOPS, PUBLIC}
