@@ -46,13 +46,10 @@ class Answerer:
         Its tokenizer and its ids for padding are used here.
     shadow : Shadow
         Answers some of the prompts again.
-    replan : callable
-        Plans a request again without entries that did not come.
     """
 
-    def __init__(self, model: Any, rope: Rope, prompts: Preparer, shadow: Shadow, replan: Replan) -> None:
-        self._model, self._rope, self._prompts = model, rope, prompts
-        self._shadow, self._replan = shadow, replan
+    def __init__(self, model: Any, rope: Rope, prompts: Preparer, shadow: Shadow) -> None:
+        self._model, self._rope, self._prompts, self._shadow = model, rope, prompts, shadow
 
     def answer(
         self,
@@ -61,11 +58,12 @@ class Answerer:
         options: Mapping[str, Any],
         stop: Sequence[str],
         cancel: threading.Event | None,
+        replan: Replan,
     ) -> Answered:
         """Answer prompts in one left-padded batch, which :meth:`share_a_forward` must allow for several.
 
-        ``begun`` is when they came, on the clock of :func:`time.perf_counter`; the others are as in
-        :meth:`ragcachekit.RagCache.generate`.
+        ``begun`` is when they came, on the clock of :func:`time.perf_counter`. ``replan`` plans a request
+        again without entries that did not come. The others are as in :meth:`ragcachekit.RagCache.generate`.
         """
         if stop:
             _ = self._prompts.tokens  # stop strings are text
@@ -82,7 +80,7 @@ class Answerer:
             stop=stop,
             decode=decode,
             first=first,
-            replan=self._replan,
+            replan=replan,
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         if generated.prefilled:
@@ -90,10 +88,10 @@ class Answerer:
                 self._shadow.follow(plans, answers, first, options, stop)
         return Answered(answers, generated)
 
-    def link(self, plan: LinkPlan) -> Linked:
+    def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for somebody else's generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, self._replan)
+        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)
 

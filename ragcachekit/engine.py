@@ -6,39 +6,29 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from torch import nn
-
-from ragcachekit.answering import Answerer
 from ragcachekit.chunk_methods import ChunkMethods
-from ragcachekit.chunks import ChunkManager, several
-from ragcachekit.config import check_type
-from ragcachekit.errors import Closed, ModelNotSupported
+from ragcachekit.chunks import several
+from ragcachekit.errors import Closed
 from ragcachekit.generate.background import attempt
 from ragcachekit.generate.run import Generated
 from ragcachekit.generate.stream import AnswerStream
 from ragcachekit.generate.streaming import Detokenizer, stop_strings
-from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import SelectionPolicy
-from ragcachekit.link.budgets import Budgets, Chosen
-from ragcachekit.link.graphs import use_graphs
+from ragcachekit.link.budgets import Chosen
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.link.policies import open_policy
 from ragcachekit.link.request import PromptRequest
 from ragcachekit.model.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.model.fingerprint import fingerprint
-from ragcachekit.model.loading import default_cache_dir, load_model, weights_folder
-from ragcachekit.model.rope_probe import describe_rope
-from ragcachekit.model.rotary_guard import guard_rotary
+from ragcachekit.model.loading import load_model, weights_folder
 from ragcachekit.options import EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.prepare import PromptLike
 from ragcachekit.reports import Answer, ShadowReport
+from ragcachekit.segmenting import PromptLike
 from ragcachekit.stock import open_components
 from ragcachekit.store.base import StoreStats
 from ragcachekit.types import KVKey
@@ -50,8 +40,7 @@ class RagCache(ChunkMethods):
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal LM with rotary attention, in eval mode, on one device. It stays an ordinary model:
-        its own ``generate`` keeps giving what it gave.
+        A causal LM with rotary attention, in eval mode, on one device. It stays an ordinary model.
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
@@ -72,8 +61,7 @@ class RagCache(ChunkMethods):
         When chunks that a prompt missed are encoded: behind the answer in a thread, behind the
         answer before it is returned, or only by :meth:`encode`.
     shadow : float or ShadowConfig, optional
-        Share of the requests that is answered again in full, to see what reuse does to answers
-        (:meth:`shadow_report`).
+        Share of the requests that is answered again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
         Whether chunks in slow tiers are loaded only where that is quicker than computing them, or always.
     tree : TreeConfig or KnowledgeTree, optional
@@ -90,8 +78,7 @@ class RagCache(ChunkMethods):
     ModelNotSupported
         If linking on this model would not give what the model computes; names the layer.
     ValueError
-        For unknown policies or encoders, or a model in training mode; for ``similar:n`` without
-        neighbours, or neighbours without it.
+        For unknown policies or encoders, a model in training mode, or ``similar:n`` without neighbours.
     TypeError
         For an argument of another type; names it and says what to give.
     """
@@ -105,42 +92,12 @@ class RagCache(ChunkMethods):
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = EngineSettings(**options)
-        check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
-        if model.training:
-            raise ValueError("the model is in training mode; call model.eval() first")
-        if hasattr(model, "_orig_mod"):
-            raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-        self._policy = settings.opened_policy
         self.model, self.tokenizer = model, tokenizer
         self.namespace = checked_namespace(settings.namespace)
-        rope = describe_rope(model)
-        if rope.depends_on_length:
-            guard_rotary(model)
-        folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
-        digests = folder / "digests.json"
-        self.fingerprint = fingerprint(model, tokenizer, source=_weights, cache=digests).digest
-        admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
-        self._components = parts = open_components(
-            model, tokenizer, settings, self._policy, rope=rope, fingerprint=self.fingerprint, folder=folder
-        )
-        with ExitStack() as opened:  # closed again if a later step raises
-            opened.callback(parts.close)
-            self._prompts, self.shadow, self._cold = parts.prompts, parts.shadow, settings.cold
-            self._chunks = ChunkManager(
-                self._policy,
-                parts.prompts,
-                parts.store,
-                parts.tree,
-                parts.loads,
-                parts.warmer,
-                parts.forgets,
-            )
-            self._answerer = Answerer(model, rope, parts.prompts, parts.shadow, self._plan)
-            encoder = parts.prompts.encodings(open_policy("full")).name
-            self._budgets = Budgets(folder, self.fingerprint, encoder)
-            _ = self.policy  # what there is to warn of, warn of now
-            opened.pop_all()
+        self._components = parts = open_components(model, tokenizer, settings, _weights)
+        self.fingerprint, self._policy = parts.fingerprint, parts.policy
+        self._prompts, self._chunks, self._answerer = parts.prompts, parts.chunks, parts.answerer
+        self.shadow, self._cold = parts.shadow, settings.cold
         self._closed = False
 
     @classmethod
@@ -153,14 +110,14 @@ class RagCache(ChunkMethods):
         (``dtype=torch.bfloat16``, ``revision=...``).
         """
         own = {name: options.pop(name) for name in EngineOptions.__annotations__ if name in options}
-        _ = EngineSettings(**own).opened_policy  # a typo should not cost the loading time
+        open_policy(EngineSettings(**own).policy)  # a typo should not cost the loading time
         model, tokenizer = load_model(model_id, device, **options)
         return cls(model, tokenizer, _weights=weights_folder(model_id), **own)
 
     @property
     def policy(self) -> str:
         """Name of the default policy; ``budget:0.01 -> lego:4`` for one that was calibrated."""
-        return self._budgets.resolve(self._policy, self.namespace).label
+        return self._components.budgets.resolve(self._policy, self.namespace).label
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
@@ -171,10 +128,7 @@ class RagCache(ChunkMethods):
         return self.shadow.report(namespace)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for background encoding, shadow prefills and what is being prefetched.
-
-        False if ``timeout`` seconds did not suffice.
-        """
+        """Wait for all background work; False if ``timeout`` seconds did not suffice."""
         return self._components.flush(timeout)
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -197,8 +151,8 @@ class RagCache(ChunkMethods):
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
-            When set, the prefill stops before its next layer, and generation after the token in work; the
-            answer has the tokens up to then. See also :class:`ragcachekit.CancelScope`.
+            When set, the prefill stops before its next layer, and generation after its token; the answer
+            has the tokens up to then. See also :class:`ragcachekit.CancelScope`.
         **options
             For ``model.generate``: ``max_new_tokens`` (default 256), ``do_sample``, ``streamer``, ...
 
@@ -219,10 +173,7 @@ class RagCache(ChunkMethods):
         cancel: threading.Event | None = None,
         **options: Any,
     ) -> list[Answer]:
-        """Answer several prompts in one left-padded batch, one link each.
-
-        ``stop``, ``cancel`` and ``options`` are those of :meth:`generate`.
-        """
+        """As :meth:`generate`, for several prompts in one left-padded batch."""
         prompts, stop, namespace = several(prompts, "prompts"), stop_strings(stop), self._checked(namespace)
         if not prompts:
             return []
@@ -256,7 +207,8 @@ class RagCache(ChunkMethods):
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        linked = self._answerer.link(self._plan(self._request(prompt, self._checked(namespace), policy)))
+        plan = self._plan(self._request(prompt, self._checked(namespace), policy))
+        linked = self._answerer.link(plan, self._plan)
         self._components.loads.follow([linked.plan])
         self._encode_behind(linked.plan.missing)
         return linked.prompt
@@ -268,8 +220,8 @@ class RagCache(ChunkMethods):
     def close(self) -> None:
         """End background work and close the store that this object opened; a second time does nothing.
 
-        What is being answered is answered to its end, though nothing of it is kept any more; what is
-        asked afterwards raises :class:`~ragcachekit.errors.Closed`. Reports can still be read.
+        Answers in work are finished, though nothing of them is kept any more. Later calls raise
+        :class:`~ragcachekit.errors.Closed`; reports can still be read.
         """
         self._closed = True
         self._components.close()
@@ -297,7 +249,7 @@ class RagCache(ChunkMethods):
         raise_if_cancelled()
         begun = time.perf_counter()
         plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
-        answers, generated = self._answerer.answer(plans, begun, options, stop, cancel)
+        answers, generated = self._answerer.answer(plans, begun, options, stop, cancel, self._plan)
         if generated.prefilled:
             with CancelScope(cancel):
                 self._follow_up(generated)
@@ -319,7 +271,7 @@ class RagCache(ChunkMethods):
     def _chosen(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
         """The policy of a prompt now: a concrete one, ``full`` while shadow mode advises against reuse."""
         asked = self._policy if policy is None else open_policy(policy)
-        chosen = self._budgets.resolve(asked, namespace)
+        chosen = self._components.budgets.resolve(asked, namespace)
         why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
         return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 

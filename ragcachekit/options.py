@@ -11,7 +11,6 @@ from typing import Literal, TypedDict
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.neighbours import Neighbours
-from ragcachekit.link.policies import open_policy
 from ragcachekit.store.base import KVStore
 from ragcachekit.tree.knowledge import KnowledgeTree
 
@@ -61,11 +60,6 @@ class EngineSettings:
             "tree", self.tree, (TreeConfig, KnowledgeTree, none), "TreeConfig(host_bytes=...), or None"
         )
         check_type("cache_dir", self.cache_dir, (str, os.PathLike, none), "a folder's path, or None")
-
-    @property
-    def opened_policy(self) -> SelectionPolicy:
-        """The policy itself, where it was given by name."""
-        return open_policy(self.policy)
 
 
 def checked_namespace(namespace: str) -> str:

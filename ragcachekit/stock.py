@@ -7,21 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.config import StoreConfig, TreeConfig
+from torch import nn
+
+from ragcachekit.answering import Answerer
+from ragcachekit.chunks import ChunkManager
+from ragcachekit.config import StoreConfig, TreeConfig, check_type
+from ragcachekit.errors import ModelNotSupported
 from ragcachekit.generate.background import flush_all
 from ragcachekit.generate.keep import TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
+from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.beginning import BeginningReader
+from ragcachekit.link.budgets import Budgets
 from ragcachekit.link.contextual import NeighbourEncoder
+from ragcachekit.link.graphs import use_graphs
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.neighbours import by_namespace
 from ragcachekit.link.observed import ObservedCache
+from ragcachekit.link.policies import open_policy
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.fingerprint import fingerprint as fingerprint_of
 from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.loading import default_cache_dir
 from ragcachekit.model.profiling import stored_profile
-from ragcachekit.model.rope import Rope
+from ragcachekit.model.rope_probe import describe_rope
+from ragcachekit.model.rotary_guard import guard_rotary
 from ragcachekit.options import EngineSettings
 from ragcachekit.prepare import Preparer
 from ragcachekit.shadow import Shadow, shadow_config
@@ -38,6 +50,9 @@ class EngineComponents:
 
     Attributes
     ----------
+    policy : SelectionPolicy
+        What counts for prompts that bring no policy of their own.
+    fingerprint : str
     store : KVStore
     tree : KnowledgeTree or None
     forgets : ForgetEpochs
@@ -52,8 +67,16 @@ class EngineComponents:
         Copies what was computed exactly into the tree.
     shadow : Shadow
         Answers some of the prompts again.
+    chunks : ChunkManager
+        Registers, encodes and forgets chunks.
+    answerer : Answerer
+        Runs planned prompts.
+    budgets : Budgets
+        Says what quality budgets stand for.
     """
 
+    policy: SelectionPolicy
+    fingerprint: str
     store: KVStore
     tree: KnowledgeTree | None
     forgets: ForgetEpochs
@@ -62,6 +85,9 @@ class EngineComponents:
     warmer: Warmer
     keeper: TreeKeeper | None
     shadow: Shadow
+    chunks: ChunkManager
+    answerer: Answerer
+    budgets: Budgets
     opened: ExitStack
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -79,22 +105,24 @@ class EngineComponents:
 
 
 def open_components(
-    model: Any,
-    tokenizer: Any,
-    settings: EngineSettings,
-    policy: SelectionPolicy,
-    *,
-    rope: Rope,
-    fingerprint: str,
-    folder: Path,
+    model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
 ) -> EngineComponents:
-    """Open every component for one model; what was opened is closed again if a later one raises.
+    """Check the model and open every component for it; closed again if a later one raises.
 
-    Raises
-    ------
-    ValueError
-        If the encoder ``similar:n`` has no neighbours, or another one has them.
+    ``weights`` is the folder that the model was loaded from. Raises as :class:`ragcachekit.RagCache`.
     """
+    check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    if hasattr(model, "_orig_mod"):
+        raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
+    policy, rope = open_policy(settings.policy), describe_rope(model)
+    if rope.depends_on_length:
+        guard_rotary(model)
+    folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
+    fingerprint = fingerprint_of(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+    admit_once(model, rope, fingerprint, folder)
+    use_graphs(model, settings.graphs)
     forgets, layout = ForgetEpochs(), KVLayout.of(model)
     with ExitStack() as opened:
         store = _store(settings, opened)
@@ -148,8 +176,23 @@ def open_components(
             unchanged=prompts.unchanged,
         )
         opened.callback(shadow.close)
+        budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
+        budgets.resolve(policy, settings.namespace)  # what there is to warn of, warn of now
         return EngineComponents(
-            store, tree, forgets, loads, prompts, warmer, keeper, shadow, opened.pop_all()
+            policy,
+            fingerprint,
+            store,
+            tree,
+            forgets,
+            loads,
+            prompts,
+            warmer,
+            keeper,
+            shadow,
+            ChunkManager(policy, prompts, store, tree, loads, warmer, forgets),
+            Answerer(model, rope, prompts, shadow),
+            budgets,
+            opened.pop_all(),
         )
 
 

@@ -15,7 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config", "files")
 CHAIN = (
     *("model", "store", "tree", "reports", "link", "generate"),
-    *("options", "prepare", "shadow", "stock", "chunks", "chunk_methods", "answering", "engine"),
+    *(
+        "options",
+        "segmenting",
+        "prepare",
+        "shadow",
+        "chunks",
+        "answering",
+        "stock",
+        "chunk_methods",
+        "engine",
+    ),
 )
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
@@ -29,6 +39,7 @@ def allowed_rooms() -> dict[str, set[str]]:
     edges = {room: set(FREE) for room in (*FREE, *APART)}
     for i, room in enumerate(CHAIN):
         edges[room] = {*FREE, *CHAIN[:i]}
+    edges["segmenting"] |= {"prompt"}
     edges["prepare"] |= set(APART)  # where the prompt room meets the link room
     edges["chunks"] |= {"prompt"}
     edges["chunk_methods"] |= {"query"}

@@ -17,7 +17,8 @@ from ragcachekit.link.base import PlacedChunk, SelectionPolicy
 from ragcachekit.link.planned import LinkPlan, Missing
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
-from ragcachekit.prepare import Preparer, PromptLike
+from ragcachekit.prepare import Preparer
+from ragcachekit.segmenting import PromptLike
 from ragcachekit.store.base import Found, LayerSource, StoreStats
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
