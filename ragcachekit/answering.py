@@ -41,7 +41,6 @@ class Answerer:
 
     Parameters
     ----------
-    model, rope
     prompts : Preparer
         Its tokenizer and its ids for padding are used here.
     shadow : Shadow

@@ -71,7 +71,6 @@ class ChunkMethods(ABC):
 
         Parameters
         ----------
-        texts : iterable of str
         system : str, optional
             The text before a prompt's first chunk, as the model sees it; the encoders ``system`` and
             ``similar:n`` need it here.

@@ -147,7 +147,6 @@ class RagCache(ChunkMethods):
 
         Parameters
         ----------
-        prompt : str, list of messages, or Prompt
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional

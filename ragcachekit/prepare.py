@@ -43,9 +43,6 @@ class Preparer(PromptSegmenter):
     ----------
     model, tokenizer
         As :class:`ragcachekit.RagCache` takes them.
-    rope : Rope
-    store : KVStore
-    fingerprint : str
     encoder : str or None
         The encoder asked for; None for what the policy wants.
     neighbours : mapping, optional

@@ -48,31 +48,9 @@ from ragcachekit.tree.knowledge import KnowledgeTree
 class EngineComponents:
     """What one engine is made of; each part was given those that it needs when it was made.
 
-    Attributes
-    ----------
-    policy : SelectionPolicy
-        What counts for prompts that bring no policy of their own.
-    fingerprint : str
-    store : KVStore
-    tree : KnowledgeTree or None
-    forgets : ForgetEpochs
-        Says whether a chunk, or its text, was forgotten since a moment.
-    loads : LoadPath
-        Brings entries from slow tiers.
-    prompts : Preparer
-        Plans prompts.
-    warmer : Warmer
-        Encodes what is missing.
-    keeper : TreeKeeper or None
-        Copies what was computed exactly into the tree.
-    shadow : Shadow
-        Answers some of the prompts again.
-    chunks : ChunkManager
-        Registers, encodes and forgets chunks.
-    answerer : Answerer
-        Runs planned prompts.
-    budgets : Budgets
-        Says what quality budgets stand for.
+    ``policy`` counts for prompts that bring none of their own. ``forgets`` says what was forgotten since a
+    moment, ``loads`` brings entries from slow tiers, ``prompts`` plans, ``warmer`` encodes what is missing,
+    ``keeper`` copies exact rows into the tree, and ``shadow`` answers some prompts again.
     """
 
     policy: SelectionPolicy

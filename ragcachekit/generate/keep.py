@@ -20,16 +20,8 @@ MOST_WAITING = 8
 class TreeKeeper:
     """Copies exact rows out of the caches of answered requests. Costs no forward.
 
-    Parameters
-    ----------
-    tree : KnowledgeTree
-    rope : Rope
-    unchanged : callable
-        False once the model is not the one that the tree's KV is of: then nothing is kept.
-    forgets : ForgetEpochs
-        Says what was forgotten since a request came: nothing with that in it is kept.
-    when : {"background", "now"}
-        In a thread, or before the answer is returned.
+    Nothing is kept once ``unchanged`` says that the model is another one, nor what ``forgets`` says was
+    forgotten since its request came. ``when``: in a thread, or before the answer is returned.
     """
 
     def __init__(

@@ -12,11 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.errors import Cancelled
-from ragcachekit.generate.first import FirstScores
-from ragcachekit.generate.hooks import Hooks
+from ragcachekit.generate.hooks import FirstScores, Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
 from ragcachekit.generate.retry import Replan, replanned, timed
-from ragcachekit.generate.stopping import StopStrings
 from ragcachekit.link.base import LayerwisePolicy
 from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.choose import choose
@@ -31,16 +29,23 @@ from ragcachekit.store.loading import LoadFailed
 
 @dataclass(frozen=True)
 class Generated:
-    """New token ids per prompt (padding after the end removed) and whether they end with an end token.
+    """What generating answers to the prompts of one batch gave.
 
-    A request that was ``cancelled`` has those up to then; before its first token, it has none and no cache.
-
-    ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the cache
-    would have been assembled, had it been before the forward. ``plans`` are those that ran in the end,
-    ``reports`` theirs after everything was decided. ``prefill`` are the seconds of the forward by
-    itself, without what streamers and loads took, where they are known. ``cache`` is the cache that the
-    prompts were prefilled into, where it is ours and there is one beam; each prompt's rows end before its
-    column ``width``.
+    Attributes
+    ----------
+    token_ids, ended : tuple
+        New token ids per prompt, without padding, and whether they end with an end token. A request that
+        was ``cancelled`` has those up to then; before its first token, it has none and no cache.
+    first_token, linked : float
+        When the first token came and when the cache would have been assembled, had it been before the
+        forward; on the clock of :func:`time.perf_counter`.
+    plans, reports : tuple
+        The plans that ran in the end, and their reports after the forward.
+    prefill : float or None
+        Seconds of the forward by itself, without streamers and loads, where they are known.
+    cache : transformers.Cache or None
+        What the prompts were prefilled into, where there is one beam; their rows end before column
+        ``width``.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -75,11 +80,10 @@ def run_generate(
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
-    A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
-    generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed. ``first`` hears the first token's distribution. ``replan`` plans a prompt again whose entries
-    did not come. ``cancel``, or a scope around the call, ends
-    the prefill between two layers and the answer between two tokens.
+    A batch that keeps nothing is an ordinary call of generate. ``options`` go to generate as they are.
+    ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is needed. ``replan``
+    plans a prompt again whose entries did not come. ``cancel``, or a scope around the call, ends the
+    prefill between two layers and the answer between two tokens.
     """
     way = way_in(options, model.generation_config)
     if rope.depends_on_length:
@@ -88,7 +92,7 @@ def run_generate(
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
-    beams = _effective(model, options, "num_beams") or 1
+    beams = effective(model, options, "num_beams") or 1
     with CancelScope(cancel) as scope:
         hooks = Hooks(options, plans[0].token_ids, scope, first)
         while True:
@@ -121,11 +125,9 @@ def _generated(
     decode: Callable[[Sequence[int]], str] | None,
     beams: int,
 ) -> Generated:
-    inputs, cache, options = linked.inputs, linked.inputs.get("past_key_values"), hooks.options
+    inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
     prompt = inputs["input_ids"].shape[1]
-    if stop and decode is not None:
-        criteria = [*options["stopping_criteria"], StopStrings(stop, decode, prompt)]
-        options = {**options, "stopping_criteria": criteria}
+    options = hooks.options(stop, decode, prompt)
     begun, before = time.perf_counter(), _settling(cache)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
@@ -253,13 +255,14 @@ def _told(report: LinkReport, cache: Any) -> LinkReport:
     return replace(report, forward=cache.forward, kernels=cache.kernels)
 
 
-def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
+def effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """What generate will take for an option: the given one, or that of the generation config."""
     config = options.get("generation_config", model.generation_config)
     return options[name] if name in options else getattr(config, name, None)
 
 
 def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
-    ends = _effective(model, options, "eos_token_id")
+    ends = effective(model, options, "eos_token_id")
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
 
 

@@ -18,19 +18,13 @@ class PlacedChunk:
 
     Attributes
     ----------
-    chunk_id : str
-    start : int
-        Position of its first token.
-    tokens : int
     exempt : bool
         Exact where it stands (behind exactly what it was encoded behind): needs no recomputation.
     attended : torch.Tensor or None
         ``[tokens]`` float32: attention that each token got while the chunk was encoded, from its own
         tokens, summed over layers, heads and rows. None where nothing was recorded.
-    before : tuple of str
-        Ids of all segments that stand before it in this prompt, texts too, in order.
-    behind : tuple of str
-        Ids of what its KV was computed behind.
+    before, behind : tuple of str
+        Ids of all segments that stand before it in this prompt, and of what its KV was computed behind.
     sums : mapping of str to torch.Tensor
         All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     """

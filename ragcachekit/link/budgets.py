@@ -19,17 +19,10 @@ _TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The policy of a request, and what its report says about it.
+    """The policy of a request, a concrete one, and what its report says about it.
 
-    Attributes
-    ----------
-    policy : SelectionPolicy
-        A concrete one.
-    label : str
-        ``budget:0.01 -> lego:4``, or just the policy's name.
-    notes : tuple of str
-    fallback : str or None
-        Why everything is computed, where something other than the prompt decided that.
+    ``label`` is ``budget:0.01 -> lego:4``, or just the policy's name; ``fallback`` says why everything is
+    computed, where something other than the prompt decided that.
     """
 
     policy: SelectionPolicy
@@ -41,17 +34,8 @@ class Chosen:
 class Budgets:
     """Puts calibrated policies in the place of budgets, for one model and encoder.
 
-    A record is read when its namespace is first asked for, and kept: a new calibration counts for
-    objects made afterwards.
-
-    Parameters
-    ----------
-    folder : Path
-        The cache folder.
-    fingerprint : str
-        Of the model.
-    encoder : str
-        What the engine encodes chunks behind; a record for another encoder is not used.
+    A record in the cache ``folder`` is read when its namespace is first asked for, and kept: a new
+    calibration counts for objects made afterwards. One for another encoder is not used.
     """
 
     def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:

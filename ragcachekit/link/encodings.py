@@ -27,22 +27,20 @@ IN_PROMPT = "in-prompt"
 
 
 class Encodings:
-    """Names and keys of encodings under one encoder (design: encodings).
+    """Names and keys of encodings under one encoder.
 
     Parameters
     ----------
     name : str
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: behind n BOS tokens
         whose KV is dropped (EPIC section 5.4, n = 4). ``system``: behind the text before the
-        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and the n most
-        similar other chunks, the most similar one nearest (FusionRAG eq. 10); fewer where the
-        neighbours, from the least similar on, do not fit into the model's context with the system
-        text and the chunk. A chunk without neighbours is a ``system`` chunk. ``in-prompt``: behind
-        all that stands before it in the prompt that misses it (Cache-Craft).
+        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and up to n most similar
+        other chunks, as many as fit into the context, the most similar one nearest (FusionRAG eq. 10);
+        without any it is ``system``. ``in-prompt``: behind all that stands before it in the prompt that
+        misses it (Cache-Craft).
     rope : Rope
         Says whether the prompt's length changes frequencies, which then become part of the key.
     bos : int or None
-        The BOS token id.
     neighbours : callable
         Token ids of a chunk to those of the chunks most similar to it, most similar first. Only asked
         under ``similar:n``.

@@ -32,16 +32,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the entries of a prompt.
+    """What to do with the entries of a prompt: None where rows are computed.
 
-    Attributes
-    ----------
-    entries : tuple
-        Those to use, in order; None where rows are computed.
-    skipped : tuple of KVKey
-        Found, and quicker to compute than to load.
-    resident : int
-        Layers that should be there before the forward begins, so that it then runs without gaps.
+    ``skipped`` were found and are quicker to compute than to load; ``resident`` layers should be there before
+    the forward begins, so that it then runs without gaps.
     """
 
     entries: tuple[Entry | None, ...]
@@ -50,7 +44,7 @@ class Decision:
 
 
 class Fetch:
-    """Looks entries up for one prompt; every entry once, however often it is asked for.
+    """Looks entries up for one prompt, each once for all of its plans.
 
     All look-ups together wait at most three deadlines for a remote service; what would be asked of it
     after that is a miss.
@@ -62,7 +56,7 @@ class Fetch:
     planner : LoadPlanner, optional
         Says what is not worth loading; without one everything found is used.
     patience : Patience, optional
-        What earlier look-ups for this prompt have taken.
+        What look-ups for this prompt may still take.
     layout : KVLayout, optional
         What KV of the model looks like: what does not look so is no hit, and leaves the store.
     """
@@ -90,7 +84,7 @@ class Fetch:
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
-        """The same, where these are not found; what was found already is not looked up again."""
+        """The same, where these are not found; both share what they look up."""
         if not lost:
             return self
         other = Fetch(self._store, self._planner, self._patience, self._layout)
@@ -108,8 +102,7 @@ class Fetch:
         """Begin to load what is quicker to load than to compute; leave out the rest.
 
         ``use`` says what using the entry with this index means. ``total`` are the prompt's rows,
-        ``computed`` those of which nothing is cached. ``guide`` is the pass before the forward, where the
-        policy needs one.
+        ``computed`` those of which nothing is cached. ``guide`` is the policy's pass before the forward.
         """
         slow: dict[LoadingKV, list[int]] = {}
         for number, entry in enumerate(entries):

@@ -26,7 +26,6 @@ def make_plan(
 
     Parameters
     ----------
-    request : PromptRequest
     variants : VariantPool, optional
         What chunks of the encoder ``in-prompt`` may use in other contexts than their own.
     without : collection of KVKey

@@ -62,7 +62,6 @@ class LinkPlan:
     rows : tuple of int
         Ascending positions to compute: recomputed, missing and new ones. The last position of the
         prompt is always among them.
-    missing : tuple of Missing
     report : LinkReport
         Of a plan that has a ``policy``, as if that selected nothing more.
     placed : tuple of PlacedChunk

@@ -24,10 +24,6 @@ class PromptRequest:
     ----------
     segments : tuple of TokenSegment
         The whole prompt, in order.
-    policy : SelectionPolicy
-    encoder : str
-        Name of the encoder, for the report.
-    namespace : str
     wanted : tuple of Wanted
         What may come from the chunk store: cacheable segments behind ``beginning``.
     beginning : Beginning or None
@@ -36,10 +32,8 @@ class PromptRequest:
         Looks entries up, each once for all plans of the request.
     label : str
         Name of the policy in the report, where that is not its own (``budget:0.01 -> lego:4``).
-    notes : tuple of str
-        What the report says beside the figures.
-    fallback : str or None
-        Why the prompt is prefilled in full, where it is.
+    notes, fallback
+        What the report says beside the figures, and why the prompt is prefilled in full, where it is.
     epoch : int
         The number of forgets when the prompt came; 0 is before all of them.
     waited_ms : float

@@ -55,8 +55,6 @@ class Warmer:
 
     Parameters
     ----------
-    encoder : ChunkEncoder
-    store : KVStore
     still_valid : callable
         Asked before each batch: False (the model changed under our feet) drops the work.
     behind_chunks : NeighbourEncoder, optional
@@ -64,7 +62,7 @@ class Warmer:
     in_prompts : InPromptEncoder, optional
         For chunks under ``in-prompt``.
     stored : callable
-        Hears of every entry that was stored, before anybody can forget it.
+        Told of every entry that was stored, before anybody can forget it.
     forgets : ForgetEpochs, optional
         Says what was forgotten since the work on an entry began: that is not stored.
     """

@@ -10,7 +10,7 @@ from engine_kit import chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 
 from ragcachekit import Prompt, StoreConfig, TreeConfig
-from ragcachekit.generate.first import FirstScores
+from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.tree.knowledge import KnowledgeTree
 
