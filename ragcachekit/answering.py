@@ -1,4 +1,4 @@
-"""How one engine answers prompts: the policy that counts now, a plan, one forward, what follows behind it."""
+"""From plans to answers: one forward, the generate loop, the reports."""
 
 from __future__ import annotations
 
@@ -6,149 +6,102 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ragcachekit.config import ShadowConfig
 from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.options import Way, way_in
-from ragcachekit.generate.run import link_ahead, run_generate
+from ragcachekit.generate.retry import Replan
+from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.link.base import LayerwisePolicy, SelectionPolicy
-from ragcachekit.link.budgets import Budgets, Chosen
 from ragcachekit.link.linked import LinkedPrompt
 from ragcachekit.link.planned import LinkPlan
-from ragcachekit.link.policies import open_policy
-from ragcachekit.model.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.model.cancellation import CancelScope
 from ragcachekit.model.rope import Rope
-from ragcachekit.prepare import PromptLike
+from ragcachekit.prepare import Preparer
 from ragcachekit.reports import Answer
-from ragcachekit.shadow import Shadow, shadow_config
-from ragcachekit.stock import Stock
+from ragcachekit.shadow import Shadow
+
+
+class Answered(NamedTuple):
+    """Answers to the prompts of one batch, and what generating them left behind."""
+
+    answers: list[Answer]
+    generated: Generated
+
+
+class Linked(NamedTuple):
+    """A prompt linked for somebody else's generate call, and its plan as it ran."""
+
+    prompt: LinkedPrompt
+    plan: LinkPlan
 
 
 class Answerer:
-    """Takes prompts from what is in stock to answers, and begins what is to happen behind these.
+    """Runs planned prompts on one model.
 
     Parameters
     ----------
-    model, shadow
-        As :class:`ragcachekit.RagCache` takes them.
-    policy : SelectionPolicy
-        What counts for prompts that bring no policy of their own.
-    stock : Stock
-    rope : Rope
-    fingerprint : str
-    folder : Path
-        Where calibrated budgets are looked up.
-
-    Attributes
-    ----------
+    prompts : Preparer
+        Its tokenizer and its ids for padding are used here.
     shadow : Shadow
         Answers some of the prompts again.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        policy: SelectionPolicy,
-        stock: Stock,
-        *,
-        rope: Rope,
-        fingerprint: str,
-        folder: Path,
-        shadow: float | ShadowConfig | None,
-    ) -> None:
-        self._model, self._policy, self._stock, self._rope = model, policy, stock, rope
-        self._prompts = prompts = stock.prompts
-        self._budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
-        self.shadow = Shadow(
-            shadow_config(shadow),
-            model,
-            rope,
-            pad=prompts.pad,
-            decode=prompts.decode,
-            unchanged=prompts.unchanged,
-        )
-
-    def policy(self, space: str) -> str:
-        """Name of the policy of prompts that bring none; warns once if its budget is not calibrated here."""
-        return self._budgets.resolve(self._policy, space).label
-
-    def chosen(self, policy: str | SelectionPolicy | None, space: str) -> Chosen:
-        """What counts for a prompt now: a concrete policy, ``full`` while shadow mode advises against it."""
-        chosen = self._budgets.resolve(self._policy if policy is None else open_policy(policy), space)
-        why = self.shadow.fallback(space) if chosen.policy.reads_cache else None
-        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
-
-    def plan(self, prompt: PromptLike, space: str, policy: str | SelectionPolicy | None) -> LinkPlan:
-        """What of a prompt is there and what is to compute.
-
-        Raises
-        ------
-        ValueError, TypeError, PromptTooLong
-            As :meth:`ragcachekit.prepare.Preparer.plan`.
-        """
-        epoch, chosen = self._stock.forgets.now(), self.chosen(policy, space)
-        plan = self._prompts.plan(prompt, space, chosen.policy).reported(chosen.named).since(epoch)
-        return self._stock.noted(plan)
-
-    def link(self, prompt: PromptLike, space: str, policy: str | SelectionPolicy | None) -> LinkedPrompt:
-        """Link a prompt for somebody else's generate call."""
-        plan = self.plan(prompt, space, policy)
-        begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad)
-        report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
-        self._stock.after_link(plan)
-        return LinkedPrompt(inputs, report)
+    def __init__(self, model: Any, rope: Rope, prompts: Preparer, shadow: Shadow) -> None:
+        self._model, self._rope, self._prompts, self._shadow = model, rope, prompts, shadow
 
     def answer(
         self,
-        prompts: Sequence[PromptLike],
-        space: str,
-        policy: str | SelectionPolicy | None,
+        plans: Sequence[LinkPlan],
+        begun: float,
         options: Mapping[str, Any],
         stop: Sequence[str],
-        cancel: threading.Event | None = None,
-    ) -> list[Answer]:
+        cancel: threading.Event | None,
+        replan: Replan,
+        own: bool = False,
+    ) -> Answered:
         """Answer prompts in one left-padded batch, which :meth:`share_a_forward` must allow for several.
 
-        ``options``, ``stop`` and ``cancel`` are those of :meth:`ragcachekit.RagCache.generate`.
-
-        Raises
-        ------
-        PromptTooLong, GenerationNotSupported
-        Cancelled
-            If a scope around the call was cancelled. With ``cancel`` alone, what there is comes back.
+        ``begun`` is when they came, on the clock of :func:`time.perf_counter`. ``replan`` plans a request
+        again without entries that did not come. The others are as in
+        :func:`~ragcachekit.generate.run.run_generate` and :meth:`ragcachekit.RagCache.generate`.
         """
-        raise_if_cancelled()
-        begun = time.perf_counter()
-        plans = [self.plan(prompt, space, policy) for prompt in prompts]
         if stop:
             _ = self._prompts.tokens  # stop strings are text
         pad, decode, longest = self._prompts.pad, self._prompts.decode, max(len(p.token_ids) for p in plans)
         options = filled_options(options, longest, pad=pad, context=self._prompts.context)
-        first = self.shadow.draw(len(plans), options)
-        model = self._model, self._rope
-        watched: dict[str, Any] = {"first": first, "own": self._stock.cold != "never"}
+        first = self._shadow.draw(len(plans), options)
         generated = run_generate(
-            *model, plans, options, pad=pad, cancel=cancel, stop=stop, decode=decode, **watched
+            self._model,
+            self._rope,
+            plans,
+            options,
+            pad=pad,
+            cancel=cancel,
+            stop=stop,
+            decode=decode,
+            first=first,
+            own=own,
+            replan=replan,
         )
         answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
         if generated.prefilled:
             with CancelScope(cancel):
-                self.shadow.follow(plans, answers, first, options, stop)
-                self._stock.after(generated)
-        raise_if_cancelled()
-        return answers
+                self._shadow.follow(plans, answers, first, options, stop)
+        return Answered(answers, generated)
 
-    def share_a_forward(
-        self, space: str, policy: str | SelectionPolicy | None, options: Mapping[str, Any]
-    ) -> bool:
+    def link(self, plan: LinkPlan, replan: Replan) -> Linked:
+        """Link a prompt for somebody else's generate call."""
+        begun, looked_up = time.perf_counter(), plan.report.load_ms
+        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, replan)
+        report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
+        return Linked(LinkedPrompt(inputs, report), plan)
+
+    def share_a_forward(self, policy: SelectionPolicy, options: Mapping[str, Any]) -> bool:
         """Whether several prompts can be answered in one batch.
 
-        In a batch all prompts turn by the longest one's frequencies, so there chunk KV would not fit where
-        these depend on the length; and its rows must be the same ones in every layer.
+        In a batch all prompts use the longest one's frequencies, so chunk KV would not fit where these
+        depend on the length; and its rows must be the same ones in every layer.
         """
         ahead = way_in(options, self._model.generation_config) is Way.AHEAD
-        layerwise = isinstance(self.chosen(policy, space).policy, LayerwisePolicy)
-        return not (ahead or layerwise or self._rope.depends_on_length)
+        return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

@@ -27,14 +27,6 @@ class _Report:
         return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
 
 
-def _of_tree(tokens: int) -> str:
-    return f", {tokens} of them from the knowledge tree" if tokens else ""
-
-
-def _came_from(source: str) -> str:
-    return source if source == "computed" else f"from {source}"
-
-
 def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -49,8 +41,6 @@ class ChunkUse(_Report):
 
     Attributes
     ----------
-    chunk_id : str
-    tokens : int
     source : str
         The tier it came from (``host``, ``disk``), that of the knowledge tree (``tree:host``: then its
         tokens are counted with the fixed text in front of it), or ``computed``: not cached, rows of the
@@ -157,9 +147,10 @@ class LinkReport(_Report):
         return [*super()._shown(), ("overlap", self.overlap)]
 
     def __str__(self) -> str:
+        of_tree = f", {self.tree_tokens} of them from the knowledge tree" if self.tree_tokens else ""
         text = (
             f"{self.policy}: {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused "
-            f"({self.exact_tokens} exactly{_of_tree(self.tree_tokens)}), {self.recomputed_tokens} recomputed "
+            f"({self.exact_tokens} exactly{of_tree}), {self.recomputed_tokens} recomputed "
             f"(ratio {self.recompute_ratio:.3f}), {self.computed_tokens} computed, link {self.link_ms:.1f} ms"
         )
         if self.overlap is not None:
@@ -168,7 +159,9 @@ class LinkReport(_Report):
                 f"({self.overlap:.0%} of it hidden)"
             )
         if self.prefix is not None:
-            text += f", {self.prefix.tokens} tokens before the first chunk {_came_from(self.prefix.source)}"
+            source = self.prefix.source
+            source = source if source == "computed" else f"from {source}"
+            text += f", {self.prefix.tokens} tokens before the first chunk {source}"
         if self.forward:
             text += f", forward {self.forward}, kernels {self.kernels}"
         fallback = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []

@@ -19,9 +19,12 @@ from ragcachekit.errors import Cancelled
 from ragcachekit.generate.answer import answer_of
 from ragcachekit.generate.background import Background
 from ragcachekit.generate.compare import Comparison, Tally, divergence, token_f1
-from ragcachekit.generate.first import FirstScores
-from ragcachekit.generate.run import run_generate
-from ragcachekit.link.planned import LinkPlan, TokenSegment, plain_plan
+from ragcachekit.generate.hooks import FirstScores
+from ragcachekit.generate.run import effective, run_generate
+from ragcachekit.link.planned import LinkPlan, plain_plan
+from ragcachekit.link.policies import open_policy
+from ragcachekit.link.request import PromptRequest
+from ragcachekit.link.segments import TokenSegment
 from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import Answer, ShadowReport
@@ -57,19 +60,9 @@ class ShadowJob:
 class Shadow:
     """Draws requests, runs them in full behind their answers, and watches the difference.
 
-    Nothing that happens here reaches an answer that was given: errors are logged and counted.
-
-    Parameters
-    ----------
-    config : ShadowConfig
-    model, rope
-        As :func:`ragcachekit.generate.run.run_generate` takes them.
-    pad : int
-        An id for padding.
-    decode : callable
-        Token ids to text.
-    unchanged : callable
-        False once the model is not the one that answered: then there is nothing to compare.
+    Nothing that happens here reaches an answer that was given: errors are logged and counted. Once
+    ``unchanged`` says that the model is another one, there is nothing to compare. The others are as
+    :func:`ragcachekit.generate.run.run_generate` takes them.
     """
 
     def __init__(
@@ -166,10 +159,7 @@ class Shadow:
             )
 
     def reset(self, namespace: str | None = None) -> None:
-        """Begin anew, in one namespace or in all: figures, the warning, and an end to falling back.
-
-        What waits or is in work belongs to what was forgotten and is not counted.
-        """
+        """Begin anew, in one namespace or in all; what waits or is in work is not counted."""
         with self._lock:
             for name in list(self._tallies) if namespace is None else [namespace]:
                 self._tallies.pop(name, None)
@@ -193,8 +183,8 @@ class Shadow:
         options: Mapping[str, Any],
         stop: Sequence[str],
     ) -> ShadowJob:
-        cut = answer.report.finish_reason == "cancelled" or _effective(self._model, options, "max_time")
-        whole = not (cut or _effective(self._model, options, "do_sample"))
+        cut = answer.report.finish_reason == "cancelled" or effective(self._model, options, "max_time")
+        whole = not (cut or effective(self._model, options, "do_sample"))
         return ShadowJob(
             plan.report.namespace,
             self._tally(plan.report.namespace),
@@ -223,7 +213,8 @@ class Shadow:
         self._add(job, found)
 
     def _compare(self, job: ShadowJob) -> Comparison:
-        plan = plain_plan([TokenSegment(job.token_ids, False)], "full", "none", job.namespace)
+        segments = (TokenSegment(job.token_ids, False),)
+        plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
         first, begun = FirstScores(), time.perf_counter()
         generated = run_generate(
             self._model,
@@ -280,11 +271,6 @@ def drawn(seed: int, number: int, share: float) -> bool:
     """Whether request ``number`` (from 0) is one of the share that is shadowed."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
-
-
-def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    config = options.get("generation_config") or model.generation_config
-    return options[name] if name in options else getattr(config, name, None)
 
 
 def _greedy(options: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:

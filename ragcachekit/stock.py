@@ -1,323 +1,77 @@
-"""What one engine has in stock, and how it comes there: store, tree, load path, background encoding."""
+"""The components of one engine: opened in order, and closed in the opposite one."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
-from typing import Any, Literal, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, Literal
 
-from tqdm.auto import tqdm
+from torch import nn
 
-from ragcachekit.config import LoadConfig, StoreConfig, TreeConfig, check_type
-from ragcachekit.errors import ModelChanged
-from ragcachekit.generate.background import attempt, flush_all
+from ragcachekit.answering import Answerer
+from ragcachekit.chunks import ChunkManager
+from ragcachekit.config import StoreConfig, TreeConfig, check_type
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.generate.background import flush_all
 from ragcachekit.generate.keep import OwnRowsKeeper, TreeKeeper
 from ragcachekit.generate.loads import LoadPath, load_config
-from ragcachekit.generate.run import Generated
+from ragcachekit.link.admission import admit_once
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.beginning import BeginningReader
+from ragcachekit.link.budgets import Budgets
 from ragcachekit.link.contextual import NeighbourEncoder
 from ragcachekit.link.encodings import IN_PROMPT
+from ragcachekit.link.graphs import use_graphs
 from ragcachekit.link.in_prompt import InPromptEncoder
-from ragcachekit.link.neighbours import Neighbours
+from ragcachekit.link.neighbours import by_namespace
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.planned import LinkPlan, Missing
-from ragcachekit.link.upcoming import is_chunk_id
+from ragcachekit.link.policies import open_policy
 from ragcachekit.link.variants import recall
 from ragcachekit.link.warm import Warmer
 from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.fingerprint import fingerprint as fingerprint_of
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.loading import default_cache_dir
 from ragcachekit.model.profiling import PrefillCost
-from ragcachekit.model.rope import Rope
-from ragcachekit.prepare import MODEL_CHANGED, Preparer
-from ragcachekit.prompt.registry import forms
+from ragcachekit.model.rope_probe import describe_rope
+from ragcachekit.model.rotary_guard import guard_rotary
+from ragcachekit.options import EngineSettings
+from ragcachekit.prepare import Preparer
+from ragcachekit.shadow import Shadow, shadow_config
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction.registry import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.store.null import NullStore
 from ragcachekit.tree.factory import open_tree
 from ragcachekit.tree.knowledge import KnowledgeTree
-from ragcachekit.types import chunk_id
-
-log = logging.getLogger(__name__)
-
-_NOT_KEPT = (
-    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
-)
-
-_Item = TypeVar("_Item")
 
 
-class QueryResults(Protocol):
-    """Cached search results, such as :class:`ragcachekit.CachedRetrieval`."""
+@dataclass(frozen=True, eq=False)
+class EngineComponents:
+    """What one engine is made of; each part was given those that it needs when it was made.
 
-    def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
-        """Drop results that name a forgotten text; all of the namespace with None."""
-        ...
-
-
-class Stock:
-    """Keeps KV for one model: what was given ahead, what prompts missed, what answers left behind.
-
-    Parameters
-    ----------
-    model, tokenizer, policy, encoder, store, cold, load, tree
-        As :class:`ragcachekit.RagCache` takes them; ``policy`` opened.
-    rope : Rope
-    fingerprint : str
-    folder : Path
-        Where timings are kept, and with them what the tree's nodes cost.
-    neighbours : mapping of str to Neighbours
-        By namespace.
-
-    Attributes
-    ----------
-    cold : {"background", "now", "never"}
-    store : KVStore
-    tree : KnowledgeTree or None
-    forgets : ForgetEpochs
-        Says whether a chunk, or its text, was forgotten since a moment.
-    loads : LoadPath
-        Brings entries from slow tiers.
-    prompts : Preparer
-        Looks prompts up here.
-    warmer : Warmer
-        Encodes what is missing.
-    keeper : TreeKeeper or None
-        Copies what was computed exactly into the tree.
-
-    Raises
-    ------
-    ValueError
-        If the encoder ``similar:n`` has no neighbours, or another one has them.
+    ``policy`` counts for prompts that bring none of their own. ``forgets`` says what was forgotten since a
+    moment, ``loads`` brings entries from slow tiers, ``prompts`` plans, ``warmer`` encodes what is missing,
+    ``keeper`` copies exact rows into the tree, and ``shadow`` answers some prompts again.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        policy: SelectionPolicy,
-        *,
-        rope: Rope,
-        fingerprint: str,
-        folder: Path,
-        encoder: str | None,
-        neighbours: Mapping[str, Neighbours],
-        store: StoreConfig | KVStore | None,
-        cold: Literal["background", "now", "never"],
-        load: Literal["auto", "always"] | LoadConfig,
-        tree: TreeConfig | KnowledgeTree | None,
-    ) -> None:
-        self._policy = policy
-        self._warned = False
-        self._query_caches: WeakSet[QueryResults] = WeakSet()
-        self.forgets = ForgetEpochs()
-        self._registering = Lock()
-        self.cold = cold
-        with ExitStack() as opened:  # closed again if a later step raises
-            self.store: KVStore
-            self._cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
-            if store is None or isinstance(store, StoreConfig):
-                self.store = _new_store(store or StoreConfig(), self._cost)
-                opened.callback(self.store.close)
-            else:
-                self.store = store
-            config, layout = load_config(load), KVLayout.of(model)
-            self.loads = LoadPath(
-                self.store,
-                config,
-                cost=self._cost,
-                layout=layout,
-            )
-            opened.callback(self.loads.close)
-            if isinstance(tree, TreeConfig):
-                disk = store.disk_path if isinstance(store, StoreConfig) else None
-                tree = _new_tree(tree, model, layout, self._cost, disk)
-                opened.callback(tree.close)
-            self.tree = tree
-            self.prompts = Preparer(
-                model,
-                tokenizer,
-                rope=rope,
-                store=self.store,
-                fingerprint=fingerprint,
-                encoder=encoder,
-                neighbours=neighbours,
-                fetch=self.loads.fetch,
-                tree=BeginningReader(tree, rope, layout) if tree is not None else None,
-            )
-            if self.prompts.encodings(policy).name == IN_PROMPT:
-                recall(self.prompts.variants, self.store, fingerprint)
-            self.keeper: TreeKeeper | None = None
-            if tree is not None:
-                when: Literal["now", "background"] = "now" if cold == "now" else "background"
-                self.keeper = TreeKeeper(tree, rope, self.prompts.unchanged, self.forgets, when)
-                opened.callback(self.keeper.close)
-            if not self.prompts.encodings(policy).similar and self.prompts.neighbours:
-                raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-            self.warmer = _new_warmer(model, rope, self.store, self.prompts, layout, self.forgets)
-            opened.callback(self.warmer.close)
-            own: Literal["now", "background"] = "now" if cold == "now" else "background"
-            self._own_rows = OwnRowsKeeper(self.warmer, rope, self.prompts.unchanged, own)
-            opened.callback(self._own_rows.close)
-            self._opened = opened.pop_all()
-
-    def add_query_cache(self, cache: QueryResults) -> None:
-        """From now on what is forgotten here is forgotten there first."""
-        self._query_caches.add(cache)
-
-    # -- what is given ahead -----------------------------------------------------------------------
-
-    def register(self, texts: Iterable[str], space: str) -> int:
-        """Make texts known as chunks; how many of them prompts can be searched for."""
-        since, texts = self.forgets.now(), strings(texts, "texts")
-        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
-        result = self._unless_forgotten(self.prompts.register, texts, space, since)
-        self._unless_forgotten(self.prompts.note_retrieved, texts, space, since)
-        return result.added + result.known
-
-    def prefetch(
-        self, chunks: Iterable[str], space: str, policy: SelectionPolicy, system: str | None
-    ) -> None:
-        """Begin to load chunks (texts or ids) for a prompt that will come."""
-        since, chunks = self.forgets.now(), strings(chunks, "chunks")
-        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
-        self._unless_forgotten(self.prompts.note_retrieved, texts, space, since)
-        if policy.reads_cache:
-            self.loads.prefetch(lambda: self.prompts.upcoming(chunks, space, policy, system))
-
-    def encode(self, texts: Iterable[str], space: str, system: str | None, progress: bool) -> list[str]:
-        """Register chunks and encode those that are not stored; ids of all of them, in order.
-
-        Raises
-        ------
-        ValueError, ModelChanged
-        """
-        since = self.forgets.now()
-        if not self.prompts.unchanged():
-            raise ModelChanged(MODEL_CHANGED)
-        texts = strings(texts, "texts")
-        self._unless_forgotten(self.prompts.neighbours.welcome, texts, space, since)
-        missing = self.prompts.missing(texts, space, self._policy, system, since)
-        self._unless_forgotten(self.prompts.register, texts, space, since)
-        todo = self.warmer.complete(item for item in missing if item.key not in self.store)
-        if isinstance(self.store, NullStore):
-            self._warn(
-                "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
-            )
-        with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            self.warmer.now(todo, lambda tokens: self._encoded(tokens, bar.update))
-        if lost := self.warmer.refused(item.key for item in todo):
-            self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
-        return [item.key.chunk_id for item in missing]
-
-    def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
-        update(tokens)
-        if self._cost.needed:  # nobody waits for an answer here
-            attempt(lambda _: self.loads.measure(), None)
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("%s", message)
-
-    def _unless_forgotten(
-        self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], space: str, since: int
-    ) -> _Item:
-        """``use`` of those texts that were not forgotten since; no forget ends meanwhile."""
-        with self._registering:
-            return use(space, [t for t in texts if not self.forgets.forgot_text(space, t, since)])
-
-    def forget(self, ids: Iterable[str] | None, texts: Iterable[str] | None, space: str) -> int:
-        """Drop chunks, all of the namespace with neither ids nor texts; how many entries went."""
-        if ids is None and texts is None:
-            self._forget_results(space, None)
-            return self._forget(space, None, ())
-        ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
-        named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
-        self._forget_results(space, lambda text: text.strip() in bare or self._is_one_of(text, named, space))
-        # As they are stored, and whole, as an older version kept those with blanks at their end.
-        every = [form for text in texts for form in forms(text)]
-        tokens = [self.prompts.chunk_ids(form) for form in every]
-        tokens += [self.prompts.tokens.chunk(form) for form in every]
-        return self._forget(space, frozenset([*ids, *(chunk_id(t, space) for t in tokens)]), texts)
-
-    def _forget_results(self, space: str, forgotten: Callable[[str], bool] | None) -> None:
-        # Before the registry: a retriever registers what it found only while nothing was forgotten since.
-        for cache in list(self._query_caches):
-            try:
-                cache.forget_texts(space, forgotten)
-            except Exception:  # the KV goes all the same
-                log.exception("cached search results could not be forgotten; clear the retriever's cache")
-
-    def _is_one_of(self, text: str, ids: frozenset[str], space: str) -> bool:
-        return bool(ids) and any(chunk_id(self.prompts.chunk_ids(f), space) in ids for f in forms(text))
-
-    def _forget(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> int:
-        """The entries, while nobody stores any; then what was begun before counts as out of date."""
-        with self.warmer.forgetting(space, gone):
-            try:
-                return self._drop(space, gone)
-            finally:  # also where a tier raised
-                with self._registering:
-                    self.forgets.add(space, gone, texts)
-                    self._unregister(space, gone, texts)
-
-    def _drop(self, space: str, gone: frozenset[str] | None) -> int:
-        """From every tier; where one raises, the others have dropped theirs."""
-        from_tree = 0
-        self.prompts.variants.forget(space, gone)
-        try:
-            from_store = self.store.forget(space, gone)
-        finally:
-            self.loads.forget(space, gone)  # after the store: what is opened in between goes too
-            if self.tree is not None:
-                from_tree = self.tree.forget(space, gone)
-        return from_tree + from_store
-
-    def _unregister(self, space: str, gone: frozenset[str] | None, texts: Sequence[str]) -> None:
-        self.prompts.neighbours.forget(space, gone)
-        self.prompts.retrieved.forget(space)
-        self.prompts.forget(space, None if gone is None else texts)
-
-    def noted(self, plan: LinkPlan) -> LinkPlan:
-        """The plan; its report names what is missing because the store could not keep it before."""
-        lost = self.warmer.refused(item.key for item in plan.missing)
-        if not lost or isinstance(self.store, NullStore):
-            return plan
-        note = f"{lost} missing entr{'ies' if lost > 1 else 'y'} {_NOT_KEPT}"
-        return plan.reported(lambda report: replace(report, notes=(*report.notes, note)))
-
-    # -- what requests leave behind ----------------------------------------------------------------
-
-    def after(self, generated: Generated) -> None:
-        """A batch of requests was answered."""
-        self.loads.learn(generated)
-        if self.keeper is not None:
-            self.keeper.after(generated)
-        taken = self._own_rows.after(generated)
-        self._warm([item for plan in generated.plans for item in plan.missing if item.key not in taken])
-
-    def after_link(self, plan: LinkPlan) -> None:
-        """A prompt was linked for somebody else's generate call."""
-        self.loads.follow([plan])
-        self._warm(plan.missing)
-
-    def _warm(self, missing: Iterable[Missing]) -> None:
-        if self.cold == "background":
-            self.warmer.later(missing)
-        elif self.cold == "now":
-            attempt(self.warmer.now, missing)
-
-    # -- upkeep ------------------------------------------------------------------------------------
+    policy: SelectionPolicy
+    fingerprint: str
+    store: KVStore
+    tree: KnowledgeTree | None
+    forgets: ForgetEpochs
+    loads: LoadPath
+    prompts: Preparer
+    warmer: Warmer
+    keeper: TreeKeeper | None
+    own_rows: OwnRowsKeeper
+    shadow: Shadow
+    chunks: ChunkManager
+    answerer: Answerer
+    budgets: Budgets
+    opened: ExitStack
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
@@ -326,83 +80,140 @@ class Stock:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
         keeper = [self.keeper.flush] if self.keeper is not None else []
-        return flush_all([self._own_rows.flush, self.warmer.flush, self.loads.flush, *keeper], timeout)
+        own = [self.own_rows.flush, self.warmer.flush, self.loads.flush]
+        return flush_all([*own, *keeper, self.shadow.flush], timeout)
 
     def close(self) -> None:
-        """End the threads, and close the store and the tree that were opened here."""
-        self._opened.close()
+        """End background work, and close the store and the tree that were opened here."""
+        self.opened.close()
 
 
-def _new_tree(
-    config: TreeConfig,
-    model: Any,
-    layout: KVLayout,
-    prefill: PrefillCost,
-    disk: str | os.PathLike[str] | None,
-) -> KnowledgeTree:
-    budget = config.host_bytes or config.gpu_bytes
+def open_components(
+    model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
+) -> EngineComponents:
+    """Check the model and open every component for it; closed again if a later one raises.
 
-    def cost(cached: int, new: int) -> float:
-        return prefill.seconds(cached, new, new * layout.token_bytes / budget if budget else 0.0)
+    ``weights`` is the folder that the model was loaded from. Raises as :class:`ragcachekit.RagCache`.
+    """
+    check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    if hasattr(model, "_orig_mod"):
+        raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
+    policy, rope = open_policy(settings.policy), describe_rope(model)
+    if rope.depends_on_length:
+        guard_rotary(model)
+    folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
+    fingerprint = fingerprint_of(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+    admit_once(model, rope, fingerprint, folder)
+    use_graphs(model, settings.graphs)
+    forgets, layout = ForgetEpochs(), KVLayout.of(model)
+    with ExitStack() as opened:
+        cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
+        store = _store(settings, cost, opened)
+        loads = LoadPath(store, load_config(settings.load), cost=cost, layout=layout)
+        opened.callback(loads.close)
+        tree = _tree(model, settings, layout, cost, opened)
+        prompts = Preparer(
+            model,
+            tokenizer,
+            rope=rope,
+            store=store,
+            fingerprint=fingerprint,
+            encoder=settings.encoder,
+            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            fetch=loads.fetch,
+            tree=BeginningReader(tree, rope, layout) if tree is not None else None,
+        )
+        if prompts.encodings(policy).name == IN_PROMPT:
+            recall(prompts.variants, store, fingerprint)
+        keeper, when = None, _when(settings)
+        if tree is not None:
+            keeper = TreeKeeper(tree, rope, prompts.unchanged, forgets, when)
+            opened.callback(keeper.close)
+        if not prompts.encodings(policy).similar and prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        encoder = ChunkEncoder(model, rope, ObservedCache)
+        warmer = Warmer(
+            encoder,
+            store,
+            prompts.unchanged,
+            NeighbourEncoder(model, rope, encoder, store, layout),
+            InPromptEncoder(model, rope),
+            prompts.note_stored,
+            forgets,
+        )
+        opened.callback(warmer.close)
+        own_rows = OwnRowsKeeper(warmer, rope, prompts.unchanged, when)
+        opened.callback(own_rows.close)
+        shadow = Shadow(
+            shadow_config(settings.shadow),
+            model,
+            rope,
+            pad=prompts.pad,
+            decode=prompts.decode,
+            unchanged=prompts.unchanged,
+        )
+        opened.callback(shadow.close)
+        budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
+        budgets.resolve(policy, settings.namespace)  # what there is to warn of, warn of now
+        return EngineComponents(
+            policy,
+            fingerprint,
+            store,
+            tree,
+            forgets,
+            loads,
+            prompts,
+            warmer,
+            keeper,
+            own_rows,
+            shadow,
+            ChunkManager(policy, prompts, store, tree, loads, warmer, forgets),
+            Answerer(model, rope, prompts, shadow),
+            budgets,
+            opened.pop_all(),
+        )
 
-    return open_tree(
-        config,
-        model.device,
-        folder=None if disk is None else Path(disk),
-        cost=cost if weighs_cost(config.eviction) else None,
-    )
+
+def _when(settings: EngineSettings) -> Literal["background", "now"]:
+    """When rows are copied out of the caches of answered requests."""
+    return "now" if settings.cold == "now" else "background"
 
 
-def _new_store(config: StoreConfig, prefill: PrefillCost) -> KVStore:
+def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:
+    """The store that was handed in, or one that is closed with the engine, with profiled costs."""
+    if settings.store is not None and not isinstance(settings.store, StoreConfig):
+        return settings.store
+    config = settings.store or StoreConfig()
     budget = config.host_bytes or config.gpu_bytes
 
     def cost(kv: ChunkKV) -> float:
         return prefill.seconds(0, kv.tokens, kv.nbytes / budget)
 
-    return open_store(config, cost=cost if weighs_cost(config.eviction) else None)
+    store = open_store(config, cost=cost if weighs_cost(config.eviction) else None)
+    opened.callback(store.close)
+    return store
 
 
-def _new_warmer(
-    model: Any, rope: Rope, store: KVStore, prompts: Preparer, layout: KVLayout, forgets: ForgetEpochs
-) -> Warmer:
-    chunks = ChunkEncoder(model, rope, ObservedCache)
-    behind = NeighbourEncoder(model, rope, chunks, store, layout)
-    in_prompts = InPromptEncoder(model, rope)
-    return Warmer(chunks, store, prompts.unchanged, behind, in_prompts, prompts.note_stored, forgets)
+def _tree(
+    model: Any, settings: EngineSettings, layout: KVLayout, prefill: PrefillCost, opened: ExitStack
+) -> KnowledgeTree | None:
+    """The tree that was handed in, or one that is closed with the engine, with profiled costs."""
+    config = settings.tree
+    if not isinstance(config, TreeConfig):
+        return config
+    disk = settings.store.disk_path if isinstance(settings.store, StoreConfig) else None
+    budget = config.host_bytes or config.gpu_bytes
 
+    def cost(cached: int, new: int) -> float:
+        return prefill.seconds(cached, new, new * layout.token_bytes / budget if budget else 0.0)
 
-def checked_namespace(namespace: str) -> str:
-    """It, or a ValueError: an empty name would be everybody's, and one that is no text has no digest."""
-    if not isinstance(namespace, str) or not namespace:
-        raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
-    try:
-        namespace.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"namespace must be text, got {namespace!r}: the lone surrogate at {error.start} is no character"
-        ) from error
-    return namespace
-
-
-def several(items: Iterable[_Item], what: str) -> list[_Item]:
-    """A list of them, or a TypeError: one string would be taken for its letters."""
-    if isinstance(items, str):
-        raise TypeError(f"{what} must be a list of strings, not one string")
-    check_type(what, items, Iterable, "a list")
-    return list(items)
-
-
-def strings(items: Iterable[str], what: str) -> list[str]:
-    """As :func:`several`, and each of them a string; of a document it is said where its text is."""
-    listed: list[str] = [items] if _own_text(items) else several(items, what)  # type: ignore[list-item]
-    for number, item in enumerate(listed):
-        own = _own_text(item)
-        give = f"a string; give the {type(item).__name__}'s {own}" if own else "a string"
-        check_type(f"{what}[{number}]", item, str, give)
-    return listed
-
-
-def _own_text(item: object) -> str | None:
-    """Where a LangChain document, or a LlamaIndex node, has its text."""
-    named = {"page_content": "page_content", "get_content": "get_content()"}
-    return next((name for attribute, name in named.items() if hasattr(item, attribute)), None)
+    tree = open_tree(
+        config,
+        model.device,
+        folder=None if disk is None else Path(disk),
+        cost=cost if weighs_cost(config.eviction) else None,
+    )
+    opened.callback(tree.close)
+    return tree

@@ -15,7 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FREE = ("types", "errors", "config", "files", "forks", "threads")
 CHAIN = (
     *("model", "store", "tree", "reports", "link", "generate"),
-    *("prepare", "stock", "shadow", "answering", "engine"),
+    *(
+        "options",
+        "segmenting",
+        "prepare",
+        "shadow",
+        "chunks",
+        "answering",
+        "stock",
+        "chunk_methods",
+        "engine",
+    ),
 )
 APART = ("query", "search", "prompt")
 BESIDE = ("aio",)  # the engine's asyncio face: above it, below the tops
@@ -29,8 +39,10 @@ def allowed_rooms() -> dict[str, set[str]]:
     edges = {room: set(FREE) for room in (*FREE, *APART)}
     for i, room in enumerate(CHAIN):
         edges[room] = {*FREE, *CHAIN[:i]}
+    edges["segmenting"] |= {"prompt"}
     edges["prepare"] |= set(APART)  # where the prompt room meets the link room
-    edges["stock"] |= {"prompt"}
+    edges["chunks"] |= {"prompt"}
+    edges["chunk_methods"] |= {"query"}
     edges["engine"] |= set(APART)
     edges |= {room: {*FREE, *CHAIN} for room in BESIDE}
     everything = {*FREE, *CHAIN, *APART, *BESIDE, *TOPS, PUBLIC}
@@ -190,6 +202,61 @@ def test_importing_does_not_import_torch(module: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Every file of a package by its dotted name."""
+    found = {}
+    for file in package.rglob("*.py"):
+        parts = [package.name, *file.relative_to(package).with_suffix("").parts]
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def file_imports(package: Path) -> dict[str, set[str]]:
+    """Per file of the package, those it imports: at the top, in functions and for type checkers alike."""
+    modules = modules_of(package)
+    edges: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        imports = imports_of(file, package)
+        named = {f"{i.module}.{n}" for i in imports for n in i.names}
+        # What is imported by name out of a package's __init__ is an import of that file as well.
+        whole = {i.module for i in imports if not {f"{i.module}.{n}" for n in i.names} & modules.keys()}
+        edges[name] = (named | whole) & modules.keys() - {name}
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Files that reach each other, by leaving out again and again those that import none of the rest."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    for graph in (left, {name: {n for n, t in left.items() if name in t} for name in left}):
+        while gone := [name for name in left if not graph[name] & left.keys()]:
+            for name in gone:
+                del left[name]
+    return [set(left)] if left else []
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
+def test_no_files_import_each_other_in_a_circle(package: Path) -> None:
+    assert circles(file_imports(package)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from sample.one import x",
+        "from . import one",
+        "def f():\n    from sample import one",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import sample.one",
+    ],
+)
+def test_circles_are_seen_however_they_are_imported(tmp_path, source) -> None:
+    package = tmp_path / "sample"
+    package.mkdir()
+    files = {"__init__": "", "one": "from sample import two", "two": source, "beside": "import sample.two"}
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    assert circles(file_imports(package)) == [{"sample.one", "sample.two"}]
 
 
 SAMPLES = [

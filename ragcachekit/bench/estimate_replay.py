@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ragcachekit.bench.estimate_requests import Request, Use
 from ragcachekit.link.planned import COMPUTED
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.store.eviction.base import Access
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.eviction.registry import open_eviction

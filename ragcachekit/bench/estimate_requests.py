@@ -13,9 +13,10 @@ from ragcachekit.bench.reading_prompt import SEPARATOR, prompt_for
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
 from ragcachekit.link.planned import LinkPlan, Missing
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.rope import Rope
-from ragcachekit.prepare import Preparer, PromptLike
+from ragcachekit.prepare import Preparer
+from ragcachekit.segmenting import PromptLike
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
@@ -91,7 +92,9 @@ class Requests:
         at = (query, tuple(texts))
         if at not in self._known:
             self._preparer.registry.add(_NAMESPACE, texts)
-            plan = self._preparer.plan(self._messages(query, texts), _NAMESPACE, self._policy)
+            plan = self._preparer.plan(
+                self._preparer.request(self._messages(query, texts), _NAMESPACE, self._policy)
+            )
             self._known[at] = Request(len(plan.token_ids), tuple(self._uses(plan)), plan.report.fallback)
         return self._known[at]
 

@@ -13,7 +13,8 @@ from ragcachekit.engine import RagCache
 from ragcachekit.link.neighbours import PrecedingChunks
 from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.policies import open_policy
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.store.base import KVStore

@@ -19,18 +19,7 @@ _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
 def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
-    """Fill in what generate needs; everything given stays as it is.
-
-    Parameters
-    ----------
-    options : mapping
-        As the user gave them.
-    tokens : int
-        Of the (longest) prompt.
-    pad : int
-        An id for padding.
-    context : int
-        Tokens that the model can hold.
+    """Fill in what generate needs for a (longest) prompt of ``tokens``; everything given stays as it is.
 
     Raises
     ------

@@ -68,16 +68,8 @@ class OwnRowsKeeper:
 class TreeKeeper:
     """Copies exact rows out of the caches of answered requests. Costs no forward.
 
-    Parameters
-    ----------
-    tree : KnowledgeTree
-    rope : Rope
-    unchanged : callable
-        False once the model is not the one that the tree's KV is of: then nothing is kept.
-    forgets : ForgetEpochs
-        Says what was forgotten since a request came: nothing with that in it is kept.
-    when : {"background", "now"}
-        In a thread, or before the answer is returned.
+    Nothing is kept once ``unchanged`` says that the model is another one, nor what ``forgets`` says was
+    forgotten since its request came. ``when``: in a thread, or before the answer is returned.
     """
 
     def __init__(
@@ -137,4 +129,5 @@ class TreeKeeper:
                 turns.keep(turn, plan.beginning.epoch)
 
     def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
-        return self._forgets.forgot_any(plan.report.namespace, chunk_ids, plan.epoch)
+        assert plan.request is not None
+        return self._forgets.forgot_any(plan.request.namespace, chunk_ids, plan.request.epoch)

@@ -42,7 +42,7 @@ class LoadPath:
         layout: KVLayout,
     ) -> None:
         self._layout = layout
-        self._cost = cost
+        self.cost = cost
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
         self.planner: LoadPlanner | None = None
         if config.when == "auto" and self._slow:
@@ -82,14 +82,14 @@ class LoadPath:
             self._loader.prefetch(key for plan in plans for key in plan.skipped)
         unknown = self.planner is not None and self.planner.profile is None
         loaded = unknown and any(plan.loads for plan in plans)
-        if (loaded or self._cost.needed) and not self._measured:
+        if (loaded or self.cost.needed) and not self._measured:
             self._measured = self._jobs.submit(self.measure)
 
     def measure(self) -> None:
         """Have it known how long prefills take; measures in the caller's thread."""
-        self._cost.measure()
+        self.cost.measure()
         if self.planner is not None:
-            self.planner.profile = self._cost.profile
+            self.planner.profile = self.cost.profile
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Give up what ``store.forget`` with the same arguments was about; call it after that."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ragcachekit.link.planned import LinkPlan
+from ragcachekit.link.request import PromptRequest
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import LoadFailed
 from ragcachekit.types import KVKey
 
+Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]
+"""Plans a request once more without some entries."""
 
-def replanned(plans: Sequence[LinkPlan], failed: LoadFailed) -> tuple[LinkPlan, ...]:
+
+def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | None) -> tuple[LinkPlan, ...]:
     """The plans without what failed, and without whatever else is known by now not to come.
 
     Their reports say so, and count the time that was waited for it.
@@ -22,20 +26,19 @@ def replanned(plans: Sequence[LinkPlan], failed: LoadFailed) -> tuple[LinkPlan, 
         if not lost:
             out.append(plan)
             continue
-        assert plan.again is not None, "loads are begun by plans that can be made again"
+        assert plan.request is not None, "loads are begun by plans of requests"
+        assert replan is not None, "who runs such plans says how to plan again"
         why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
         note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
         waited = sum(load.waited for load in lost.values()) * 1e3
-        out.append(_noted(plan.again(frozenset(lost)), note, waited))
+        request = replace(
+            plan.request,
+            notes=(*plan.request.notes, note),
+            waited_ms=plan.request.waited_ms + waited,
+        )
+        out.append(replan(request, plan.without | lost.keys()))
     assert any(new is not old for new, old in zip(out, plans, strict=True)), "nothing else would come of it"
     return tuple(out)
-
-
-def _noted(plan: LinkPlan, note: str, waited: float) -> LinkPlan:
-    def change(report: LinkReport) -> LinkReport:
-        return replace(report, notes=(*report.notes, note), wait_ms=report.wait_ms + waited)
-
-    return plan.reported(change)
 
 
 def timed(plan: LinkPlan) -> LinkReport:

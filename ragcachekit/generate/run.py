@@ -12,11 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.errors import Cancelled
-from ragcachekit.generate.first import FirstScores
-from ragcachekit.generate.hooks import Hooks
+from ragcachekit.generate.hooks import FirstScores, Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
-from ragcachekit.generate.retry import replanned, timed
-from ragcachekit.generate.stopping import StopStrings
+from ragcachekit.generate.retry import Replan, replanned, timed
 from ragcachekit.link.base import LayerwisePolicy
 from ragcachekit.link.cache import LinkedCache
 from ragcachekit.link.choose import choose
@@ -32,16 +30,25 @@ from ragcachekit.store.loading import LoadFailed
 
 @dataclass(frozen=True)
 class Generated:
-    """New token ids per prompt (padding after the end removed) and whether they end with an end token.
+    """What generating answers to the prompts of one batch gave.
 
-    A request that was ``cancelled`` has those up to then; before its first token, it has none and no cache.
-
-    ``first_token`` is on the clock of :func:`time.perf_counter`; ``linked`` likewise, when the cache
-    would have been assembled, had it been before the forward. ``plans`` are those that ran in the end,
-    ``reports`` theirs after everything was decided. ``prefill`` are the seconds of the forward by
-    itself, without what streamers and loads took, where they are known. ``cache`` is the cache that the
-    prompts were prefilled into, where it is ours and there is one beam; each prompt's rows end before its
-    column ``width``. ``own`` is what was seen of entries that this very prefill computed.
+    Attributes
+    ----------
+    token_ids, ended : tuple
+        New token ids per prompt, without padding, and whether they end with an end token. A request that
+        was ``cancelled`` has those up to then; before its first token, it has none and no cache.
+    first_token, linked : float
+        When the first token came and when the cache would have been assembled, had it been before the
+        forward; on the clock of :func:`time.perf_counter`.
+    plans, reports : tuple
+        The plans that ran in the end, and their reports after the forward.
+    prefill : float or None
+        Seconds of the forward by itself, without streamers and loads, where they are known.
+    cache : transformers.Cache or None
+        What the prompts were prefilled into, where there is one beam; their rows end before column
+        ``width``.
+    own : OwnRows or None
+        What was observed of entries that this very prefill computed.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -74,14 +81,15 @@ def run_generate(
     decode: Callable[[Sequence[int]], str] | None = None,
     first: FirstScores | None = None,
     own: bool = False,
+    replan: Replan | None = None,
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
-    A batch that keeps nothing is an ordinary call of generate. Everything in ``options`` goes to
-    generate as it is. ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is
-    needed. ``first`` hears the first token's distribution. ``own``: watch the rows of missing chunks that
-    this prefill computes as they are to be kept. ``cancel``, or a scope around the call, ends
-    the prefill between two layers and the answer between two tokens.
+    A batch that keeps nothing is an ordinary call of generate. ``options`` go to generate as they are.
+    ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is needed. ``replan``
+    plans a prompt again whose entries did not come. ``own`` observes the rows of missing chunks that this
+    prefill computes as they are to be stored. ``cancel``, or a scope around the call, ends the
+    prefill between two layers and the answer between two tokens.
     """
     way = way_in(options, model.generation_config)
     if rope.depends_on_length:
@@ -90,7 +98,7 @@ def run_generate(
     if way is Way.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
-    beams = _effective(model, options, "num_beams") or 1
+    beams = effective(model, options, "num_beams") or 1
     with CancelScope(cancel) as scope:
         hooks = Hooks(options, plans[0].token_ids, scope, first)
         while True:
@@ -101,7 +109,7 @@ def run_generate(
                 return _cancelled(plans, hooks)
             except LoadFailed as failed:
                 # Before the first token: nothing but the streamer has seen anything of this attempt.
-                plans = replanned(plans, failed)
+                plans = replanned(plans, failed, replan)
                 if hooks.streamer is not None:
                     hooks.streamer.restart()
 
@@ -123,11 +131,9 @@ def _generated(
     decode: Callable[[Sequence[int]], str] | None,
     beams: int,
 ) -> Generated:
-    inputs, cache, options = linked.inputs, linked.inputs.get("past_key_values"), hooks.options
+    inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
     prompt = inputs["input_ids"].shape[1]
-    if stop and decode is not None:
-        criteria = [*options["stopping_criteria"], StopStrings(stop, decode, prompt)]
-        options = {**options, "stopping_criteria": criteria}
+    options = hooks.options(stop, decode, prompt)
     begun, before = time.perf_counter(), _settling(cache)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
@@ -217,7 +223,7 @@ def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[st
 
 @torch.no_grad()
 def link_ahead(
-    model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1
+    model: Any, rope: Rope, plan: LinkPlan, pad: int, replan: Replan | None = None
 ) -> tuple[dict[str, Any], LinkPlan]:
     """Run the linked forward now, over all tokens but the last; the ids come back in order.
 
@@ -227,14 +233,16 @@ def link_ahead(
     """
     while True:
         try:
-            inputs, done = _ahead(model, rope, plan, pad, repeats)
+            inputs, done = _ahead(model, rope, plan, pad)
             return inputs, replace(done, report=_told(timed(done), inputs.get("past_key_values")))
         except LoadFailed as failed:
-            (plan,) = replanned([plan], failed)
+            (plan,) = replanned([plan], failed, replan)
 
 
 @torch.no_grad()
-def _ahead(model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int) -> tuple[dict[str, Any], LinkPlan]:
+def _ahead(
+    model: Any, rope: Rope, plan: LinkPlan, pad: int, repeats: int = 1
+) -> tuple[dict[str, Any], LinkPlan]:
     plan, buffers = choose(model, rope, plan, pad)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
@@ -263,13 +271,14 @@ def _told(report: LinkReport, cache: Any) -> LinkReport:
     return replace(report, forward=cache.forward, kernels=cache.kernels)
 
 
-def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
+def effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """What generate will take for an option: the given one, or that of the generation config."""
     config = options.get("generation_config", model.generation_config)
     return options[name] if name in options else getattr(config, name, None)
 
 
 def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
-    ends = _effective(model, options, "eos_token_id")
+    ends = effective(model, options, "eos_token_id")
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
 
 

@@ -31,7 +31,6 @@ class AnswerStream:
     ----------
     produce : callable
         ``produce(streamer, cancel) -> Answer``, run in the thread.
-    detokenizer : Detokenizer
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.link.attention import install, uninstall
 from ragcachekit.link.linker import link
 from ragcachekit.link.planned import LinkPlan, Piece
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.reports import LinkReport
@@ -33,16 +34,11 @@ CHUNK, PROMPT = 24, 48
 
 @dataclass(frozen=True)
 class Admission:
-    """A passed check: the largest difference seen, relative to the largest value of its tensor.
+    """A passed check: the largest differences seen, relative to the largest value of a tensor.
 
-    Attributes
-    ----------
-    offset_diff : float
-        Chunk encoded once and linked at several offsets, against the chunk run there: K and V.
-    link_diff : float
-        A prompt with part of its rows kept, against its ordinary prefill: logits of every
-        computed row, K and V of all rows, and the next decoded token's logits.
-    tolerance : float
+    ``offset_diff``: K and V of a chunk encoded once and linked at several offsets, against the chunk run
+    there. ``link_diff``: logits, K and V of a prompt with part of its rows kept, and the next token's
+    logits, against its ordinary prefill.
     """
 
     offset_diff: float

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ragcachekit.link.link_rows import Observer
 from ragcachekit.types import KVKey
-
-if TYPE_CHECKING:
-    from ragcachekit.link.encodings import Wanted
-    from ragcachekit.link.variants import VariantPool
 
 
 @dataclass(frozen=True)
@@ -23,19 +18,13 @@ class PlacedChunk:
 
     Attributes
     ----------
-    chunk_id : str
-    start : int
-        Position of its first token.
-    tokens : int
     exempt : bool
         Exact where it stands (behind exactly what it was encoded behind): needs no recomputation.
     attended : torch.Tensor or None
         ``[tokens]`` float32: attention that each token got while the chunk was encoded, from its own
         tokens, summed over layers, heads and rows. None where nothing was recorded.
-    before : tuple of str
-        Ids of all segments that stand before it in this prompt, texts too, in order.
-    behind : tuple of str
-        Ids of what its KV was computed behind.
+    before, behind : tuple of str
+        Ids of all segments that stand before it in this prompt, and of what its KV was computed behind.
     sums : mapping of str to torch.Tensor
         All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     cached : bool
@@ -56,6 +45,19 @@ class PlacedChunk:
     def stop(self) -> int:
         """Position after its last token."""
         return self.start + self.tokens
+
+
+class Observer(Protocol):
+    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
+
+    def saw(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+    ) -> None:
+        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
+
+        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
+        """
+        ...
 
 
 @runtime_checkable
@@ -178,11 +180,37 @@ class RowWatch(Observer, Protocol):
         ...
 
 
+class WantedChunk(Protocol):
+    """A cacheable segment of a prompt, as policies see it before anything is looked up."""
+
+    @property
+    def key(self) -> KVKey:
+        """What the chunk store is asked for."""
+        ...
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """Ids of all segments that stand before it, texts too, in order."""
+        ...
+
+
+class Variants(Protocol):
+    """Names of the ``in-prompt`` variants that the store holds."""
+
+    def __contains__(self, key: KVKey) -> bool:
+        """Whether this one is known."""
+        ...
+
+    def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]:
+        """Beginnings of past prompts that end with the chunk of ``key`` and have ``length`` segments."""
+        ...
+
+
 @runtime_checkable
 class VariantPolicy(SelectionPolicy, Protocol):
     """A policy that takes other variants of chunks than those that fit best."""
 
-    def choose_variants(self, wanted: Sequence[Wanted], pool: VariantPool) -> Mapping[int, KVKey]:
+    def choose_variants(self, wanted: Sequence[WantedChunk], pool: Variants) -> Mapping[int, KVKey]:
         """Entries to use, by index into ``wanted``; for the others it is the usual one."""
         ...
 

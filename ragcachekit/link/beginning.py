@@ -6,21 +6,16 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk
+from ragcachekit.link.segments import TokenSegment, Wanted
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.reports import ChunkUse
 from ragcachekit.tree.base import Match, Root, Step
 from ragcachekit.tree.knowledge import KnowledgeTree
 from ragcachekit.types import chunk_id
-
-if TYPE_CHECKING:
-    from ragcachekit.link.encodings import Wanted
-    from ragcachekit.link.planned import TokenSegment
-    from ragcachekit.model.rope import Rope
-
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +34,9 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """The known beginning of one prompt: exact nodes, held as long as this is, then rows of its last turn.
+    """The known beginning of one prompt: exact nodes, then rows of its last turn.
+
+    The nodes are pinned as long as this is held.
 
     Attributes
     ----------
@@ -100,16 +97,7 @@ class Beginning:
 
 
 class BeginningReader:
-    """Asks one tree about the prompts of one model.
-
-    Parameters
-    ----------
-    tree : KnowledgeTree
-    rope : Rope
-        Says whether a prompt's length changes the frequencies that its keys are turned by.
-    layout : KVLayout, optional
-        As of :class:`ragcachekit.link.lookup.Fetch`.
-    """
+    """Asks one tree about the prompts of one model; ``layout`` is as of :class:`.lookup.Fetch`."""
 
     def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
         self._layout = layout

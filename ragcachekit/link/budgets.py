@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.link.base import SelectionPolicy
 from ragcachekit.link.budget import Budget
 from ragcachekit.link.calibration import FULL, Calibration, read_record
 from ragcachekit.link.policies import open_policy
-from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 
@@ -20,17 +19,10 @@ _TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The policy of a request, and what its report says about it.
+    """The policy of a request, a concrete one, and what its report says about it.
 
-    Attributes
-    ----------
-    policy : SelectionPolicy
-        A concrete one.
-    label : str
-        ``budget:0.01 -> lego:4``, or just the policy's name.
-    notes : tuple of str
-    fallback : str or None
-        Why everything is computed, where something other than the prompt decided that.
+    ``label`` is ``budget:0.01 -> lego:4``, or just the policy's name; ``fallback`` says why everything is
+    computed, where something other than the prompt decided that.
     """
 
     policy: SelectionPolicy
@@ -38,30 +30,12 @@ class Chosen:
     notes: tuple[str, ...] = ()
     fallback: str | None = None
 
-    def named(self, report: LinkReport) -> LinkReport:
-        """The report under the label."""
-        return replace(
-            report,
-            policy=self.label,
-            notes=(*report.notes, *self.notes),
-            fallback=report.fallback or self.fallback,
-        )
-
 
 class Budgets:
     """Puts calibrated policies in the place of budgets, for one model and encoder.
 
-    A record is read when its namespace is first asked for, and kept: a new calibration counts for
-    objects made afterwards.
-
-    Parameters
-    ----------
-    folder : Path
-        The cache folder.
-    fingerprint : str
-        Of the model.
-    encoder : str
-        What the engine encodes chunks behind; a record for another encoder is not used.
+    A record in the cache ``folder`` is read when its namespace is first asked for, and kept: a new
+    calibration counts for objects made afterwards. One for another encoder is not used.
     """
 
     def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:

@@ -31,19 +31,11 @@ def exact_rows(plan: LinkPlan) -> int:
 
 
 def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
-    """KV of the steps behind what the tree knew, as far as it is exact; copies.
+    """KV of the steps behind what the tree had, as far as it is exact; copies.
 
-    Parameters
-    ----------
-    plan : LinkPlan
-        As it ran.
-    cache : transformers.Cache
-        After generate. A cache that the model did not fill (Phi-3 drops it where its frequencies change)
-        gives nothing.
-    item, offset : int
-        The prompt's place in the batch, and the column of its first row.
-    rope : Rope
-        Of the model.
+    ``plan`` is as it ran and ``cache`` as generate left it: one that the model did not fill (Phi-3 drops it
+    where its frequencies change) gives nothing. ``item`` and ``offset`` are the prompt's place in the batch
+    and the column of its first row.
     """
     if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
         return []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragcachekit.link.base import GuidedPolicy
-from ragcachekit.link.decided import decided
+from ragcachekit.link.decided import apply_selection
 from ragcachekit.link.linker import Buffers, assemble, link, run_rows
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
@@ -72,7 +72,7 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
     with suppress(_Seen):
         run_rows(model, inputs, len(plan.rows))
-    return decided(plan, policy.choose(plan.placed, watcher.attention())), buffers
+    return apply_selection(plan, policy.choose(plan.placed, watcher.attention())), buffers
 
 
 def _watched(policy: GuidedPolicy, layers: int) -> list[int]:

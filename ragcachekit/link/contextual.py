@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ragcachekit.link.encodings import NeighbourEncoding
 from ragcachekit.link.linker import link, run_rows
 from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.planned import LinkPlan, Missing, Piece
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -54,18 +54,8 @@ class NeighbourEncoder:
     """Encodes chunks behind the KV of a system text and of other chunks.
 
     The neighbours do not see each other: each is its own ``system`` encoding, rotated to its place.
-    The chunk's rows run in one linked forward over them, and then lose their RoPE.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Admitted: its attention goes through :func:`ragcachekit.link.attention.install`.
-    rope : Rope
-    encoder : ChunkEncoder
-        Makes what the store does not hold (any more); such KV is used once and not stored here.
-    store : KVStore
-    layout : KVLayout, optional
-        As of :class:`ragcachekit.link.lookup.Fetch`.
+    The chunk's rows run in one linked forward over them, and then lose their RoPE. What ``store`` does not
+    hold, ``encoder`` makes; such KV is used once and not stored here.
     """
 
     def __init__(

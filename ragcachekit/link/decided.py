@@ -16,7 +16,7 @@ Flags = npt.NDArray[np.bool_]
 """One per token of a prompt."""
 
 
-def decided(
+def apply_selection(
     plan: LinkPlan, chosen: Iterable[int], per_layer: Sequence[int] | None = None, layers: int = 1
 ) -> LinkPlan:
     """The plan with these cached positions recomputed, and its report.

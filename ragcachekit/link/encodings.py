@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
-from ragcachekit.link.planned import TokenSegment
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.link.segments import TokenSegment, Wanted
+from ragcachekit.model.encoding import Encoding, Ids, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
@@ -25,68 +25,22 @@ _ARGUMENT = {
 
 IN_PROMPT = "in-prompt"
 
-Ids = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NeighbourEncoding(Encoding):
-    """Behind ``behind`` (the system text) and chunks that are blind to each other: ``similar:n``.
-
-    Attributes
-    ----------
-    neighbours : tuple of tuple of int
-        Their token ids as they stand in the context: the least similar first, the most similar next
-        to the chunk. At least one.
-    """
-
-    neighbours: tuple[Ids, ...] = ()
-
-
-@dataclass(frozen=True)
-class InPromptEncoding(Encoding):
-    """Behind all that stood before the chunk in a real prompt, which is ``behind``: ``in-prompt``.
-
-    Attributes
-    ----------
-    segments : tuple of int
-        Lengths of the segments that ``behind`` consists of.
-    """
-
-    segments: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact.
-
-    ``before`` are the ids of all segments that stand before it, texts too, in order.
-    """
-
-    start: int
-    token_ids: Ids
-    key: KVKey
-    encoding: Encoding
-    exact: bool
-    before: tuple[str, ...] = ()
-
 
 class Encodings:
-    """Names and keys of encodings under one encoder (design: encodings).
+    """Names and keys of encodings under one encoder.
 
     Parameters
     ----------
     name : str
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: behind n BOS tokens
         whose KV is dropped (EPIC section 5.4, n = 4). ``system``: behind the text before the
-        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and the n most
-        similar other chunks, the most similar one nearest (FusionRAG eq. 10); fewer where the
-        neighbours, from the least similar on, do not fit into the model's context with the system
-        text and the chunk. A chunk without neighbours is a ``system`` chunk. ``in-prompt``: behind
-        all that stands before it in the prompt that misses it (Cache-Craft).
+        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and up to n most similar
+        other chunks, as many as fit into the context, the most similar one nearest (FusionRAG eq. 10);
+        without any it is ``system``. ``in-prompt``: behind all that stands before it in the prompt that
+        misses it (Cache-Craft).
     rope : Rope
         Says whether the prompt's length changes frequencies, which then become part of the key.
     bos : int or None
-        The BOS token id.
     neighbours : callable
         Token ids of a chunk to those of the chunks most similar to it, most similar first. Only asked
         under ``similar:n``.

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ragcachekit.link.encodings import InPromptEncoding
 from ragcachekit.link.observed import ContextCache
 from ragcachekit.link.planned import Missing
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
+from ragcachekit.link.base import Observer
 from ragcachekit.link.marks import mark_of
 from ragcachekit_kernels import dispatch
-
-
-class Observer(Protocol):
-    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
-
-    def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
-    ) -> None:
-        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
-
-        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
-        """
-        ...
 
 
 @dataclass(frozen=True)

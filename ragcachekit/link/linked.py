@@ -25,7 +25,6 @@ class LinkedPrompt:
     ----------
     input_ids : torch.Tensor
         ``[1, tokens]``, the whole prompt.
-    report : LinkReport
     """
 
     def __init__(self, inputs: dict[str, Any], report: LinkReport) -> None:

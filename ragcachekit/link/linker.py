@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragcachekit.link.base import Observer
 from ragcachekit.link.cache import LayerBuffers, LinkedCache, LinkedLayer
-from ragcachekit.link.link_rows import LinkRows, Observer
+from ragcachekit.link.link_rows import LinkRows
 from ragcachekit.link.placing import Placing
 from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.link.streams import streams_of
@@ -23,15 +24,9 @@ from ragcachekit_kernels.dispatch import uses_triton
 class LinkedInputs:
     """What ``model.generate`` or ``model(...)`` takes to finish linked prompts.
 
-    Attributes
-    ----------
-    input_ids : torch.Tensor
-        ``[batch, slots]``: ids of kept rows first, ids of the rows to compute last.
-    position_ids : torch.Tensor
-        ``[batch, slots]`` to match; the last column is each prompt's last position.
-    attention_mask : torch.Tensor
-        ``[batch, slots]`` in the cache's own order (left-padded, sorted by position).
-    cache : LinkedCache
+    ``input_ids`` and ``position_ids`` are ``[batch, slots]``: kept rows first, rows to compute last; the last
+    column is each prompt's last position. ``attention_mask`` ``[batch, slots]`` is in the cache's own order
+    (left-padded, sorted by position).
     """
 
     input_ids: torch.Tensor
@@ -66,14 +61,12 @@ def link(
     buffers: Buffers | None = None,
     observer: Observer | None = None,
 ) -> LinkedInputs:
-    """Assemble one batch.
+    """Assemble one batch; at least one prompt must have a cached piece.
 
-    Kept rows of a layer are placed and rotated when the model's forward reaches it, and the rows to
-    compute arrive with that forward: while layer l computes, later ones may still be on their way
-    (Cache-Craft section 3.4.2). Asking for a piece that does not come raises ``LoadFailed``. At least
-    one prompt must have a cached piece (otherwise an ordinary prefill is what is wanted).
-    ``buffers``, from an earlier link of one and the same prompt, saves assembling again: what they
-    hold at kept rows must still be the linked KV. ``observer`` watches the forward.
+    Kept rows of a layer are placed and rotated when the model's forward reaches it: while layer l computes,
+    later ones may still be on their way (Cache-Craft section 3.4.2). Asking for a piece that does not come
+    raises ``LoadFailed``. ``buffers``, from an earlier link of one and the same prompt, saves assembling
+    again: what they hold at kept rows must still be the linked KV. ``observer`` watches the forward.
     """
     widest_kept = max(plan.kept for plan in plans)
     widest_rows = max(len(plan.rows) for plan in plans)

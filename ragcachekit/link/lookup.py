@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.planner import Candidate, LoadPlanner
 from ragcachekit.link.uses import Guide, Use
@@ -16,9 +15,6 @@ from ragcachekit.store.loading import Hit, LoadingKV
 from ragcachekit.store.patience import Patience
 from ragcachekit.types import KVKey
 
-if TYPE_CHECKING:
-    from ragcachekit.link.variants import Entry
-
 log = logging.getLogger(__name__)
 
 MEMORY_TIERS = ("gpu", "host")
@@ -26,17 +22,20 @@ MEMORY_TIERS = ("gpu", "host")
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What to do with the entries of a prompt.
+class Entry:
+    """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
 
-    Attributes
-    ----------
-    entries : tuple
-        Those to use, in order; None where rows are computed.
-    skipped : tuple of KVKey
-        Found, and quicker to compute than to load.
-    resident : int
-        Layers that should be there before the forward begins, so that it then runs without gaps.
+    key: KVKey
+    found: Hit
+    renew: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the entries of a prompt: None where rows are computed.
+
+    ``skipped`` were found and are quicker to compute than to load; ``resident`` layers should be there before
+    the forward begins, so that it then runs without gaps.
     """
 
     entries: tuple[Entry | None, ...]
@@ -45,7 +44,7 @@ class Decision:
 
 
 class Fetch:
-    """Looks entries up for one prompt; every entry once, however often it is asked for.
+    """Looks entries up for one prompt, each once for all of its plans.
 
     All look-ups together wait at most three deadlines for a remote service; what would be asked of it
     after that is a miss.
@@ -57,7 +56,7 @@ class Fetch:
     planner : LoadPlanner, optional
         Says what is not worth loading; without one everything found is used.
     patience : Patience, optional
-        What earlier look-ups for this prompt have taken.
+        What look-ups for this prompt may still take.
     layout : KVLayout, optional
         What KV of the model looks like: what does not look so is no hit, and leaves the store.
     """
@@ -74,22 +73,25 @@ class Fetch:
         self._planner = planner
         self._patience = patience or Patience()
         self._known: dict[KVKey, Hit | None] = {}
+        self._lost: frozenset[KVKey] = frozenset()
 
     def get(self, key: KVKey, tokens: int, worth: float = 1.0) -> Hit | None:
         """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet.
 
         ``worth`` says how useful it would be, for eviction.
         """
+        if key in self._lost:
+            return None
         if key not in self._known:
             self._known[key] = self._fitting(key, self._look(key, worth), tokens)
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
-        """The same, where these are not found; what was found already is not looked up again."""
+        """The same, where these are not found; both share what they look up."""
         if not lost:
             return self
         other = Fetch(self._store, self._planner, self._patience, self._layout)
-        other._known = {**self._known, **dict.fromkeys(lost)}
+        other._known, other._lost = self._known, lost
         return other
 
     def decide(
@@ -103,8 +105,7 @@ class Fetch:
         """Begin to load what is quicker to load than to compute; leave out the rest.
 
         ``use`` says what using the entry with this index means. ``total`` are the prompt's rows,
-        ``computed`` those of which nothing is cached. ``guide`` is the pass before the forward, where the
-        policy needs one.
+        ``computed`` those of which nothing is cached. ``guide`` is the policy's pass before the forward.
         """
         slow: dict[LoadingKV, list[int]] = {}
         for number, entry in enumerate(entries):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.link.base import LayerwisePolicy, RowWatch, WatchingPolicy
+from ragcachekit.link.base import LayerwisePolicy, Observer, RowWatch, WatchingPolicy
 from ragcachekit.link.cache import LinkedCache, LinkedLayer, Projected
-from ragcachekit.link.decided import decided
-from ragcachekit.link.link_rows import LinkRows, Observer
+from ragcachekit.link.decided import apply_selection
+from ragcachekit.link.link_rows import LinkRows
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit_kernels.dispatch import kv_deviation
 
@@ -58,7 +58,7 @@ class Narrowing:
 
     def decided(self) -> LinkPlan:
         """The plan as it turned out; its ratio counts what each layer really ran."""
-        return decided(self._plan, self._chosen, self._spent, len(self._cache.layers))
+        return apply_selection(self._plan, self._chosen, self._spent, len(self._cache.layers))
 
     def before(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """What a forward pre-hook of decoder layer ``layer`` returns: new arguments, or None."""

@@ -9,10 +9,10 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.link.base import LayerwisePolicy
-from ragcachekit.link.encodings import InPromptEncoding
 from ragcachekit.link.marks import marked
 from ragcachekit.link.observed import ContextSums
 from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope

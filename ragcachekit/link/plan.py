@@ -3,124 +3,88 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 
-from ragcachekit.link.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.link.beginning import TURN, Beginning, BeginningReader
-from ragcachekit.link.decided import decided
-from ragcachekit.link.encodings import Encodings, Wanted
-from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Fetch
-from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, TokenSegment, plain_plan
+from ragcachekit.link.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
+from ragcachekit.link.beginning import TURN
+from ragcachekit.link.decided import apply_selection
+from ragcachekit.link.lookup import MEMORY_TIERS, Decision, Entry, Fetch
+from ragcachekit.link.planned import COMPUTED, LinkPlan, Missing, Piece, plain_plan
+from ragcachekit.link.request import PromptRequest
+from ragcachekit.link.segments import TokenSegment, Wanted
 from ragcachekit.link.uses import Use, guide_of, use_of
-from ragcachekit.link.variants import Entry, VariantPool, look_up
+from ragcachekit.link.variants import VariantPool, look_up
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 
 def make_plan(
-    segments: Sequence[TokenSegment],
-    policy: SelectionPolicy,
-    encodings: Encodings,
-    store: KVStore | Fetch,
-    fingerprint: str,
-    namespace: str,
-    variants: VariantPool | None = None,
-    tree: BeginningReader | None = None,
+    request: PromptRequest, variants: VariantPool | None = None, without: Collection[KVKey] = ()
 ) -> LinkPlan:
-    """Look every cacheable segment up and let the policy choose among the cached rows.
+    """Look every cacheable segment up, decide what to load, and let the policy select among cached rows.
 
-    ``store`` as a :class:`~ragcachekit.link.lookup.Fetch` begins to load what lies in slow tiers, where
-    that is quicker than computing it. ``variants`` are what chunks of the encoder ``in-prompt`` may use
-    in other contexts than their own. What ``tree`` knows of the prompt's beginning is exact; only what
-    stands behind it is looked up chunk by chunk (FusionRAG section 4.1, alternative path).
+    Parameters
+    ----------
+    variants : VariantPool, optional
+        What chunks of the encoder ``in-prompt`` may use in other contexts than their own.
+    without : collection of KVKey
+        Entries that count as not found: those that an earlier plan of this request waited for in vain.
     """
-    if not policy.reads_cache:
-        return plain_plan(segments, policy.name, encodings.name, namespace)
-    wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
-    fetch = store if isinstance(store, Fetch) else Fetch(store)
-    beginning = None
-    if tree is not None:
-        layerwise = isinstance(policy, LayerwisePolicy)
-        beginning = tree.read(segments, wanted, fingerprint, namespace, layerwise=layerwise)
-        wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
-    lookup = _Lookup(tuple(segments), policy, encodings.name, namespace, wanted, variants, fetch, beginning)
-    return _plan(lookup)
-
-
-@dataclass(frozen=True, eq=False)
-class _Lookup:
-    """All that a plan is made from, so that it can be made again."""
-
-    segments: tuple[TokenSegment, ...]
-    policy: SelectionPolicy
-    encoder: str
-    namespace: str
-    wanted: tuple[Wanted, ...]
-    variants: VariantPool | None
-    fetch: Fetch
-    beginning: Beginning | None = None
-
-    def serves(self, want: Wanted) -> bool:
-        """Whether an entry of the chunk store can be of use to the policy.
-
-        Not to one that keeps exact rows alone where it would not be exact; and with a tree, not where its
-        keys were turned back and forth: computed in place it goes into the tree, with all behind it.
-        """
-        if not self._exact_only:
-            return True
-        return want.exact and (self.beginning is None or want.encoding.name == ENCODING_PREFIX)
-
-    @cached_property
-    def _exact_only(self) -> bool:
-        # Asked once per chunk, and asking a protocol takes longer than a look-up.
-        return isinstance(self.policy, ExactPolicy)
-
-    def again(self, lost: frozenset[KVKey]) -> LinkPlan:
-        """The plan if these entries were not there."""
-        return _plan(replace(self, fetch=self.fetch.without(lost)))
-
-
-def _plan(lookup: _Lookup) -> LinkPlan:
+    if not request.reads_cache:
+        return plain_plan(request)
     begun = time.perf_counter()
-    policy, wanted = lookup.policy, lookup.wanted
-    ids = tuple(chain.from_iterable(segment.token_ids for segment in lookup.segments))
-    entries = look_up(wanted, policy, lookup.fetch, lookup.variants)
-    if lookup.beginning is not None:
-        entries = [e if lookup.serves(want) else None for want, e in zip(wanted, entries, strict=True)]
-    decision = _decision(lookup, entries, len(ids))
-    parts = _parts(wanted, decision, lookup.beginning)
-    report = _report(lookup, parts, len(ids), (time.perf_counter() - begun) * 1e3)
-    serving = {want.key for want in wanted if lookup.serves(want)}
-    missing = tuple(item for item in parts.missing.values() if item.key in serving)
+    lost = frozenset(without)
+    fetch, ids = request.fetch.without(lost), request.token_ids
+    serving = _serving(request)
+    entries = look_up(request.wanted, request.policy, fetch, variants)
+    if request.beginning is not None:
+        entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
+    decision = _decision(request, fetch, entries, len(ids))
+    parts = _parts(request, decision)
+    report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
+    useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
     plan = LinkPlan(
-        ids, tuple(parts.pieces), (), missing, report, tuple(parts.placed), cold=tuple(parts.cold)
-    )
-    return replace(
-        _chosen(plan, policy, lookup.segments),
-        again=lookup.again,
+        ids,
+        tuple(parts.pieces),
+        (),
+        tuple(item for item in parts.missing.values() if item.key in useful),
+        report,
+        tuple(parts.placed),
+        cold=tuple(parts.cold),
+        request=request,
+        without=lost,
         skipped=decision.skipped,
         resident=decision.resident,
-        beginning=lookup.beginning,
     )
+    return _selected(plan, request)
 
 
-def _decision(lookup: _Lookup, entries: Sequence[Entry | None], total: int) -> Decision:
+def _serving(request: PromptRequest) -> list[bool]:
+    """Per wanted segment, whether an entry of the chunk store can be of use to the policy.
+
+    Not to one that keeps exact rows alone where it would not be exact. With a tree, not where its keys
+    were rotated back and forth: computed in place it goes into the tree, with all behind it.
+    """
+    if not isinstance(request.policy, ExactPolicy):
+        return [True] * len(request.wanted)
+    no_tree = request.beginning is None
+    return [want.exact and (no_tree or want.encoding.name == ENCODING_PREFIX) for want in request.wanted]
+
+
+def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | None], total: int) -> Decision:
     """What to load, and what to compute although it is there."""
-    policy, wanted, beginning = lookup.policy, lookup.wanted, lookup.beginning
-    found = sum(len(w.token_ids) for w, entry in zip(wanted, entries, strict=True) if entry is not None)
+    wanted, beginning = request.wanted, request.beginning
+    found = sum(len(want.token_ids) for want, entry in zip(wanted, entries, strict=True) if entry)
     new = total - found - (beginning.tokens if beginning is not None else 0)
 
     def use(number: int) -> Use:
         entry = entries[number]
         assert entry is not None, "only what was found is used"
-        return use_of(policy, _placed(wanted[number], entry), entry.found.kv.layers)
+        return use_of(request.policy, _placed(wanted[number], entry), entry.found.kv.layers)
 
-    guide = guide_of(policy, new, beginning.placed if beginning is not None else ())
-    return lookup.fetch.decide(entries, use, total, new, guide)
+    guide = guide_of(request.policy, new, beginning.placed if beginning is not None else ())
+    return fetch.decide(entries, use, total, new, guide)
 
 
 @dataclass
@@ -134,16 +98,16 @@ class _Parts:
     cold: list[PlacedChunk]
 
 
-def _parts(wanted: Sequence[Wanted], decision: Decision, beginning: Beginning | None) -> _Parts:
+def _parts(request: PromptRequest, decision: Decision) -> _Parts:
     """Place what was found. What is in the store and was skipped is not missing there."""
-    out = _Parts([], [], {}, [], [])
+    out, beginning = _Parts([], [], {}, [], []), request.beginning
     if beginning is not None:
         out.placed += beginning.placed
         out.uses += beginning.uses
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
-    for want, entry in zip(wanted, decision.entries, strict=True):
+    for want, entry in zip(request.wanted, decision.entries, strict=True):
         if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
-            out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding)
+            out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding, request.epoch)
         if entry is None:
             chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False, cached=False)
             out.cold.append(chunk)
@@ -170,28 +134,29 @@ def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
     )
 
 
-def _report(lookup: _Lookup, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
-    """The report of a plan that nobody has decided; whoever loaded from a slow tier waited to open it."""
+def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
+    """The report before any selection; a request that loads from a slow tier waited to open it."""
     sources = [use.source for use in parts.uses if use.source != COMPUTED]
     slow = {
         id(piece.kv): piece.kv.nbytes
         for piece, source in zip(parts.pieces, sources, strict=True)
         if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
     }
-    known = lookup.beginning
-    prefix = parts.uses[:1] if _begins_with_prefix(lookup.segments, parts.uses) else []
+    known = request.beginning
+    prefix = parts.uses[:1] if _begins_with_prefix(request.segments, parts.uses) else []
     load_ms += known.ms if known is not None else 0.0
     return LinkReport(
-        lookup.policy.name,
-        lookup.encoder,
-        lookup.namespace,
+        request.label or request.policy.name,
+        request.encoder,
+        request.namespace,
         prompt_tokens=tokens,
         chunks=tuple(parts.uses[len(prefix) :]),
         prefix=prefix[0] if prefix else None,
         load_ms=load_ms,
-        wait_ms=load_ms if slow else 0.0,
+        wait_ms=request.waited_ms + (load_ms if slow else 0.0),
         loaded_bytes=sum(slow.values()),
         tree_tokens=known.match.tokens if known is not None else 0,
+        notes=request.notes,
     )
 
 
@@ -201,18 +166,18 @@ def _begins_with_prefix(segments: Sequence[TokenSegment], uses: Sequence[ChunkUs
     return first is not None and not first.is_chunk and bool(uses) and uses[0].source != TURN
 
 
-def _chosen(plan: LinkPlan, policy: SelectionPolicy, segments: Sequence[TokenSegment]) -> LinkPlan:
-    """Decided by the policy, or open where it needs the model's help for that."""
-    length = len(plan.token_ids)
+def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
+    """The plan with its rows; with the policy in it, where that has more to say during a forward."""
+    length, policy = len(plan.token_ids), request.policy
     # The turn before this one may hold the beginning of the question: those rows do not run again.
-    begin = max([_end_of_chunks(segments), *(piece.stop for piece in plan.pieces)])
+    begin = max([_end_of_chunks(request.segments), *(piece.stop for piece in plan.pieces)])
     question = tuple(range(begin, length)) or (length - 1,)
     if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in plan.placed):
-        return replace(decided(plan, ()), policy=policy, question=question)
+        return replace(apply_selection(plan, ()), policy=policy, question=question)
     chosen = policy.select(plan.placed)
     if not (isinstance(policy, LayerwisePolicy) and chosen):
-        return decided(plan, chosen)
-    return replace(decided(plan, chosen), policy=policy, question=question)
+        return apply_selection(plan, chosen)
+    return replace(apply_selection(plan, chosen), policy=policy, question=question)
 
 
 def _end_of_chunks(segments: Sequence[TokenSegment]) -> int:

@@ -1,30 +1,19 @@
-"""A decided prompt: its segments, the cached pieces, the rows to compute and what was missing."""
+"""A planned prompt: its cached pieces, the rows to compute and what was missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ragcachekit.link.base import PlacedChunk, SelectionPolicy
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.link.beginning import Beginning
+from ragcachekit.link.request import PromptRequest
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading import AnyKV, LoadingKV
 from ragcachekit.types import KVKey
 
-if TYPE_CHECKING:
-    from ragcachekit.link.beginning import Beginning
-
 COMPUTED = "computed"
 """The source of what is not cached."""
-
-
-@dataclass(frozen=True)
-class TokenSegment:
-    """A tokenised segment; ``is_chunk`` marks retrieved text."""
-
-    token_ids: tuple[int, ...]
-    is_chunk: bool
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class LinkPlan:
-    """One prompt, decided.
+    """One prompt with its rows; complete as it is, and never changed.
 
     Attributes
     ----------
@@ -73,27 +62,24 @@ class LinkPlan:
     rows : tuple of int
         Ascending positions to compute: recomputed, missing and new ones. The last position of the
         prompt is always among them.
-    missing : tuple of Missing
     report : LinkReport
-        As things stand: of a plan that is open, as if nothing were recomputed.
+        Of a plan that has a ``policy``, as if that selected nothing more.
     placed : tuple of PlacedChunk
         The cached chunks that ``pieces`` hold.
     policy : SelectionPolicy or None
-        Who chooses among the cached rows with the model's help; None once everything is decided.
+        Selects among the cached rows during a forward; None once everything is selected.
     cold : tuple of PlacedChunk
         Chunks that are computed as they were not found, or not worth loading.
     question : tuple of int
         Positions of the question: what is computed behind the last chunk. Only for such a policy.
-    again : callable or None
-        The plan without some entries (by key), which turned out not to come.
+    request : PromptRequest or None
+        What this is a plan of; None for one made by hand, which cannot be planned again.
+    without : frozenset of KVKey
+        Entries that were given up for it.
     skipped : tuple of KVKey
         Entries that were found and not taken, as computing their rows is quicker than loading them.
     resident : int
         Layers that should be there before a forward on an accelerator begins.
-    beginning : Beginning or None
-        What the knowledge tree knew of the prompt; None without a tree.
-    epoch : int
-        The number of forgets when the prompt came; 0 is before all of them.
     """
 
     token_ids: tuple[int, ...]
@@ -104,11 +90,10 @@ class LinkPlan:
     placed: tuple[PlacedChunk, ...] = ()
     policy: SelectionPolicy | None = None
     question: tuple[int, ...] = ()
-    again: Callable[[frozenset[KVKey]], LinkPlan] | None = None
+    request: PromptRequest | None = None
+    without: frozenset[KVKey] = frozenset()
     skipped: tuple[KVKey, ...] = ()
     resident: int = 0
-    beginning: Beginning | None = None
-    epoch: int = 0
     cold: tuple[PlacedChunk, ...] = ()
 
     @property
@@ -117,62 +102,47 @@ class LinkPlan:
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
+    def beginning(self) -> Beginning | None:
+        """What the knowledge tree has of the prompt; None without a tree."""
+        return None if self.request is None else self.request.beginning
+
+    @property
     def loads(self) -> tuple[LoadingKV, ...]:
         """The entries among its pieces that are, or were, read while it is at work."""
         return tuple(piece.kv for piece in self.pieces if isinstance(piece.kv, LoadingKV))
-
-    def reported(self, change: Callable[[LinkReport], LinkReport]) -> LinkPlan:
-        """The plan with another report, also where it is made again."""
-        again = self.again
-        return replace(
-            self,
-            report=change(self.report),
-            again=None if again is None else lambda lost: again(lost).reported(change),
-        )
-
-    def since(self, epoch: int) -> LinkPlan:
-        """The plan of a prompt that came at this epoch, also where it is made again."""
-        again = self.again
-        return replace(
-            self,
-            epoch=epoch,
-            missing=tuple(replace(item, epoch=epoch) for item in self.missing),
-            again=None if again is None else lambda lost: again(lost).since(epoch),
-        )
 
     @property
     def kept(self) -> int:
         """Number of rows taken from the cache as they are."""
         return len(self.token_ids) - len(self.rows)
 
+    def with_note(self, note: str) -> LinkPlan:
+        """The plan with one more note in its report."""
+        return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
+
     def without_last(self) -> LinkPlan:
         """The same plan for the prompt without its last token (linked ahead of generate, not inside it)."""
-        return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=_crop(self))
+        last = len(self.token_ids) - 1
+        pieces = tuple(
+            piece if piece.stop <= last else replace(piece, keep=last - piece.start)
+            for piece in self.pieces
+            if piece.start < last
+        )
+        return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=pieces)
 
 
-def _crop(plan: LinkPlan) -> tuple[Piece, ...]:
-    last = len(plan.token_ids) - 1
-    return tuple(
-        piece if piece.stop <= last else replace(piece, keep=last - piece.start)
-        for piece in plan.pieces
-        if piece.start < last
-    )
-
-
-def plain_plan(
-    segments: Sequence[TokenSegment], policy: str, encoder: str, namespace: str, fallback: str | None = None
-) -> LinkPlan:
+def plain_plan(request: PromptRequest) -> LinkPlan:
     """A plan that reuses nothing: an ordinary prefill."""
-    ids = tuple(i for segment in segments for i in segment.token_ids)
-    has_chunk = any(segment.is_chunk for segment in segments)
+    ids, has_chunk = request.token_ids, any(segment.is_chunk for segment in request.segments)
     report = LinkReport(
-        policy,
-        encoder,
-        namespace,
+        request.label or request.policy.name,
+        request.encoder,
+        request.namespace,
         prompt_tokens=len(ids),
         computed_tokens=len(ids),
         # By definition full recomputes all that could have been cached.
-        recompute_ratio=1.0 if policy == "full" and has_chunk else 0.0,
-        fallback=fallback,
+        recompute_ratio=1.0 if request.policy.name == "full" and has_chunk else 0.0,
+        fallback=request.fallback,
+        notes=request.notes,
     )
-    return LinkPlan(ids, (), tuple(range(len(ids))), (), report)
+    return LinkPlan(ids, (), tuple(range(len(ids))), (), report, request=request)

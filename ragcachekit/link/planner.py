@@ -32,20 +32,8 @@ TIE = 0.01
 class Candidate:
     """An entry in a slow tier.
 
-    Attributes
-    ----------
-    tier : str
-    reads : int
-        Layers that are still to be read.
-    nbytes : float
-        Bytes of one of them.
-    layers : int
-    rows : int
-        Rows that are not computed if it is used.
-    recomputed : int
-        Rows of it that are computed even so.
-    exempt : bool
-        Whether no policy chooses among its rows.
+    ``reads`` layers are still to be read, ``nbytes`` each. ``rows`` are not computed if it is used, and
+    ``recomputed`` are even so. ``exempt``: no policy chooses among its rows.
     """
 
     tier: str
@@ -144,15 +132,8 @@ class LoadPlanner:
         spared, every beginning of that order is tried, and the best one is improved by single changes
         and exchanges: how well loading and computing balance depends on which lengths come together.
 
-        Parameters
-        ----------
-        candidates : sequence of Candidate
-        total : int
-            Rows of the prompt.
-        computed : int
-            Rows that are computed in any case, those of candidates not counted.
-        guide : Guide, optional
-            The pass before the forward, of a policy that watches the question.
+        ``total`` are the prompt's rows, ``computed`` those that are computed in any case, and ``guide`` is
+        the pass before the forward, of a policy that watches the question.
         """
         if self.profile is None or not candidates or self.load_seconds(candidates) is None:
             return [True] * len(candidates), 1

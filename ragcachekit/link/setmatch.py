@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ragcachekit.link.base import PlacedChunk, open_positions
+from ragcachekit.link.base import PlacedChunk, Variants, WantedChunk, open_positions
 from ragcachekit.types import KVKey
-
-if TYPE_CHECKING:
-    from ragcachekit.link.encodings import Wanted
-    from ragcachekit.link.variants import VariantPool
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class SetMatch:
     reads_cache = True
     name = "set"
 
-    def choose_variants(self, wanted: Sequence[Wanted], pool: VariantPool) -> Mapping[int, KVKey]:
+    def choose_variants(self, wanted: Sequence[WantedChunk], pool: Variants) -> Mapping[int, KVKey]:
         """For the chunks of the longest match (indices into ``wanted``), their entries of that prompt."""
         for count in range(len(wanted), 1, -1):
             last = wanted[count - 1]
@@ -58,7 +53,7 @@ def matched(chunks: Sequence[PlacedChunk]) -> int:
     return 0
 
 
-def _along(path: tuple[str, ...], wanted: Sequence[Wanted]) -> dict[int, KVKey]:
+def _along(path: tuple[str, ...], wanted: Sequence[WantedChunk]) -> dict[int, KVKey]:
     """Each wanted chunk's entry behind what stood before it on ``path``."""
     places: dict[str, list[int]] = {}
     for place, id in enumerate(path):

@@ -6,10 +6,10 @@ import re
 import threading
 from collections.abc import Sequence
 
-from ragcachekit.link.encodings import IN_PROMPT, Encodings, Ids
-from ragcachekit.link.planned import TokenSegment
+from ragcachekit.link.encodings import IN_PROMPT, Encodings
+from ragcachekit.link.segments import TokenSegment
 from ragcachekit.link.variants import VariantPool
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.encoding import Encoding, Ids
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
 MOST_NAMESPACES = 1024

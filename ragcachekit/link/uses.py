@@ -14,14 +14,8 @@ from ragcachekit.link.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, Se
 class Use:
     """Rows of one entry at one place.
 
-    Attributes
-    ----------
-    spared : int
-        Not computed if it is used.
-    recomputed : int
-        Computed again even so.
-    exempt : bool
-        Exact there, so that no policy has to choose among its rows.
+    ``spared`` are not computed if it is used, ``recomputed`` are even so. ``exempt``: it is exact there, so
+    no policy has to choose among its rows.
     """
 
     spared: int
@@ -33,14 +27,9 @@ class Use:
 class Guide:
     """A pass over the linked cache before the forward, in which a policy watches the question.
 
-    Attributes
-    ----------
-    rows : int
-        Rows that it runs whatever is loaded: those of which nothing is cached.
-    watched : tuple of int or None
-        As :attr:`ragcachekit.link.base.Look.layers`; the pass ends at the last of them.
-    always : bool
-        Whether it runs even if nothing is loaded, as there is other KV to choose from.
+    It runs ``rows`` whatever is loaded, those of which nothing is cached, and ends at the last ``watched``
+    layer (:attr:`ragcachekit.link.base.Look.layers`). ``always``: also if nothing is loaded, as there is
+    other KV to choose from.
     """
 
     rows: int

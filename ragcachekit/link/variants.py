@@ -13,10 +13,11 @@ import torch
 
 from ragcachekit.link.base import SelectionPolicy, VariantPolicy
 from ragcachekit.link.craft_scores import Impact
-from ragcachekit.link.encodings import IN_PROMPT, InPromptEncoding, Wanted
-from ragcachekit.link.lookup import Fetch
+from ragcachekit.link.encodings import IN_PROMPT
+from ragcachekit.link.lookup import Entry, Fetch
+from ragcachekit.link.segments import Wanted
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.store.base import Evictable, Found, KVStore, concerns
-from ragcachekit.store.loading import Hit
 from ragcachekit.types import KVKey
 
 HALF_LIFE = 1000
@@ -229,15 +230,6 @@ def recall(pool: VariantPool, store: KVStore, fingerprint: str) -> None:
 def worth_at(cost: float) -> float:
     """What a use adds to f_r where CCI (1 - β') is ``cost`` (Cache-Craft section 3.3)."""
     return 1 / max(cost, LEAST_COST)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
-
-    key: KVKey
-    found: Hit
-    renew: bool = False
 
 
 def look_up(

@@ -11,11 +11,11 @@ from itertools import islice
 
 from ragcachekit.errors import Cancelled
 from ragcachekit.link.contextual import NeighbourEncoder, ingredients, with_ingredients
-from ragcachekit.link.encodings import InPromptEncoding, NeighbourEncoding
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.planned import Missing
 from ragcachekit.model.cancellation import CancelScope
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forget_epochs import ForgetEpochs
@@ -36,8 +36,6 @@ class Warmer:
 
     Parameters
     ----------
-    encoder : ChunkEncoder
-    store : KVStore
     still_valid : callable
         Asked before each batch: False (the model changed under our feet) drops the work.
     behind_chunks : NeighbourEncoder, optional
@@ -45,7 +43,7 @@ class Warmer:
     in_prompts : InPromptEncoder, optional
         For chunks under ``in-prompt``.
     stored : callable
-        Hears of every entry that was stored, before anybody can forget it.
+        Told of every entry that was stored, before anybody can forget it.
     forgets : ForgetEpochs, optional
         Says what was forgotten since the work on an entry began: that is not stored.
     """

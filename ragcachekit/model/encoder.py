@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
@@ -19,15 +19,6 @@ BATCH_TOKENS = 2048
 
 BATCH_BYTES = 64 << 20
 """KV of one batch at most, in bytes; a single chunk may exceed it."""
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Context that a chunk is encoded behind."""
-
-    name: str  # ``standalone``, ``sinks:n``, ``system`` or ``prefix``
-    behind: tuple[int, ...] = ()  # token ids before the chunk; their KV is dropped
-    length: int = 0  # prompt tokens whose frequencies apply (longrope); 0 for the chunk's own
 
 
 class ChunkEncoder:

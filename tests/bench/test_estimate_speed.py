@@ -7,7 +7,7 @@ from ragcachekit.bench.estimate_requests import Request, Use
 from ragcachekit.bench.estimate_speed import Speeds
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.link.policies import open_policy
-from ragcachekit.model.encoder import Encoding
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.types import KVKey
 

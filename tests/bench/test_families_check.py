@@ -88,7 +88,7 @@ def test_dropped_attention_options_are_caught(name, option, monkeypatch):
 
 def _wrong(model, oracle, monkeypatch) -> list[second_check.Difference]:
     """What the second check finds, the admission check switched off."""
-    monkeypatch.setattr("ragcachekit.engine.admit_once", lambda model, *_: attention.install(model))
+    monkeypatch.setattr("ragcachekit.stock.admit_once", lambda model, *_: attention.install(model))
     return [found for found in second_check.compare(model, oracle) if found.wrong]
 
 

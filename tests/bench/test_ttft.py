@@ -115,7 +115,7 @@ def test_an_answer_that_is_not_the_models_gives_no_figures(model):
     with timing.open_engines(model, ("host",)) as engines:
         engines.filler.generate(prompt, **timing.ONE_TOKEN)
         timing.check_exact(engines.warm["host"], prompt)
-        (store,) = engines.filler._stock.store._tiers
+        (store,) = engines.filler._components.store._tiers
         for key, kv in store._entries.items():
             if key.encoding == "prefix":
                 store._entries[key] = replace(kv, values=tuple(v + 1 for v in kv.values))

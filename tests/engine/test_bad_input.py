@@ -223,20 +223,20 @@ class TestModelChangedUnderOurFeet:
             assert answer.report.link.reused_tokens == 0
             assert answer.token_ids == greedy(model, ids(prompt), 4)
         assert rag.stats()[0].entries == 3
-        other = RagCache(model, cache_dir=tmp_path, store=rag._stock.store, policy="reuse", cold="never")
+        other = RagCache(model, cache_dir=tmp_path, store=rag._components.store, policy="reuse", cold="never")
         assert other.generate(PROMPT, **ASKED).report.link.reused_tokens == 0, "another fingerprint"
 
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
         rag = RagCache(model, cache_dir=tmp_path, cold="now")
-        encode = rag._stock.warmer._encoder.encode
+        encode = rag._components.warmer._encoder.encode
 
         def changed_meanwhile(*args):
             for item in encode(*args):
                 self.change_weights(model)
                 yield item
 
-        monkeypatch.setattr(rag._stock.warmer._encoder, "encode", changed_meanwhile)
+        monkeypatch.setattr(rag._components.warmer._encoder, "encode", changed_meanwhile)
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.report.link.fallback is None
         assert rag.stats()[0].entries == 0

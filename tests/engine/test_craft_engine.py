@@ -42,7 +42,7 @@ def test_a_repeated_prompt_is_the_models_own_answer(name, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_way_in_gives_the_same_answer(name, policy):
     rag = warmed(name)
-    frozen = rag_for(name, encoder="in-prompt", policy="craft:1", store=rag._stock.store, cold="never")
+    frozen = rag_for(name, encoder="in-prompt", policy="craft:1", store=rag._components.store, cold="never")
     frozen.generate(FIRST, max_new_tokens=1)
     one_pass = frozen.generate(SECOND, policy=policy, **ASKED)
     ahead = frozen.generate(SECOND, policy=policy, no_repeat_ngram_size=100, **ASKED)

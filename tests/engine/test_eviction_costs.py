@@ -61,7 +61,7 @@ def test_the_tree_hears_of_the_profile_that_was_measured_later(tmp_path):
         for number in range(6):
             rag.generate(asked(30, number), max_new_tokens=1)
             assert rag.flush(60)
-            costs.append(rag._stock.tree._cost(0, 30))
+            costs.append(rag._components.tree._cost(0, 30))
         assert costs[0] == 0 < costs[-1]
         assert stored_profile(tmp_path, rag.fingerprint, rag.model) is not None
 
@@ -154,5 +154,5 @@ def test_f_r_keeps_what_needs_no_recomputation(eviction, kept, tmp_path):
             rag.generate(Prompt([chunk(100, 3), often, text(6, 9)]), max_new_tokens=1)
         rag.generate(Prompt([chunk(40, 4), text(6, 9)]), max_new_tokens=1)
         ids = {rag_ids(rag, exact): "exact", rag_ids(rag, often): "often"}
-        there = {ids[key.chunk_id] for key in rag._stock.store._tiers[0]._entries if key.chunk_id in ids}
+        there = {ids[key.chunk_id] for key in rag._components.store._tiers[0]._entries if key.chunk_id in ids}
     assert there == {kept}

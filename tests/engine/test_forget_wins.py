@@ -45,7 +45,7 @@ STEPS = {
     "ids": lambda engine: (engine.rag._prompts, "missing"),
     "registration": lambda engine: (engine.rag._prompts.registry, "add"),
     "forward": lambda engine: (engine.rag.model.base_model, "forward"),
-    "model check": lambda engine: (engine.rag._stock.warmer, "_still_valid"),
+    "model check": lambda engine: (engine.rag._components.warmer, "_still_valid"),
 }
 
 
@@ -84,9 +84,7 @@ def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
 def test_a_process_that_comes_later_does_not_find_it(make, monkeypatch):
     engine = make()
     gone, forget = forget_of(engine, "texts")
-    keys = [
-        item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._stock._policy, None)
-    ]
+    keys = [item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._policy, None)]
     around(monkeypatch, *STEPS["forward"](engine), Meanwhile(forget), after=True)
     engine.rag.encode([GONE, KEPT])
     assert [key.chunk_id in gone for key in engine.found_by_others(keys)] == [False]
@@ -193,7 +191,7 @@ def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step
     engine = make(cold="background", policy="prefix")
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget)
-    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "plan")}[step]
+    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "request")}[step]
     around(monkeypatch, owner, name, meanwhile, after=False)
     generated(engine)
     assert engine.rag.flush(WAIT)
@@ -337,9 +335,10 @@ def race(make, monkeypatch, seeds, **options):
         if now:
             now[0].meanwhile()
 
-    stock = engine.rag._stock
+    stock = engine.rag._components
     for owner, name in (
         (engine.rag._prompts, "missing"),
+        (engine.rag._prompts, "request"),
         (engine.rag._prompts, "plan"),
         (engine.rag.model.base_model, "forward"),
         (engine.host, "get"),

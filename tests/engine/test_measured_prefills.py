@@ -58,7 +58,7 @@ def learning(policy="lego:4", warm=True):
 
 def listening(rag):
     """Give the planner a profile, and list what it hears of prefills: cached and new rows, seconds."""
-    planner, heard = rag._stock.loads.planner, []
+    planner, heard = rag._components.loads.planner, []
     planner.profile = PrefillProfile([0, 512], [1, 512], [[1.0, 512.0]] * 2)
     inner = planner.observe_prefill
 
@@ -82,7 +82,9 @@ def test_a_slow_streamer_is_no_slow_model(clock, policy, warm):
     assert [(cached, new) for cached, new, _ in heard[:1]] == [(c, n) for c, n, _ in heard[1:]]
     assert (heard[0][0] > 0) is warm
     assert all(0 < seconds < 60 for *_, seconds in heard), "its own time alone"
-    assert rag._stock.loads.planner.profile.scale < 1, "each row took less than the second it was thought to"
+    assert rag._components.loads.planner.profile.scale < 1, (
+        "each row took less than the second it was thought to"
+    )
     assert answer.report.ttft_ms > LONG * 1e3, "who waits for the first token waits for the streamer, too"
     rag.close()
 

@@ -100,7 +100,7 @@ class TestEncodeAndAsk:
     def test_keys_name_the_text_and_the_neighbours(self, make):
         rag = make(DOCUMENT, "similar:2")
         one, two, three = rag.encode([ONE, TWO, THREE], system=BEFORE)
-        store = rag._stock.store
+        store = rag._components.store
         (key,) = store.under(three, "similar:2")
         assert key.context[1:] == (one, two), "the nearest one last"
         assert [len(store.under(i, "system")) for i in (one, two, three)] == [1, 1, 0]
@@ -134,7 +134,7 @@ class TestEncodeAndAsk:
     def test_is_idempotent(self, make):
         rag = make(DOCUMENT)
         assert rag.encode([ONE, TWO], system=BEFORE) == rag.encode([ONE, TWO], system=BEFORE)
-        assert len(rag._stock.store.put_keys) == 3  # the text, one as system, two as similar:1
+        assert len(rag._components.store.put_keys) == 3  # the text, one as system, two as similar:1
 
     @pytest.mark.parametrize("cold", ["now", "background"])
     def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
@@ -146,8 +146,8 @@ class TestEncodeAndAsk:
         assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"host"}
         tokens = rag._prompts.tokens
         one, two, three = (chunk_id(tokens.chunk(t), "default") for t in (ONE, TWO, THREE))
-        assert [k.context[1:] for k in rag._stock.store.under(three, "similar:1")] == [(two,)]
-        assert [k.context[1:] for k in rag._stock.store.under(two, "similar:1")] == [(one,)]
+        assert [k.context[1:] for k in rag._components.store.under(three, "similar:1")] == [(two,)]
+        assert [k.context[1:] for k in rag._components.store.under(two, "similar:1")] == [(one,)]
 
     def test_on_disk_it_outlives_the_engine(self, make, tmp_path):
         config = StoreConfig(disk_path=tmp_path / "kv")
@@ -193,15 +193,15 @@ class TestWithoutNeighbours:
     def test_another_tenants_index_is_not_asked(self, make):
         rag = make({"a": DOCUMENT})
         name = rag.encode([TWO], system=BEFORE, namespace="b")[0]
-        assert len(rag._stock.store.under(name, "system")) == 1
+        assert len(rag._components.store.under(name, "system")) == 1
         name = rag.encode([TWO], system=BEFORE, namespace="a")[0]
-        assert len(rag._stock.store.under(name, "similar:1")) == 1
+        assert len(rag._components.store.under(name, "similar:1")) == 1
 
     def test_one_index_is_that_of_the_engines_namespace(self, make):
         rag = make(DOCUMENT, namespace="a")
-        assert len(rag._stock.store.under(rag.encode([TWO], system=BEFORE)[0], "similar:1")) == 1
+        assert len(rag._components.store.under(rag.encode([TWO], system=BEFORE)[0], "similar:1")) == 1
         other = rag.encode([TWO], system=BEFORE, namespace="b")[0]
-        assert len(rag._stock.store.under(other, "system")) == 1
+        assert len(rag._components.store.under(other, "system")) == 1
 
     def test_an_index_that_fails_costs_the_encoding_not_the_answer(self, make, caplog):
         class Broken:
@@ -246,8 +246,8 @@ class TestOtherNeighbours:
         rows = torch.eye(3)[[0, 0, 1]].numpy()
         rag = make(SimilarChunks([ONE, TWO, THREE], rows))
         one, two = rag.encode([ONE, TWO], system=BEFORE)
-        assert rag._stock.store.under(two, "similar:1")[0].context[1] == one
-        assert rag._stock.store.under(one, "similar:1")[0].context[1] == two
+        assert rag._components.store.under(two, "similar:1")[0].context[1] == one
+        assert rag._components.store.under(one, "similar:1")[0].context[1] == two
 
 
 class TestForget:
@@ -259,10 +259,10 @@ class TestForget:
         answer = rag.generate(prompt, **ASKED)
         assert used(answer)[1][1] == "host", "two's own system encoding is left, and exact here"
         assert used(answer)[1][2]
-        put = len(rag._stock.store.put_keys)
+        put = len(rag._components.store.put_keys)
         rag.encode([TWO], system=BEFORE)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._stock.store.put_keys[put:])
-        assert [k.context[1] for k in rag._stock.store.under(three, "similar:1")] == [two]
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys[put:])
+        assert [k.context[1] for k in rag._components.store.under(three, "similar:1")] == [two]
 
     def test_until_it_comes_again(self, make):
         rag = make(DOCUMENT)
@@ -270,32 +270,32 @@ class TestForget:
         rag.forget(texts=[ONE])
         rag.encode([ONE], system=BEFORE)
         rag.encode([TWO], system=BEFORE)
-        assert [k.context[1] for k in rag._stock.store.under(two, "similar:1")] == [one, one]
+        assert [k.context[1] for k in rag._components.store.under(two, "similar:1")] == [one, one]
 
     def test_all_of_a_namespace(self, make):
         rag = make(DOCUMENT)
         one, two = rag.encode([ONE, TWO], system=BEFORE)
         rag.forget()
-        put = len(rag._stock.store.put_keys)
+        put = len(rag._components.store.put_keys)
         rag.encode([TWO], system=BEFORE)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._stock.store.put_keys[put:])
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys[put:])
         rag.register([ONE])
         rag.encode([TWO], system=BEFORE)
-        assert len(rag._stock.store.under(two, "similar:1")) == 2
+        assert len(rag._components.store.under(two, "similar:1")) == 2
 
     def test_while_it_waits_in_the_background(self, make):
         """A chunk in the queue is given up when its neighbour is forgotten."""
         going = threading.Event()
         rag = make(DOCUMENT, cold="background")
-        encode = rag._stock.warmer._encoder.encode
-        rag._stock.warmer._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
+        encode = rag._components.warmer._encoder.encode
+        rag._components.warmer._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
         rag.register([TWO])
         rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
         one = chunk_id(rag._prompts.tokens.chunk(ONE), "default")
         rag.forget([one])
         going.set()
         assert rag.flush(30)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._stock.store.put_keys)
+        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys)
 
 
 class TestBadInput:

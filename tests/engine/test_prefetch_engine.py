@@ -75,7 +75,7 @@ def test_what_is_prefetched_while_it_is_forgotten_is_not_handed_out():
 
     def prefetched_meanwhile(*what):
         rag.prefetch(chunks)
-        assert rag._stock.loads.flush(WAIT)
+        assert rag._components.loads.flush(WAIT)
         return forget(*what)
 
     store.forget = prefetched_meanwhile
@@ -114,7 +114,7 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
 
 def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
     rag, store = slow()
-    rag._stock.cold = "now"
+    rag._cold = "now"
     failed = []
 
     def fail(key, layer):
@@ -133,7 +133,7 @@ def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
 
 def test_answers_come_where_no_thread_can_be_started(monkeypatch):
     rag, _ = slow()
-    rag._stock.cold = "background"
+    rag._cold = "background"
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -223,8 +223,8 @@ def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
     assert {use.source for use in first.report.link.uses} == {"disk"}  # nothing known: load
     assert rag.flush(WAIT)
     for _ in range(10):
-        rag._stock.loads.planner.observe_read("disk", 1000, 0.01)
-    rag._stock.loads.planner.profile = slow_profile(per_token)
+        rag._components.loads.planner.observe_read("disk", 1000, 0.01)
+    rag._components.loads.planner.profile = slow_profile(per_token)
     del store.log[:], store.sources[:]
     answer = rag.generate(PROMPT, **ASKED)
     assert {use.source for use in answer.report.link.uses} == {source}
@@ -240,7 +240,7 @@ def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
 
 def test_always_loads_whatever_it_costs():
     rag, _ = slow(load="always")
-    assert rag._stock.loads.planner is None
+    assert rag._components.loads.planner is None
     rag.close()
 
 
@@ -250,12 +250,12 @@ def test_prefills_are_measured_once_per_machine(tmp_path, monkeypatch):
     auto = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
     auto.generate(PROMPT, **ASKED)
     assert auto.flush(WAIT)
-    profile = auto._stock.loads.planner.profile
+    profile = auto._components.loads.planner.profile
     assert 0 < profile.seconds(0, 4) <= profile.seconds(256, 1024)
     (file,) = (tmp_path / "prefill").iterdir()
     auto.close()
     again = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
-    assert again._stock.loads.planner.profile.seconds(0, 100) == pytest.approx(
+    assert again._components.loads.planner.profile.seconds(0, 100) == pytest.approx(
         PrefillProfile.from_json(file.read_text()).seconds(0, 100)
     )
     again.close()

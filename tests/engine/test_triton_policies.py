@@ -34,11 +34,11 @@ def outcome(monkeypatch, name, policy, kernels):
     with monkeypatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", kernels)
         module, function = KERNELS[policy]
-        real, decided = getattr(module, function), plan.decided
+        real, apply = getattr(module, function), plan.apply_selection
         patch.setattr(module, function, lambda *a, **k: calls.append(1) or real(*a, **k))
         for user in (choose, narrow, plan):
             patch.setattr(
-                user, "decided", lambda p, c, *a: chosen.append(set(c := list(c))) or decided(p, c, *a)
+                user, "apply_selection", lambda p, c, *a: chosen.append(set(c := list(c))) or apply(p, c, *a)
             )
         store = RecordingStore()
         encoder = {"encoder": "in-prompt"} if policy.startswith("craft") else {}

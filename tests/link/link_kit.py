@@ -15,9 +15,13 @@ from ragcachekit.link.attention import install
 from ragcachekit.link.base import PlacedChunk
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linker import link
+from ragcachekit.link.lookup import Fetch
 from ragcachekit.link.plan import make_plan
-from ragcachekit.link.planned import LinkPlan, Piece, TokenSegment
+from ragcachekit.link.planned import LinkPlan, Piece
 from ragcachekit.link.policies import open_policy
+from ragcachekit.link.request import PromptRequest
+from ragcachekit.link.segments import TokenSegment
+from ragcachekit.link.variants import VariantPool
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
@@ -55,6 +59,20 @@ def ids_of(parts: Sequence[TokenSegment]) -> tuple[int, ...]:
     return tuple(i for part in parts for i in part.token_ids)
 
 
+def plan_from(
+    parts: Sequence[TokenSegment],
+    policy: Any,
+    encodings: Encodings,
+    store: KVStore | Fetch,
+    fingerprint: str,
+    namespace: str,
+    pool: VariantPool | None = None,
+) -> LinkPlan:
+    """The plan of a prompt over a store, or over what already looks entries up for it."""
+    fetch = store if isinstance(store, Fetch) else Fetch(store)
+    return make_plan(PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace), pool)
+
+
 def planned(
     name: str,
     parts: Sequence[TokenSegment],
@@ -69,10 +87,10 @@ def planned(
     encodings = Encodings(encoder or chosen.encoder or "standalone", rope, BOS)
     store = store or HostStore(1 << 26)
     arguments = (parts, chosen, encodings, store, "fingerprint", "space")
-    for item in make_plan(*arguments).missing:
+    for item in plan_from(*arguments).missing:
         for _, kv in ChunkEncoder(wrapped(name, dtype), rope).encode([item.token_ids], item.encoding):
             assert store.put(item.key, kv)
-    plan = make_plan(*arguments)
+    plan = plan_from(*arguments)
     assert not plan.missing
     return plan
 

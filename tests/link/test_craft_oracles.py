@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, Overriding, described, ids_of, segments
+from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.generate.run import link_ahead
@@ -20,7 +20,6 @@ from ragcachekit.link.craft import CraftFocused
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.in_prompt import InPromptEncoder, runs
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.plan import make_plan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.link.variants import VariantPool
 from ragcachekit.link.warm import Warmer
@@ -59,7 +58,7 @@ class Cached:
         )
 
     def plan(self, parts, policy="reuse"):
-        return make_plan(parts, open_policy(policy), self.encodings, self.store, "model", "space", self.pool)
+        return plan_from(parts, open_policy(policy), self.encodings, self.store, "model", "space", self.pool)
 
     def answered(self, parts):
         plan = self.plan(parts)

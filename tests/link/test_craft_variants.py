@@ -113,7 +113,7 @@ class Wanted:
     """What the look-up reads of a wanted chunk."""
 
     def __init__(self, chunk, before):
-        from ragcachekit.link.encodings import InPromptEncoding
+        from ragcachekit.model.encoding import InPromptEncoding
 
         self.key, self.before, self.token_ids = key(chunk, before), tuple(before), (1, 2, 3, 4)
         self.encoding, self.exact = InPromptEncoding("in-prompt", (9,), segments=(1,)), True

@@ -13,13 +13,14 @@ from placing_kit import SHAPES, cpu_path, many_kinds
 from ragcachekit.bench.families import build, families
 from ragcachekit.link.attention import install
 from ragcachekit.link.contextual import NeighbourEncoder
-from ragcachekit.link.encodings import Encodings, InPromptEncoding
+from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.in_prompt import InPromptEncoder
 from ragcachekit.link.observed import ObservedCache
 from ragcachekit.link.planned import Missing, Piece
 from ragcachekit.model import extract as room
 from ragcachekit.model.blocks import ALIGN
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding, InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope_probe import describe_rope

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import FAMILIES, greedy, plain, wrapped
-from link_kit import BOS, described, segments
+from link_kit import BOS, described, plan_from, segments
 from loading_kit import Gate, SlowStore, Spoil
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,7 +16,6 @@ from ragcachekit import LoadConfig, Prompt
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.linker import link
 from ragcachekit.link.lookup import Fetch
-from ragcachekit.link.plan import make_plan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.store.disk import DiskStore
@@ -107,7 +106,7 @@ def plan_over(name, store, policy="lego:4"):
         ("chunk", ids(PROMPT)[42:67]),
         ("text", ids(PROMPT)[67:]),
     )
-    return make_plan(parts, chosen, Encodings("standalone", rope, BOS), store, "model", "space")
+    return plan_from(parts, chosen, Encodings("standalone", rope, BOS), store, "model", "space")
 
 
 def test_nothing_is_waited_for_before_it_is_asked_for():
@@ -143,7 +142,7 @@ def test_what_is_done_to_a_cache_waits_for_it(change):
     for store in (HostStore(1 << 26), SlowStore()):
         with rag_for("llama", policy="reuse", store=store) as rag:
             rag.generate(PROMPT, max_new_tokens=1)
-            plan = rag._answerer.plan(PROMPT, rag.namespace, None)
+            plan = rag._plan(rag._request(PROMPT, rag.namespace, None))
             caches.append(link([plan], described("llama"), torch.device("cpu"), 0).cache)
             for layer in caches[-1].layers:
                 layer.narrow(None)  # as after the forward
@@ -264,7 +263,7 @@ def test_a_batch_goes_on_without_what_failed(layer):
 
 def test_two_failures_one_after_the_other():
     rag, _, _ = spoiled("llama", 0, OSError(5, "I/O"), policy="lego:1000")
-    store = rag._stock.store
+    store = rag._components.store
     first, second = store.of_tokens[33], store.of_tokens[25]
 
     def read(key, layer):

@@ -9,7 +9,8 @@ from link_kit import described
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.link.admission import admit
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.rope import LayerRope, Rope
 
 TOLERANCE = 3e-5

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, Overriding, described, ids_of, segments
+from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 from transformers import DynamicCache
 
 from ragcachekit.generate.run import link_ahead
@@ -19,7 +19,6 @@ from ragcachekit.link.cache import LinkedLayer
 from ragcachekit.link.choose import choose
 from ragcachekit.link.encodings import Encodings
 from ragcachekit.link.observed import ObservedCache
-from ragcachekit.link.plan import make_plan
 from ragcachekit.link.policies import open_policy
 from ragcachekit.model.encoder import ChunkEncoder
 from ragcachekit.store.host import HostStore
@@ -42,10 +41,10 @@ def plan_for(name, policy, encoder="standalone"):
     install(model)
     store, chosen = HostStore(1 << 26), open_policy(policy)
     arguments = (parts(), chosen, Encodings(encoder, rope, BOS), store, "fingerprint", "space")
-    for item in make_plan(*arguments).missing:
+    for item in plan_from(*arguments).missing:
         for _, kv in ChunkEncoder(model, rope, ObservedCache).encode([item.token_ids], item.encoding):
             assert store.put(item.key, kv)
-    return make_plan(*arguments)
+    return plan_from(*arguments)
 
 
 def picked(plan):
@@ -157,7 +156,7 @@ class TestQuery:
 
     def test_nothing_to_choose_from_is_decided_at_once(self):
         segments_ = segments(("text", SYSTEM), ("text", QUESTION))
-        plan = make_plan(
+        plan = plan_from(
             segments_,
             open_policy("query:0.5"),
             Encodings("standalone", described("llama"), BOS),
@@ -196,7 +195,7 @@ class TestHeavy:
         encoder = ChunkEncoder(model, rope, ObservedCache)
         encoding = plan_for("llama", "reuse").missing or None
         assert encoding is None
-        from ragcachekit.model.encoder import Encoding
+        from ragcachekit.model.encoding import Encoding
 
         together = dict(encoder.encode(CHUNKS, Encoding("sinks:2", (BOS, BOS))))
         for index, chunk in enumerate(CHUNKS):

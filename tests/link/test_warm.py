@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
+from families import tokens
+from link_kit import BOS, described, planned, segments
 from loading_kit import WAIT
 from store_kit import key_of, kv_of
 
-from ragcachekit.link.planned import LinkPlan, Missing
+from ragcachekit.link.encodings import Encodings
+from ragcachekit.link.lookup import Fetch
+from ragcachekit.link.plan import make_plan
+from ragcachekit.link.planned import Missing
+from ragcachekit.link.policies import open_policy
+from ragcachekit.link.request import PromptRequest
 from ragcachekit.link.warm import Warmer
-from ragcachekit.model.encoder import Encoding
-from ragcachekit.reports import LinkReport
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.store.host import HostStore
 
 SPACE = key_of(0).namespace
@@ -132,14 +139,21 @@ def test_nothing_is_stored_while_something_is_forgotten():
 
 
 def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
-    def plan(lost):
-        report = LinkReport("reuse", "standalone", SPACE, 1)
-        return LinkPlan((1,), (), (0,), tuple(missing(n) for n in lost), report, again=plan)
-
-    first = plan([0, 1]).since(5)
-    assert [item.epoch for item in first.missing] == [5, 5]
-    assert [item.epoch for item in first.again([2]).missing] == [5]
-    assert [item.epoch for item in first.again([2]).again([3]).missing] == [5]
+    parts = segments(("text", tokens(5, 1)), ("chunk", tokens(9, 2)), ("chunk", tokens(7, 3)), ("text", (4,)))
+    store = HostStore(1 << 26)
+    planned("llama", parts, "reuse", store=store)  # stores what the prompt needs
+    encodings = Encodings("standalone", described("llama"), BOS)
+    for full, fetch in ((True, Fetch(store)), (False, Fetch(HostStore(1 << 26)))):
+        request = PromptRequest.of(parts, open_policy("reuse"), encodings, fetch, "fingerprint", "space")
+        request = replace(request, epoch=5)
+        keys = [want.key for want in request.wanted]
+        first = make_plan(request)
+        assert [item.key for item in first.missing] == ([] if full else keys)
+        for lost in (keys[1:2], keys[1:]):
+            again = make_plan(request, without=lost)
+            assert set(lost) <= {item.key for item in again.missing}
+            assert {item.epoch for item in again.missing} == {5}
+            assert again.request is request
 
 
 def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog):

@@ -8,7 +8,8 @@ from families import FAMILIES, off, plain, prefill, tokens, wrapped
 from link_kit import described
 
 from ragcachekit.model import encoder as encoder_room
-from ragcachekit.model.encoder import ChunkEncoder, Encoding
+from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.model.encoding import Encoding
 
 CHUNKS = [tokens(n, n) for n in (5, 31, 1, 17, 31, 58)]
 

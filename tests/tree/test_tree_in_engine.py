@@ -10,7 +10,7 @@ from engine_kit import chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 
 from ragcachekit import Prompt, StoreConfig, TreeConfig
-from ragcachekit.generate.first import FirstScores
+from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.tree.knowledge import KnowledgeTree
 
@@ -154,7 +154,7 @@ def test_everything_in_the_tree_is_what_a_full_prefill_of_its_path_computes(name
         rag.generate_batch([prompts[0], prompts[3]], max_new_tokens=3)
         for prompt in prompts:
             full = prefill(oracle(name, len(ids(prompt))), ids(prompt))
-            found = rag._answerer.plan(prompt, rag.namespace, None).beginning.match.found
+            found = rag._plan(rag._request(prompt, rag.namespace, None)).beginning.match.found
             known.append(len(found))
             for reused in found:
                 rows = slice(reused.kv.start, reused.kv.start + reused.kv.tokens)

@@ -138,7 +138,7 @@ def test_the_question_that_a_policy_watches_is_what_is_computed_last() -> None:
         ]
         for policy in ("query:0.3", "craft-focused:1", "cacheblend:0.3"):
             for prompt, expected in cases:
-                plan = rag._prompts.plan(prompt, "default", open_policy(policy))
+                plan = rag._prompts.plan(rag._prompts.request(prompt, "default", open_policy(policy)))
                 assert plan.question == tuple(expected)
                 assert plan.rows[-len(expected) :] == tuple(expected)
 
@@ -179,7 +179,8 @@ def test_a_request_that_still_finds_what_is_being_forgotten_leaves_no_turn() -> 
 
     reports: list[LinkReport] = []
     with rag_for("llama", policy="reuse", tree=tree, store=Asked(1 << 28), cold="never") as rag:
-        rag._stock.warmer.now(rag._prompts.plan(FIRST, "default", open_policy("reuse")).missing)
+        request = rag._prompts.request(FIRST, "default", open_policy("reuse"))
+        rag._components.warmer.now(rag._prompts.plan(request).missing)
         rag.forget([chunk_id(A.token_ids or (), "default")])
         assert reports[0].approximate_tokens > 0, "it was in the middle of it"
         assert rag.flush(60)

@@ -1,0 +1,31 @@
+"""Segments of a tokenised prompt, and those whose KV may come from the chunk store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ragcachekit.model.encoding import Encoding, Ids
+from ragcachekit.types import KVKey
+
+
+@dataclass(frozen=True)
+class TokenSegment:
+    """A tokenised segment; ``is_chunk`` marks retrieved text."""
+
+    token_ids: Ids
+    is_chunk: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact.
+
+    ``before`` are the ids of all segments that stand before it, texts too, in order.
+    """
+
+    start: int
+    token_ids: Ids
+    key: KVKey
+    encoding: Encoding
+    exact: bool
+    before: tuple[str, ...] = ()
