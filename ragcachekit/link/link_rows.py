@@ -1,27 +1,30 @@
-"""Which rows a linked forward computes, and how attention gets to know them."""
+"""Rows that a linked forward computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ragcachekit.link.marks import mark_of
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions
 
 
 class Observer(Protocol):
-    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
+    """Callback of a linked forward, called before each layer computes attention."""
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
-        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
-
-        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
-        """
+        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``."""
         ...
 
 
@@ -32,13 +35,12 @@ class LinkRows:
     Attributes
     ----------
     positions : tuple of sequence of int
-        Per prompt of the batch, the ascending positions of its rows. A prompt with fewer rows than
-        the widest one is padded in front; padding rows are computed and thrown away. Kept as
-        ``dispatch.Rows``, so that all layers share one copy of them on the device.
+        Per prompt of the batch, the ascending positions of its rows. Shorter prompts are padded in front;
+        padding rows are computed and discarded. Stored as ``dispatch.Rows``, so that all layers share one
+        copy on the device.
     offsets : tuple of int
         Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
     observer : Observer, optional
-        Told about every layer of the forward.
     """
 
     positions: tuple[Sequence[int], ...]
@@ -51,6 +53,6 @@ class LinkRows:
 
 
 def linked_rows(keys: torch.Tensor) -> LinkRows | None:
-    """The rows that a cache layer marked ``keys`` with, or None outside a linked forward."""
+    """Rows that a cache layer attached to ``keys``, or None outside a linked forward."""
     mark = mark_of(keys)
     return mark if isinstance(mark, LinkRows) else None
