@@ -1,7 +1,7 @@
 """Rotating copy of chunks' tensors into a request's KV and back, in Triton: one launch for all layers.
 
-A program moves one block of tokens of one piece in one plane (the keys or the values of a layer), for up to
-``HEADS`` heads, which share the cosines and sines. It reads addresses from the tables of
+A program moves one block of tokens of one piece in one plane, the keys or the values of a layer. Up to
+``HEADS`` heads share the cosines and sines. It reads addresses from the tables of
 :mod:`ragcachekit_kernels.packing`. A row has three parts: first dimensions of the rotated pairs, second ones,
 and the rest.
 """
@@ -30,8 +30,8 @@ HEADS = 8
 """Maximum number of heads of a tile."""
 
 GROUP = 512
-"""Blocks of one plane before those of the next: their cosines and sines stay in the L2 cache (2 MB for 4,096
-tokens), and concurrent programs access few pages (a plane is 2 MB to 64 MB)."""
+"""Blocks of one plane before those of the next: cosines and sines stay in the L2 cache (2 MB for 4,096
+tokens). Concurrent programs also access fewer pages."""
 
 TYPES = {
     torch.float32: tl.float32,

@@ -9,25 +9,17 @@ import torch
 
 from ragcachekit_kernels import tiled
 from ragcachekit_kernels.backend import DTYPES, uses_triton
-from ragcachekit_kernels.fallback import attempt, refusal
+from ragcachekit_kernels.fallback import attempt, choice
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable, checked_rows
 
 
 def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    if not uses_triton(key.device):
-        return "torch"
-    if len({query.dtype, key.dtype, value.dtype}) > 1 or key.dtype not in DTYPES:
-        return f"torch: {query.dtype} over {key.dtype} and {value.dtype}".replace("torch.", "")
-    if max(key.shape[2], value.shape[2]) > 256:
-        return f"torch: head_dim {max(key.shape[2], value.shape[2])} is more than 256"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        return "torch: gradients are asked for"
-    if key.stride(2) != 1 or value.stride(2) != 1:
+    found = choice(_case(key, value), query, key, value)
+    if found == "triton" and (key.stride(2) != 1 or value.stride(2) != 1):
         return "torch: the last dimension of keys or values is not contiguous"
-    refused = refusal(_case(key, value))
-    return f"torch: {refused}" if refused else "triton"
+    return found
 
 
 def sparse_attention(

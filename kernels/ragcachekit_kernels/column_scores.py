@@ -1,10 +1,9 @@
 """Column scores in Triton: softmax weights per key, summed over heads and rows.
 
 Scores are not stored. A tile of query vectors stays in shared memory during a loop over the keys. Its
-log-sum-exps come from the caller (attention computes them), from a kernel that divides the keys among
-programs, or from the same program where each span gets one: the keys are then in the L2 cache for the second
-pass. Every tile adds into its own row of a buffer, whose rows are summed at the end, so results do not depend
-on the order of programs.
+log-sum-exps come from the caller or from a kernel that divides the keys among programs. Where each span gets
+a program, that program computes them, and the keys are in the L2 cache for the second pass. Every tile adds
+into its own row of a buffer. Its rows are summed at the end, so the order of programs does not matter.
 """
 
 from __future__ import annotations
@@ -54,30 +53,6 @@ def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fuse
     return Tiling(rows, 64, 8 if rows >= 128 else 4, 3, 128 if plain and head_dim <= 128 else None)
 
 
-def log_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rows: DeviceRows,
-    options: AttentionOptions,
-    spans: Spans | None = None,
-) -> torch.Tensor:
-    """Log-sum-exps of rows' scores over each span separately, or over all keys with the sinks.
-
-    Arguments as for :func:`ragcachekit_kernels.reference.column_scores`. Returns ``[spans, heads, room]``
-    float32 (one span if None are given), natural logarithms divided by :func:`unit`. They are minus infinity
-    where a row sees nothing of a span, and undefined in rows from the count on.
-    """
-    run = _Launch(query, key, rows, options, spans)
-    out = query.new_empty(run.parts, run.cuts, rows.room, query.shape[0], dtype=torch.float32)
-    if run.parts:
-        grid = (run.tiles, key.shape[0], run.parts * run.cuts)
-        with launching_on(key.device):
-            log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
-    one = unit(options)
-    whole = (out.squeeze(1) if run.cuts == 1 else merged(out, one, 1)).transpose(1, 2)
-    return whole if spans is not None else with_sinks(whole, options.sinks, one)
-
-
 def unit(options: AttentionOptions) -> float:
     """Factor from the kernels' scores to natural ones: theirs are not scaled, or to base 2."""
     return options.scale if options.softcap is None else 1.0 / LOG2E
@@ -111,33 +86,19 @@ def column_scores(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`ragcachekit_kernels.reference.column_scores`; a given ``lse`` halves the work."""
-    if lse is not None:
-        return weight_sums(query, key, rows, options, spans, lse[None].float() / unit(options))
     if spans is not None and query.dtype != torch.float32:
-        run = _Launch(query, key, rows, options, spans, fused=True)
-        if run.cuts == 1:  # spans enough for a program each
-            return run.weight_sums(None)
-    sums = log_sums(query, key, rows, options, spans)
-    return weight_sums(query, key, rows, options, spans, sums)
+        launch = Launch(query, key, rows, options, spans, fused=True)
+        if launch.cuts == 1:  # spans enough for a program each
+            return launch.weight_sums(None)
+    launch = Launch(query, key, rows, options, spans)
+    return launch.weight_sums(launch.log_sums() if lse is None else lse[None].float() / unit(options))
 
 
-def weight_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rows: DeviceRows,
-    options: AttentionOptions,
-    spans: Spans | None,
-    sums: torch.Tensor,
-) -> torch.Tensor:
-    """Sums of weights ``[tokens]`` by given log-sum-exps, ``[spans, heads, room]`` in :func:`unit`.
+class Launch:
+    """Arguments that both kernels take, as for :func:`column_scores`, and the division of the work.
 
-    With the same spans, its scores equal those of :func:`log_sums` bit for bit.
+    With ``fused`` a program computes the log-sum-exps of its keys itself, and its tiles are smaller.
     """
-    return _Launch(query, key, rows, options, spans).weight_sums(sums)
-
-
-class _Launch:
-    """Arguments that both kernels take, and the division of the work."""
 
     def __init__(
         self,
@@ -152,6 +113,8 @@ class _Launch:
         query, key = dense(query), dense(key)
         group = query.shape[0] // key.shape[0]
         how = tiling(rows.room * group, query.shape[2], query.dtype, plain=options.is_plain, fused=fused)
+        self.unit = unit(options)
+        self.sinks = options.sinks if spans is None else None
         self.parts = 1 if spans is None else len(spans)
         self.tiles = -(-rows.room * group // how.vectors)
         self.slots = -(-self.tiles // -(-self.tiles // SLOTS))
@@ -179,8 +142,27 @@ class _Launch:
         if how.registers is not None and self.once:
             self.options["maxnreg"] = how.registers
 
+    def log_sums(self) -> torch.Tensor:
+        """Log-sum-exps of rows' scores over each span separately, or over all keys with the sinks.
+
+        ``[spans, heads, room]`` float32 (one span if None are given), natural logarithms divided by
+        :func:`unit`. They are minus infinity where a row sees nothing of a span, and undefined in rows from
+        the count on.
+        """
+        query, key, positions, _, _ = self.inputs
+        shape = (self.parts, self.cuts, len(positions), query.shape[0])
+        out = query.new_empty(shape, dtype=torch.float32)
+        if self.parts:
+            grid = (self.tiles, key.shape[0], self.parts * self.cuts)
+            with launching_on(key.device):
+                log_sums_kernel[grid](
+                    *self.inputs, out, *self.numbers, len(positions), *self.strides, **self.options
+                )
+        whole = (out.squeeze(1) if self.cuts == 1 else merged(out, self.unit, 1)).transpose(1, 2)
+        return with_sinks(whole, self.sinks, self.unit)
+
     def weight_sums(self, sums: torch.Tensor | None) -> torch.Tensor:
-        """Sums of weights per key; without ``sums`` each program computes its log-sum-exps first."""
+        """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`; None: of its own keys."""
         query, key, _, count, _ = self.inputs
         out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
         read, apart = (count, (0, 0, 0)) if sums is None else (sums, sums.stride())

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from ragcachekit_kernels.column_scores import log_sums, merged, unit, weight_sums, with_sinks
+from ragcachekit_kernels.column_scores import Launch, merged, with_sinks
 from ragcachekit_kernels.context import ContextMass
 from ragcachekit_kernels.deviation import span_sums
 from ragcachekit_kernels.options import AttentionOptions
@@ -30,10 +30,10 @@ def context_mass(
     ends = tuple(accumulate(lengths))
     begin = ends[-1] - lengths[-1]
     spans = Spans(((0, begin), (begin, ends[-1])))
-    one = unit(options)
-    parts = log_sums(query, key, rows, options, spans)
-    whole = with_sinks(merged(parts, one, 0), options.sinks, one)
-    columns = weight_sums(query, key, rows, options, spans, whole.expand_as(parts))
+    launch = Launch(query, key, rows, options, spans)
+    parts = launch.log_sums()
+    whole = with_sinks(merged(parts, launch.unit, 0), options.sinks, launch.unit)
+    columns = launch.weight_sums(whole.expand_as(parts))
     segments = span_sums(columns, Spans(tuple(zip((0, *ends[:-1]), ends, strict=True)))).float()
-    outward = torch.exp((parts[0] - whole) * one).sum(0)
+    outward = torch.exp((parts[0] - whole) * launch.unit).sum(0)
     return ContextMass(columns, segments[:-1], segments[-1], outward)

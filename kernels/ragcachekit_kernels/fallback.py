@@ -6,6 +6,10 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+import torch
+
+from ragcachekit_kernels.backend import DTYPES, uses_triton
+
 Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
@@ -17,6 +21,21 @@ _refused: dict[Hashable, str] = {}
 def refusal(case: Hashable) -> str | None:
     """Reason why this case goes to torch, None if it does not."""
     return _refused.get(case)
+
+
+def choice(case: Hashable, query: torch.Tensor, *others: torch.Tensor) -> str:
+    """Implementation for attention of these tensors: ``triton``, ``torch``, or ``torch: `` and why."""
+    if not uses_triton(others[0].device):
+        return "torch"
+    types = [str(t.dtype).removeprefix("torch.") for t in (query, *others)]
+    if len(set(types)) > 1 or query.dtype not in DTYPES:
+        return f"torch: {types[0]} over {' and '.join(types[1:])}"
+    if (width := max(t.shape[2] for t in others)) > 256:
+        return f"torch: head_dim {width} is more than 256"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others)):
+        return "torch: gradients are asked for"
+    refused = refusal(case)
+    return f"torch: {refused}" if refused else "triton"
 
 
 def attempt(case: Hashable, kernel: Callable[[], Result], instead: Callable[[], Result]) -> Result:

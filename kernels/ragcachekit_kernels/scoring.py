@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from ragcachekit_kernels import reference, tiled
-from ragcachekit_kernels.backend import DTYPES, uses_triton
+from ragcachekit_kernels.backend import uses_triton
 from ragcachekit_kernels.context import ContextMass
-from ragcachekit_kernels.fallback import attempt, refusal
+from ragcachekit_kernels.fallback import attempt, choice
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import checked_rows
 from ragcachekit_kernels.spans import Spans
@@ -21,16 +21,7 @@ from ragcachekit_kernels.spans import Spans
 
 def scoring_choice(query: torch.Tensor, key: torch.Tensor) -> str:
     """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    if not uses_triton(key.device):
-        return "torch"
-    if query.dtype != key.dtype or key.dtype not in DTYPES:
-        return f"torch: {query.dtype} over {key.dtype}".replace("torch.", "")
-    if key.shape[2] > 256:
-        return f"torch: head_dim {key.shape[2]} is more than 256"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-        return "torch: gradients are asked for"
-    refused = refusal(_case("scores", key))
-    return f"torch: {refused}" if refused else "triton"
+    return choice(_case("scores", key), query, key)
 
 
 def column_scores(

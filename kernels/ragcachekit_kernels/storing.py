@@ -1,7 +1,7 @@
 """Copy of a request's KV into chunks' tensors, rotated back and quantised to eight bits, in Triton.
 
 A program quantises one head of one piece in one plane. A scale per channel depends on all tokens of the
-piece, so they are read twice, the second time from the L2 cache (a head of 512 tokens is 128 KB).
+piece: they are read twice, the second time from the L2 cache.
 """
 
 from __future__ import annotations

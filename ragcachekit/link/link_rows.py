@@ -30,7 +30,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class LinkRows:
-    """The rows of one linked forward.
+    """Rows of one linked forward.
 
     Attributes
     ----------

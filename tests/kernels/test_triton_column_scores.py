@@ -118,7 +118,7 @@ def test_log_sum_exps_per_span(case):
     query, key, options = of_case(case)
     rows, spans = Rows(tuple(case["positions"])).on(DEVICE), case["spans"]
     ranges = None if spans is None else Spans(tuple(spans))
-    ours = kernels.log_sums(query, key, rows, AttentionOptions(**options), ranges)
+    ours = kernels.Launch(query, key, rows, AttentionOptions(**options), ranges).log_sums()
     bounds = [(0, key.shape[1])] if spans is None else spans
     want = torch.full((len(bounds), *query.shape[:2]), -math.inf, dtype=torch.float64)
     limits = options["scale"], options["window"], options["softcap"]
