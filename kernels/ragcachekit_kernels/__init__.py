@@ -1,5 +1,5 @@
 """Tensor kernels of RagCacheKit; call them through :mod:`ragcachekit_kernels.dispatch`."""
 
-from ragcachekit_kernels.dispatch import rotate, sparse_attention
+from ragcachekit_kernels.dispatch import AttentionOptions, rotate, sparse_attention
 
-__all__ = ["rotate", "sparse_attention"]
+__all__ = ["AttentionOptions", "rotate", "sparse_attention"]

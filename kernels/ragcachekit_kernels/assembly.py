@@ -1,9 +1,9 @@
-"""Chunks' tensors into a request's KV and back, rotated on the way, in Triton: one launch for all layers.
+"""Rotating copy of chunks' tensors into a request's KV and back, in Triton: one launch for all layers.
 
-A program moves one block of tokens of one piece in one plane (the keys or the values of a layer), for up to
-``HEADS`` heads at once, which share the cosines and sines. Where things lie it reads from the tables of
-:mod:`ragcachekit_kernels.packing`. A row is three parts: the first and the second dimensions of the rotated
-pairs, which are loaded once and stored once each, and the rest.
+A program moves one block of tokens of one piece in one plane, the keys or the values of a layer. Up to
+``HEADS`` heads share the cosines and sines. It reads addresses from the tables of
+:mod:`ragcachekit_kernels.packing`. A row has three parts: first dimensions of the rotated pairs, second ones,
+and the rest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ragcachekit_kernels.planes import Layout, Numbers
 from ragcachekit_kernels.rounding import rounded
 
 TILE_BYTES = 16384
-"""What a program moves of the request's KV: with 128 threads 8 loads of 16 bytes each."""
+"""Bytes of the request's KV per program: 8 loads of 16 bytes by each of 128 threads."""
 
 HEADS = 8
-"""Heads of a tile at most."""
+"""Maximum number of heads of a tile."""
 
 GROUP = 512
-"""Blocks that one plane does before the next: their cosines and sines stay in the L2 cache meanwhile (2 MB
-for 4,096 tokens), and the programs that run at a time touch few pages (a plane is 2 MB to 64 MB)."""
+"""Blocks of one plane before those of the next: cosines and sines stay in the L2 cache (2 MB for 4,096
+tokens). Concurrent programs also access fewer pages."""
 
 TYPES = {
     torch.float32: tl.float32,
@@ -185,7 +185,7 @@ def _move_kernel(
 
 
 def constants(shape: Shape) -> dict[str, Any]:
-    """Constants of a kernel for all that has this shape."""
+    """Compile-time constants of a kernel for this shape."""
     kv_bytes, chunk_bytes = shape.kv.itemsize, shape.chunk.dtype.itemsize
     return {
         "KV": TYPES[shape.kv],
@@ -205,14 +205,14 @@ def constants(shape: Shape) -> dict[str, Any]:
 
 
 def tile(shape: Shape) -> tuple[int, int]:
-    """Heads and tokens that a program moves at once."""
+    """Heads and tokens of a program's tile."""
     heads = min(_power(shape.chunk.heads), HEADS)
-    size = TILE_BYTES // 2 if shape.interleaved else TILE_BYTES  # the detour of neighbours costs registers
+    size = TILE_BYTES // 2 if shape.interleaved else TILE_BYTES  # the shuffle costs registers
     return heads, max(1, size // (heads * _power(shape.chunk.dim) * shape.kv.itemsize))
 
 
 class _Launch:
-    """One batch, and where its tables begin."""
+    """Launch of one batch."""
 
     def __init__(self, batch: Batch, listed: Numbers, out: bool) -> None:
         self.batch, self.listed = batch, listed
@@ -228,7 +228,7 @@ class _Launch:
         }
 
     def run(self, table: torch.Tensor, at: Sequence[int], skip_at: int | None, first: int, last: int) -> None:
-        """Do the planes ``first .. last - 1`` of the layout that are in this batch."""
+        """Move the planes ``first .. last - 1`` of the layout that are in this batch."""
         begin, end = bisect_left(self.batch.planes, first), bisect_left(self.batch.planes, last)
         programs = len(self.listed) * (end - begin)
         if not programs:
@@ -241,15 +241,10 @@ class _Launch:
 
 
 class TritonAssembly:
-    """A layout whose tables are on the device.
+    """Layout with its tables on the device.
 
-    Parameters
-    ----------
-    layout : Layout
-    found : sequence of Batch, optional
-        What of it to do; all, if not given.
-    out : bool
-        The other way: from the request's KV into the chunks' tensors.
+    ``found`` are the batches to move, by default all; with ``out`` they move from the request's KV into the
+    chunks' tensors.
     """
 
     def __init__(self, layout: Layout, found: Sequence[Batch] | None = None, *, out: bool = False) -> None:
@@ -266,7 +261,7 @@ class TritonAssembly:
         self._skip_at = None if hidden is None else self._starts[-1]
 
     def run(self, first: int = 0, last: int | None = None) -> None:
-        """Do planes ``first .. last - 1`` on the current stream."""
+        """Move planes ``first .. last - 1`` on the current stream."""
         last = len(self._layout.planes) if last is None else last
         for number, one in enumerate(self._launches):
             one.run(self._table, self._starts[3 * number : 3 * number + 3], self._skip_at, first, last)

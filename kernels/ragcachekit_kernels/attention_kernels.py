@@ -1,9 +1,9 @@
 """Sparse-row attention in Triton: query rows at any ascending positions over contiguous keys and values.
 
-A tile is ``BLOCK_M`` query vectors of one KV head, counted through rows and the query heads that share the
-KV head (row 0 head 0, row 0 head 1, ...): no group size wastes part of a tile, and a tile of rows that lie
-far apart still spans few positions. Its keys come in three ranges: those that the window hides from some
-rows, those that every row sees (no masks), those after the position of the first row.
+A tile is ``BLOCK_M`` query vectors of one KV head, ordered by row, then by the query heads that share the KV
+head. No group size wastes part of a tile, and a tile of distant rows still spans few positions. Its keys have
+three ranges: those that the window hides from some rows, those that every row sees (no masks), and those
+after the position of the first row.
 """
 
 from __future__ import annotations

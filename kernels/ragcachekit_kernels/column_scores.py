@@ -1,10 +1,9 @@
-"""Attention that keys get from given rows, in Triton: softmax weights per key, summed over heads and rows.
+"""Column scores in Triton: softmax weights per key, summed over heads and rows.
 
-Scores are never written down. A tile of query vectors stays in shared memory while keys stream past it. Its
-log-sum-exps come from the caller (attention has them), from a kernel of their own that divides the keys
-among programs, or from the same program where there are spans enough for a program each: their keys are then
-in the L2 cache when they are needed the second time. Every tile adds into a row of its own of a buffer whose
-rows are summed at the end, so results do not depend on which program comes first.
+Scores are not stored. A tile of query vectors stays in shared memory during a loop over the keys. Its
+log-sum-exps come from the caller or from a kernel that divides the keys among programs. Where each span gets
+a program, that program computes them, and the keys are in the L2 cache for the second pass. Every tile adds
+into its own row of a buffer. Its rows are summed at the end, so the order of programs does not matter.
 """
 
 from __future__ import annotations
@@ -13,23 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcachekit_kernels.launch import FUSED, LOG2E, launching_on, padded, processors, upcast
+from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows
 from ragcachekit_kernels.score_kernels import columns_kernel, log_sums_kernel
 from ragcachekit_kernels.spans import Spans
 
 RESIDENT = 2
-"""Programs that a multiprocessor holds at a time: one computes exponentials while the other multiplies."""
+"""Programs per multiprocessor: one computes exponentials while the other multiplies."""
 
 SHORTEST = 256
-"""Keys that are not divided among programs."""
+"""Number of keys up to which they are not divided among programs."""
 
 SLOTS = 16
-"""Rows of the buffer of sums per KV head, at most; more tiles than that share them."""
+"""Rows of the buffer of sums per KV head at most; further tiles share them."""
 
 
 class Tiling(NamedTuple):
-    """How a launch is cut up: query vectors and keys of a tile, warps, stages and registers of a program."""
+    """Query vectors and keys of a tile; warps, stages and registers of a program."""
 
     vectors: int
     block: int
@@ -39,10 +39,10 @@ class Tiling(NamedTuple):
 
 
 def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fused: bool) -> Tiling:
-    """For so many query vectors per KV head (rows times the query heads that share it).
+    """Tiling for ``vectors`` query vectors per KV head (rows times the query heads that share it).
 
-    Of 16-bit vectors as many in a tile as the registers allow, so that keys come to a multiprocessor once;
-    ``plain`` kernels (no window, no soft-cap) fit two to a multiprocessor, if they are told to.
+    A tile holds as many 16-bit vectors as the registers allow, so that each key is loaded once. With a bound
+    on the registers, two ``plain`` programs (no window, no soft-cap) fit on a multiprocessor.
     """
     if dtype == torch.float32:  # three products each, operands in registers: larger tiles would spill
         if head_dim <= 64:
@@ -53,41 +53,13 @@ def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fuse
     return Tiling(rows, 64, 8 if rows >= 128 else 4, 3, 128 if plain and head_dim <= 128 else None)
 
 
-def log_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rows: DeviceRows,
-    spans: Spans | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Log-sum-exps of rows' scores over each span by itself, or over all keys with the sinks.
-
-    Arguments as of :func:`ragcachekit_kernels.reference.column_scores`. Returns ``[spans, heads, room]``
-    float32 (one span if None are given), natural logarithms divided by :func:`unit`: minus infinity where a
-    row sees nothing of a span, anything in rows from the count on.
-    """
-    run = _Launch(query, key, rows, spans, scale=scale, window=window, softcap=softcap)
-    out = query.new_empty(run.parts, run.cuts, rows.room, query.shape[0], dtype=torch.float32)
-    if run.parts:
-        grid = (run.tiles, key.shape[0], run.parts * run.cuts)
-        with launching_on(key.device):
-            log_sums_kernel[grid](*run.inputs, out, *run.numbers, rows.room, *run.strides, **run.options)
-    one = unit(scale, softcap)
-    whole = (out.squeeze(1) if run.cuts == 1 else merged(out, one, 1)).transpose(1, 2)
-    return whole if spans is not None else with_sinks(whole, sinks, one)
-
-
-def unit(scale: float, softcap: float | None) -> float:
-    """What the kernels' scores are multiplied by to be natural ones: theirs are not scaled, or to base 2."""
-    return scale if softcap is None else 1.0 / LOG2E
+def unit(options: AttentionOptions) -> float:
+    """Factor from the kernels' scores to natural ones: theirs are not scaled, or to base 2."""
+    return options.scale if options.softcap is None else 1.0 / LOG2E
 
 
 def merged(parts: torch.Tensor, unit: float, dim: int) -> torch.Tensor:
-    """One log-sum-exp of those along ``dim``, in their unit: the greatest, to the bit, if it is far above.
+    """Log-sum-exp of log-sum-exps along ``dim``, in their unit; exactly the greatest if it is far above.
 
     Not ``torch.logsumexp``: a change of units would round it once more.
     """
@@ -108,81 +80,49 @@ def column_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     rows: DeviceRows,
+    options: AttentionOptions,
     spans: Spans | None = None,
     *,
     lse: torch.Tensor | None = None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.column_scores`.
-
-    A given ``lse`` halves the work: everything is multiplied once.
-    """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    if lse is not None:
-        sums = lse[None].float() / unit(scale, softcap)
-        return weight_sums(query, key, rows, spans, sums, **options)
+    """As :func:`ragcachekit_kernels.reference.column_scores`; a given ``lse`` halves the work."""
     if spans is not None and query.dtype != torch.float32:
-        run = _Launch(query, key, rows, spans, **options, fused=True)
-        if run.cuts == 1:  # spans enough for a program each
-            return run.weight_sums(None)
-    sums = log_sums(query, key, rows, spans, sinks=sinks, **options)
-    return weight_sums(query, key, rows, spans, sums, **options)
+        launch = Launch(query, key, rows, options, spans, fused=True)
+        if launch.cuts == 1:  # spans enough for a program each
+            return launch.weight_sums(None)
+    launch = Launch(query, key, rows, options, spans)
+    return launch.weight_sums(launch.log_sums() if lse is None else lse[None].float() / unit(options))
 
 
-def weight_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rows: DeviceRows,
-    spans: Spans | None,
-    sums: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """``[tokens]``: sums of weights by given log-sum-exps, ``[spans, heads, room]`` in :func:`unit`.
+class Launch:
+    """Arguments that both kernels take, as for :func:`column_scores`, and the division of the work.
 
-    Given the spans that :func:`log_sums` had, scores are those that it summed.
+    With ``fused`` a program computes the log-sum-exps of its keys itself, and its tiles are smaller.
     """
-    return _Launch(query, key, rows, spans, scale=scale, window=window, softcap=softcap).weight_sums(sums)
-
-
-class _Launch:
-    """Arguments that both kernels take, and how the work is divided."""
 
     def __init__(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         rows: DeviceRows,
+        options: AttentionOptions,
         spans: Spans | None,
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
         fused: bool = False,
     ) -> None:
-        query, key = _dense(query), _dense(key)
+        query, key = dense(query), dense(key)
         group = query.shape[0] // key.shape[0]
-        plain = window is None and softcap is None
-        how = tiling(rows.room * group, query.shape[2], query.dtype, plain=plain, fused=fused)
+        how = tiling(rows.room * group, query.shape[2], query.dtype, plain=options.is_plain, fused=fused)
+        self.unit = unit(options)
+        self.sinks = options.sinks if spans is None else None
         self.parts = 1 if spans is None else len(spans)
         self.tiles = -(-rows.room * group // how.vectors)
         self.slots = -(-self.tiles // -(-self.tiles // SLOTS))
         self.once = self.slots == self.tiles
         self.cuts = self._cuts(key, spans)
-        self.inputs = (
-            query,
-            key,
-            rows.positions,
-            rows.count,
-            rows.count if spans is None else spans.on(key.device),
-        )
-        factor, cap = (scale, 0.0) if softcap is None else (2.0 * scale / softcap, softcap)
-        self.numbers = factor * LOG2E, cap * LOG2E, window or 0, self.cuts, key.shape[1]
+        ranges = rows.count if spans is None else spans.on(key.device)
+        self.inputs = query, key, rows.positions, rows.count, ranges
+        self.numbers = *factors(options), options.window or 0, self.cuts, key.shape[1]
         self.strides = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
         self.options: dict[str, Any] = {
             "KV_HEADS": key.shape[0],
@@ -192,8 +132,8 @@ class _Launch:
             "VECTORS": how.vectors,
             "BLOCK": how.block,
             "SPANS": spans is not None,
-            "WINDOW": window is not None,
-            "SOFTCAP": softcap is not None,
+            "WINDOW": options.window is not None,
+            "SOFTCAP": options.softcap is not None,
             "UPCAST": upcast(query.dtype),
             "num_warps": how.warps,
             "num_stages": how.stages,
@@ -202,8 +142,27 @@ class _Launch:
         if how.registers is not None and self.once:
             self.options["maxnreg"] = how.registers
 
+    def log_sums(self) -> torch.Tensor:
+        """Log-sum-exps of rows' scores over each span separately, or over all keys with the sinks.
+
+        ``[spans, heads, room]`` float32 (one span if None are given), natural logarithms divided by
+        :func:`unit`. They are minus infinity where a row sees nothing of a span, and undefined in rows from
+        the count on.
+        """
+        query, key, positions, _, _ = self.inputs
+        shape = (self.parts, self.cuts, len(positions), query.shape[0])
+        out = query.new_empty(shape, dtype=torch.float32)
+        if self.parts:
+            grid = (self.tiles, key.shape[0], self.parts * self.cuts)
+            with launching_on(key.device):
+                log_sums_kernel[grid](
+                    *self.inputs, out, *self.numbers, len(positions), *self.strides, **self.options
+                )
+        whole = (out.squeeze(1) if self.cuts == 1 else merged(out, self.unit, 1)).transpose(1, 2)
+        return with_sinks(whole, self.sinks, self.unit)
+
     def weight_sums(self, sums: torch.Tensor | None) -> torch.Tensor:
-        """Sums of weights per key; without log-sum-exps every program finds those of its keys first."""
+        """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`; None: of its own keys."""
         query, key, _, count, _ = self.inputs
         out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
         read, apart = (count, (0, 0, 0)) if sums is None else (sums, sums.stride())
@@ -217,12 +176,8 @@ class _Launch:
         return out.sum(0)
 
     def _cuts(self, key: torch.Tensor, spans: Spans | None) -> int:
-        """Into how many programs' work the keys of each span are divided, to keep the device busy."""
+        """Number of programs that share the keys of each span, enough to occupy the device."""
         longest = key.shape[1] if spans is None else spans.longest
         programs = max(self.parts * key.shape[0] * self.slots, 1)
         wanted = RESIDENT * processors(key.device) // programs
         return int(max(1, min(wanted, longest // SHORTEST)))
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Tile sizes and splits of the sparse-row attention kernel: defaults, and what tuning found."""
+"""Tile sizes and splits of the sparse-row attention kernel: defaults and tuning files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SETTING = "RAGCACHEKIT_KERNEL_TUNING"
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 QUESTION_ROWS = 64
-"""Rows that are taken to see all keys when splits are chosen; the others as spread evenly."""
+"""Rows assumed to see all keys when splits are chosen; the others are assumed to be spread evenly."""
 
 UNIT = 128
-"""Keys that splitting counts in."""
+"""Keys per unit of length when splits are chosen."""
 
 USUAL_TOKENS = 8192
-"""Keys that are assumed where a captured graph does not know them."""
+"""Number of keys assumed where a captured graph does not give it."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel is built and launched.
+    """Compile and launch options of the kernel.
 
     Attributes
     ----------
@@ -36,10 +36,10 @@ class Config:
     warps, stages : int
         Warps of a program; loads in flight (a stage is the keys and values of one ``block_n``).
     descriptors : bool
-        Keys and values are loaded by the tensor memory accelerator (Hopper on). It frees the registers that
-        addresses take; impossible where addresses come from a table.
+        Loads by the tensor memory accelerator (from Hopper on), which need no registers for addresses;
+        impossible where addresses come from a table.
     resident : int
-        Programs per multiprocessor that share all items; 0: one program per item.
+        Programs per multiprocessor among which all items are divided; 0: one program per item.
     """
 
     block_m: int
@@ -57,9 +57,8 @@ class Config:
             raise ValueError(f"{self} cannot be launched: warps are 1, 2, 4, 8 or 16, stages at least 1")
 
 
-# By element size and padded head_dim. Chosen from what the compiler makes of them for Hopper
-# (tests/kernels/test_compiled_attention.py): no spills in the loop over keys, shared memory within 227 KiB,
-# and three stages wherever they fit: with two, the next keys are only asked for when these are nearly done.
+# By element size and padded head_dim. Compiled for Hopper (tests/kernels/test_compiled_attention.py) they
+# have no spills in the loop over keys and fit into 227 KiB of shared memory, with three stages if possible.
 _HOPPER = {
     2: {
         64: Config(128, 128, 8, 3, True),
@@ -72,7 +71,7 @@ _HOPPER_TABLE = {
     2: {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
     4: _HOPPER[4],
 }
-_OTHER = {  # fits into the 99 KiB of the smallest; how many programs fit is left to the hardware
+_OTHER = {  # within 99 KiB, the smallest shared memory
     2: {
         64: Config(128, 64, 4, 2, resident=0),
         128: Config(64, 64, 4, 2, resident=0),
@@ -95,10 +94,7 @@ def config_for(
     table: bool,
     plain: bool = True,
 ) -> Config:
-    """Tuned for this device if the tuning file says so, else the default of its family.
-
-    ``plain``: there is neither a window nor a soft-cap.
-    """
+    """Tuned config for this device if there is one, else the default; ``plain``: no window, no soft-cap."""
     if device.type != "cuda":  # the interpreter: small tiles, so that tests see several
         return Config(32, 16, 4, 1, descriptors=not table)
     key = key_of(device, dtype, head_dim, value_dim, table=table, plain=plain)
@@ -115,11 +111,11 @@ def default_config(
     table: bool,
     plain: bool = True,
 ) -> Config:
-    """The untuned choice for a compute capability."""
+    """Default config for a compute capability."""
     configs = _OTHER if capability[0] != 9 else _HOPPER_TABLE if table else _HOPPER
     width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
     config = configs[dtype.itemsize][width]
-    # Windows and soft-caps need registers of their own: with 128 keys the loops would spill.
+    # Windows and soft-caps need registers: with 128 keys the loops would spill.
     return config if plain else replace(config, block_n=min(config.block_n, 64))
 
 
@@ -132,26 +128,20 @@ def key_of(
     table: bool,
     plain: bool = True,
 ) -> str:
-    """Under which name a tuning file keeps the config: the device's name and what the kernel is built for."""
+    """Name of a case in a tuning file."""
     where = ("table" if table else "pointers") + ("" if plain else "/masked")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{name}/{str(dtype).removeprefix('torch.')}/{head_dim}/{value_dim}/{where}"
 
 
 def dumps(configs: Mapping[str, Config]) -> str:
-    """The text of a tuning file."""
+    """Text of a tuning file."""
     entries = {key: asdict(config) for key, config in configs.items()}
     return json.dumps({"schema": 1, "sparse_attention": entries}, indent=2) + "\n"
 
 
 def loads(text: str) -> dict[str, Config]:
-    """What :func:`dumps` wrote.
-
-    Raises
-    ------
-    ValueError
-        If it is not such a text or a config in it cannot be launched.
-    """
+    """Configs of a tuning file's text; ValueError if it is none or a config cannot be launched."""
     try:
         frame = json.loads(text)
         if frame["schema"] != 1:
@@ -168,25 +158,21 @@ def _tuned(path: str | None) -> dict[str, Config]:
 
 @lru_cache(maxsize=4096)
 def splits_for(blocks: int, question_blocks: int, kv_heads: int, programs: int, units: int) -> int:
-    """Into how many parts the keys of every tile are split.
+    """Number of splits of each tile's keys that minimises the largest load of a program, merging included.
 
-    The number whose largest load of a program is the smallest, counted in ``UNIT`` keys, merging included.
-    Lengths are modelled (they are in device memory): the last ``question_blocks`` of the ``blocks`` of rows
-    see all ``units``, those before them are spread evenly over the keys.
+    Lengths, in ``UNIT`` keys, are modelled, for the positions are in device memory. The last
+    ``question_blocks`` of the ``blocks`` of rows see all ``units``; the others are spread evenly.
     """
     if blocks * kv_heads >= 4 * programs:
-        return 1  # so many tiles balance by themselves
-    question_blocks = min(question_blocks, blocks)
-    costs = {
-        s: _makespan(s, blocks, question_blocks, kv_heads, programs, units) for s in SPLITS if s <= units
-    }
-    return min(costs, key=costs.__getitem__)
+        return 1  # enough tiles to balance without splits
+    args = (blocks, min(question_blocks, blocks), kv_heads, programs, units)
+    return min((s for s in SPLITS if s <= units), key=lambda splits: _makespan(splits, *args))
 
 
 def _makespan(
     splits: int, blocks: int, question_blocks: int, kv_heads: int, programs: int, units: int
 ) -> float:
-    """The largest load when items are dealt as the kernel deals them."""
+    """Largest load of a program, with items divided as in the kernel."""
     spread = blocks - question_blocks
     lengths = torch.full((blocks,), float(units))
     lengths[blocks - spread :] = torch.linspace(units, 1, spread)

@@ -1,4 +1,4 @@
-"""Where the attention of a chunk's rows goes."""
+"""Result type of context mass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ContextMass(NamedTuple):
     Attributes
     ----------
     columns : torch.Tensor
-        ``[tokens]`` float32: what each key gets from all rows.
+        ``[tokens]`` float32: sum over all rows per key.
     inter : torch.Tensor
-        ``[segments - 1]`` float32: what each segment before the chunk gets.
+        ``[segments - 1]`` float32: sum per segment before the chunk.
     intra : torch.Tensor
-        ``[]`` float32: what the chunk itself gets.
+        ``[]`` float32: sum within the chunk.
     outward : torch.Tensor
-        ``[rows]`` float32: what each row gives to segments before the chunk.
+        ``[rows]`` float32: part of each row's attention that goes before the chunk.
     """
 
     columns: torch.Tensor

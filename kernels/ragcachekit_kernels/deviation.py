@@ -1,4 +1,4 @@
-"""Squared deviation of keys or values per row, and sums over spans, in Triton; one program for each."""
+"""Squared deviation of keys or values per row, and sums over spans, in Triton."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.launch import FUSED, launching_on, padded
+from ragcachekit_kernels.launch import FUSED, dense, launching_on, padded
 from ragcachekit_kernels.rows import DeviceRows
 from ragcachekit_kernels.spans import Spans
 
 ROWS = 8
-"""Rows of a program: 32 KiB of either tensor for 8 heads of 128 dimensions."""
+"""Rows per program: 32 KiB of either tensor for 8 heads of 128 dimensions."""
 
 BLOCK = 1024
-"""Numbers that are added at a time."""
+"""Values that one step of the loop adds."""
 
 
 @triton.jit
@@ -51,8 +51,8 @@ def _span_sums_kernel(values, spans, out, BLOCK: tl.constexpr):
 
 
 def kv_deviation(new: torch.Tensor, old: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.kv_deviation`; rows from the count on hold anything."""
-    new, old = (x if x.stride(2) == 1 else x.contiguous() for x in (new, old))
+    """As :func:`ragcachekit_kernels.reference.kv_deviation`; undefined in rows from the count on."""
+    new, old = dense(new), dense(old)
     out = torch.empty(rows.room, dtype=torch.float32, device=new.device)
     with launching_on(new.device):
         _deviation_kernel[(triton.cdiv(rows.room, ROWS),)](

@@ -1,9 +1,10 @@
-"""The one place that chooses an implementation; callers import from here and nowhere else."""
+"""Public functions and types of the kernels: callers import from here and nowhere else."""
 
 from __future__ import annotations
 
-from ragcachekit_kernels import attending, moving, reference, scoring, tuning
+from ragcachekit_kernels import attending, moving, reference, scoring, tune
 from ragcachekit_kernels.backend import uses_triton as uses_triton
+from ragcachekit_kernels.options import AttentionOptions as AttentionOptions
 from ragcachekit_kernels.planes import Assembly as Assembly
 from ragcachekit_kernels.planes import ChunkTensors as ChunkTensors
 from ragcachekit_kernels.planes import Place as Place
@@ -19,7 +20,7 @@ sparse_attention = attending.sparse_attention
 sparse_attention_lse = attending.sparse_attention_lse
 sparse_attention_at = attending.sparse_attention_at
 attention_choice = attending.attention_choice
-tune_attention = tuning.tune_attention
+tune_attention = tune.tune_attention
 column_scores = scoring.column_scores
 context_mass = scoring.context_mass
 kv_deviation = scoring.kv_deviation

@@ -1,4 +1,4 @@
-"""Torch in place of a Triton kernel that the compiler or the device refuses: an answer late, not none."""
+"""Fallback to torch for a Triton kernel that the compiler or the device refuses."""
 
 from __future__ import annotations
 
@@ -6,30 +6,43 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+import torch
+
+from ragcachekit_kernels.backend import DTYPES, uses_triton
+
 Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
-# Like Triton's own store of compiled kernels, per process: a kernel that was refused would be compiled anew
-# at each call. What is kept follows from the case and the machine alone.
+# Per process, like Triton's own cache: without it, a refused kernel would be compiled again at each call.
 _refused: dict[Hashable, str] = {}
 
 
 def refusal(case: Hashable) -> str | None:
-    """Why Triton was given up for this case, None if it was not."""
+    """Reason why this case goes to torch, None if it does not."""
     return _refused.get(case)
 
 
-def attempt(case: Hashable, kernel: Callable[[], Result], instead: Callable[[], Result]) -> Result:
-    """What ``kernel`` returns, or ``instead`` if Triton cannot compile or launch it here.
+def choice(case: Hashable, query: torch.Tensor, *others: torch.Tensor) -> str:
+    """Implementation for attention of these tensors: ``triton``, ``torch``, or ``torch: `` and why."""
+    if not uses_triton(others[0].device):
+        return "torch"
+    types = [str(t.dtype).removeprefix("torch.") for t in (query, *others)]
+    if len(set(types)) > 1 or query.dtype not in DTYPES:
+        return f"torch: {types[0]} over {' and '.join(types[1:])}"
+    if (width := max(t.shape[2] for t in others)) > 256:
+        return f"torch: head_dim {width} is more than 256"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others)):
+        return "torch: gradients are asked for"
+    refused = refusal(case)
+    return f"torch: {refused}" if refused else "triton"
 
-    Parameters
-    ----------
-    case : hashable
-        What the kernel is compiled for. Once refused, it goes to ``instead`` at once; the log says so the
-        first time.
-    kernel, instead : callable
-        Neither may mind that the other has begun: what a launch wrote is written again.
+
+def attempt(case: Hashable, kernel: Callable[[], Result], instead: Callable[[], Result]) -> Result:
+    """Result of ``kernel``, or of ``instead`` if Triton cannot compile or launch the kernel.
+
+    A refused ``case`` (the properties that the kernel is compiled for) is logged once and goes to ``instead``
+    from then on. ``instead`` must be correct after a partial launch of ``kernel``.
     """
     if case in _refused:
         return instead()
@@ -45,7 +58,7 @@ def attempt(case: Hashable, kernel: Callable[[], Result], instead: Callable[[], 
 
 
 def _of_compiler(error: Exception) -> bool:
-    """Whether this says something of the kernel, not of its arguments or of the device's state."""
+    """Whether the kernel itself is the cause, not its arguments or the device's state."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

@@ -1,4 +1,4 @@
-"""The second step of attention whose keys were split: outputs of the parts become one."""
+"""Second step of split attention: one output of those over parts of the keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from ragcachekit_kernels.launch import FUSED, launching_on, padded
 
 ROWS = 8
-"""Query vectors of a program."""
+"""Query vectors per program."""
 
 
 @triton.jit(do_not_specialize=["splits", "room"])
@@ -56,20 +56,11 @@ def merge(
     count: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Write ``out`` and, if given, its log-sum-exps.
+    """Merged attention, written to ``out`` ``[rows, heads, value_dim]`` and ``lse`` ``[rows, heads]``.
 
-    Parameters
-    ----------
-    parts : torch.Tensor
-        ``[splits, rows, heads, value_dim]`` float32, each part's output by its own softmax.
-    part_lse : torch.Tensor
-        ``[splits, rows, heads]`` float32, to base 2; minus infinity where a part shows a row nothing.
-    out, lse : torch.Tensor
-        ``[rows, heads, value_dim]`` and ``[rows, heads]``.
-    count : torch.Tensor
-        ``[1]`` int32; rows from there on are left alone.
-    sinks : torch.Tensor, optional
-        ``[heads]`` logits, natural; they join here and in no part.
+    ``parts`` ``[splits, rows, heads, value_dim]`` are float32 outputs, each by its own softmax. ``part_lse``
+    ``[splits, rows, heads]`` are to base 2, minus infinity where a row sees no key of a part. Rows from
+    ``count`` on are not written. ``sinks``, natural logits ``[heads]``, are in no part and join here.
     """
     splits, room, heads, value_dim = parts.shape
     with launching_on(parts.device):

@@ -1,4 +1,7 @@
-"""Where tensors are moved: chunks' into a request's KV and back, and computed rows into it."""
+"""Assembly, disassembly and scatter: choice of the implementation.
+
+Import from :mod:`ragcachekit_kernels.dispatch`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,16 @@ from functools import partial
 import torch
 
 from ragcachekit_kernels import reference
-from ragcachekit_kernels.backend import uses_triton
+from ragcachekit_kernels.backend import DTYPES, uses_triton
 from ragcachekit_kernels.fallback import attempt, refusal
 from ragcachekit_kernels.planes import Assembly, ChunkTensors, Layout, Place, Plane, Table
 from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDED = (torch.int8, torch.float8_e4m3fn)
 
 
 def moving_choice(layout: Layout) -> str:
-    """Which implementation a layout goes to: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
+    """Implementation for a layout: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
     device = layout.planes[0].kv.device
     if not uses_triton(device):
         return "torch"
@@ -45,32 +47,30 @@ def assembly(
     *,
     skip: Sequence[int] = (),
 ) -> Assembly:
-    """Get ready to put chunks' tensors into a request's KV; ``run`` of the result does it.
+    """Prepared copy of chunks' tensors into a request's KV; its ``run`` copies.
 
     Parameters
     ----------
     planes : sequence of Plane
-        Where to: the keys and the values of each layer. Planes of one layer are best neighbours (keys of
-        layer 0, values of layer 0, keys of layer 1, ...): ``run(first, last)`` does a range of them, so a
-        layer can be put in place while later ones are still being loaded.
+        Keys and values of each layer, best in the order of the layers: ``run(first, last)`` copies a range of
+        planes, while later layers are still being loaded.
     places : sequence of Place
         Ascending, not overlapping.
     chunks : sequence of (ChunkTensors or None)
-        One per place, its tensors in the order of the planes and on their device. int8 and fp8 tensors are
-        multiplied by their scales. None: the piece lies in the planes already, without rotation, and is
-        rotated there; do that once.
+        One per place, tensors in the order of the planes and on their device. int8 and fp8 tensors are
+        multiplied by their scales. None: the piece is in the planes already and is rotated there; run that
+        once only.
     tables : sequence of (cos, sin)
-        Float32 ``[positions, pairs]`` for positions 0, 1, 2, ..., the factor m multiplied in (and -sin for
-        layers that turn backwards).
+        Float32 ``[positions, pairs]`` for positions 0, 1, 2, ..., multiplied by the attention factor.
     skip : sequence of int
-        Ascending positions that are not written, since they will be computed; they may lie outside of all
-        places.
+        Ascending positions that are not written, since they will be computed; any outside of places are
+        ignored.
 
     Returns
     -------
     Assembly
-        On a GPU ``run`` is one launch for all planes and places that share a shape and a dtype. It goes to
-        the stream that is current, which must be the one that was current here (or wait for it).
+        On a GPU, ``run`` is one launch for all planes and places of one shape and dtype. Its stream must be
+        the one that was current here, or wait for it.
 
     Raises
     ------
@@ -79,11 +79,11 @@ def assembly(
     """
     layout = Layout(planes, places, chunks, tables, skip)
     if not places or moving_choice(layout) != "triton":
-        return _Reference(layout)
+        return _Attempted(layout)
     from ragcachekit_kernels.assembly import TritonAssembly
 
     kernels = TritonAssembly(layout)
-    # What is rotated where it lies must not be begun twice: for that there is no second way.
+    # A rotation in place must not be started twice, so there is no fallback.
     return kernels if None in layout.chunks else _Attempted(layout, kernels)
 
 
@@ -95,7 +95,7 @@ def assemble(
     *,
     skip: Sequence[int] = (),
 ) -> None:
-    """Put chunks' tensors into a request's KV at once; arguments and errors as of :func:`assembly`."""
+    """Copy chunks' tensors into a request's KV; arguments and errors as for :func:`assembly`."""
     assembly(planes, places, chunks, tables, skip=skip).run()
 
 
@@ -105,11 +105,11 @@ def disassemble(
     chunks: Sequence[ChunkTensors],
     tables: Sequence[Table],
 ) -> None:
-    """The inverse, for storing: copy pieces of a request's KV out into chunks' tensors.
+    """Inverse of :func:`assemble`, for storing: copy pieces of a request's KV into chunks' tensors.
 
-    Arguments as of :func:`assembly`, except that ``chunks`` are written to and ``tables`` hold the inverse
-    rotation (cos / m and -sin / m). int8 and fp8 tensors get rounded elements, and their scales are
-    written. A scale that is not finite says that the KV was not: such tensors are to be thrown away.
+    Arguments as for :func:`assembly`, except that ``chunks`` are written to and ``tables`` hold the inverse
+    rotation (cos / m and -sin / m). int8 and fp8 tensors are quantised, and their scales are written. Discard
+    tensors whose scales are not finite: the KV was not.
     """
     layout = Layout(planes, places, chunks, tables)
     if not places or moving_choice(layout) != "triton":
@@ -127,7 +127,7 @@ def scatter(
     into_value: torch.Tensor,
     positions: Sequence[int],
 ) -> None:
-    """Write rows into a request's KV, in place; one launch for keys and values.
+    """Write rows into a request's KV in place, with one launch for keys and values.
 
     Parameters
     ----------
@@ -136,7 +136,12 @@ def scatter(
     into_key, into_value : torch.Tensor
         ``[kv_heads, slots, dim]``, rows contiguous.
     positions : sequence of int
-        Ascending slots of the rows; :class:`ragcachekit_kernels.rows.Rows` are put on the device only once.
+        Ascending slots of the rows; :class:`Rows` are copied to the device only once.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, or positions are not ascending or lie outside of the slots.
     """
     if key.shape[1] != len(positions) or value.shape[1] != len(positions):
         raise ValueError(
@@ -163,16 +168,15 @@ def scatter(
 
 
 def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: int, rows: DeviceRows) -> None:
-    """As :func:`scatter`, to where ``table`` says that the layer's KV lies when the kernel runs.
+    """Scatter for captured graphs, to the addresses in ``table`` at the time that the kernel runs.
 
-    For captured graphs, with Triton only. ``key`` and ``value`` have ``rows.room`` rows; those from
-    ``rows.count`` on are not written.
+    ``key`` and ``value`` have ``rows.room`` rows; those from ``rows.count`` on are not written.
 
     Raises
     ------
     ValueError
-        If Triton does not run on this device, the table is of another type than its kernels know, or there
-        are not ``rows.room`` rows.
+        If Triton does not run on this device or does not support the types, or there are not ``rows.room``
+        rows.
     """
     if key.shape[1] != rows.room or value.shape[1] != rows.room:
         raise ValueError(f"{key.shape[1]} and {value.shape[1]} rows where there is room for {rows.room}")
@@ -188,29 +192,21 @@ def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: in
     kernel(key, value, table, layer, rows)
 
 
-class _Reference:
-    """The reference, which has nothing to get ready."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        reference.assemble(self._layout, first, last)
-
-
 class _Attempted:
-    """Kernels, or the reference where Triton cannot have them; chunks are read and planes written only."""
+    """Assembly by the kernels, if given and not refused, else by the reference."""
 
-    def __init__(self, layout: Layout, kernels: Assembly) -> None:
-        self._layout, self._kernels, self._case = layout, kernels, _case(layout)
+    def __init__(self, layout: Layout, kernels: Assembly | None = None) -> None:
+        self._layout, self._kernels = layout, kernels
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         in_torch = partial(reference.assemble, self._layout, first, last)
-        attempt(self._case, partial(self._kernels.run, first, last), in_torch)
+        if self._kernels is None:
+            in_torch()
+        else:
+            attempt(_case(self._layout), partial(self._kernels.run, first, last), in_torch)
 
 
 def _case(layout: Layout) -> Hashable:
-    """The formats that kernels are compiled for."""
     kv = {(str(plane.kv.dtype), plane.kv.shape[2]) for plane in layout.planes}
     chunks = {(str(f.dtype), f.dim) for chunk in layout.kinds for f in chunk.formats}
     return "moving", str(layout.planes[0].kv.device), frozenset(kv), frozenset(chunks)

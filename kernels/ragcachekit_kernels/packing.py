@@ -1,4 +1,4 @@
-"""Addresses of planes and chunks and the list of blocks, packed into one buffer that goes up in one copy."""
+"""Addresses of planes and chunks and the list of blocks, packed into one buffer for one copy."""
 
 from __future__ import annotations
 
@@ -19,18 +19,10 @@ Skipped = npt.NDArray[np.bool_]
 
 
 class Shape(NamedTuple):
-    """What all of a launch has in common: a kernel is compiled for it.
+    """Properties of a launch that its kernel is compiled for.
 
-    Attributes
-    ----------
-    kv : torch.dtype
-        Of the request's KV.
-    chunk : Format
-        Of the chunks' tensors.
-    pairs, offset, interleaved
-        What is rotated in planes that have a table; no pairs if none has.
-    aligned : bool
-        Whether all rows, on both sides, begin at multiples of 16 bytes.
+    ``kv`` and ``chunk`` are the types of the request's KV and of the chunks' tensors; ``pairs`` is 0 if no
+    plane is rotated; ``aligned`` if all rows, on both sides, start at multiples of 16 bytes.
     """
 
     kv: torch.dtype
@@ -43,20 +35,19 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One launch.
+    """Data of one launch.
 
     Attributes
     ----------
-    shape : Shape
     planes : tuple of int
-        Which planes, ascending.
+        Indices of the planes, ascending.
     addresses : Numbers
-        ``[planes, 4]``: of a plane, its address, its head stride, and the addresses of cos and sin (0: none).
+        ``[planes, 4]``: address and head stride of a plane, addresses of cos and sin (0: none).
     entries : Numbers
-        ``[pieces, planes, 2]``, or 6 with scales: :attr:`ChunkTensors.entries`; an address 0 says that the
-        piece lies in the plane already.
+        ``[pieces, planes, 2]``, or 6 with scales: :attr:`ChunkTensors.entries`. Address 0: the piece is in
+        the plane already.
     places : tuple of Place
-        Of the pieces.
+        Place of each piece.
     """
 
     shape: Shape
@@ -67,7 +58,7 @@ class Batch:
 
 
 def batches(layout: Layout) -> list[Batch]:
-    """What can go in one launch each: for an ordinary model all of it."""
+    """Division of a layout into launches, one for an ordinary model."""
     out = []
     for pieces in _alike(layout.signatures):
         formats = layout.formats(pieces[0])
@@ -85,10 +76,10 @@ def batches(layout: Layout) -> list[Batch]:
 
 
 def blocks(places: Sequence[Place], tokens: int | None = None, skipped: Skipped | None = None) -> Numbers:
-    """``[blocks, 4]``: piece, first token in it, slot of that token, 2 x tokens + (1 if to be rotated).
+    """Blocks ``[blocks, 4]``: piece, first token in it, slot of that token, 2 x tokens + (1 if rotated).
 
-    Blocks have ``tokens`` tokens, or what is left of their piece (None: they are whole pieces). Those that
-    are skipped altogether are left out.
+    Blocks have ``tokens`` tokens or the rest of their piece (None: whole pieces). Blocks whose slots are all
+    skipped are left out.
     """
     starts, sizes, fixed = np.array([(p.start, p.tokens, p.rotated) for p in places], dtype=np.int64).T
     tokens = int(sizes.max()) if tokens is None else tokens
@@ -105,10 +96,9 @@ def blocks(places: Sequence[Place], tokens: int | None = None, skipped: Skipped 
 
 
 def skipped(layout: Layout) -> Skipped | None:
-    """``[slots that are used]``, padded to a multiple of 8: whether a position is skipped; None: none is."""
-    positions = np.array(
-        layout.skip.positions if isinstance(layout.skip, Rows) else layout.skip, dtype=np.int64
-    )
+    """Skipped positions as flags per slot, padded to a multiple of 8; None without any."""
+    skip = layout.skip.positions if isinstance(layout.skip, Rows) else layout.skip
+    positions = np.array(skip, dtype=np.int64)
     positions = positions[(positions >= 0) & (positions < layout.stop)]
     if not len(positions):
         return None
@@ -118,10 +108,7 @@ def skipped(layout: Layout) -> Skipped | None:
 
 
 def upload(parts: Sequence[Numbers], device: torch.device) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """All parts in one int64 tensor on ``device``, and where each of them begins.
-
-    One copy from pinned memory: the host does not wait for it.
-    """
+    """One int64 tensor of all parts on ``device``, copied from pinned memory, and the parts' offsets."""
     ends = np.cumsum([part.size for part in parts]).tolist()
     host = torch.empty(ends[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     numbers = host.numpy()
@@ -132,7 +119,7 @@ def upload(parts: Sequence[Numbers], device: torch.device) -> tuple[torch.Tensor
 
 
 def _alike(kinds: Iterable[Hashable]) -> list[list[int]]:
-    """Indices of equal ones together."""
+    """Indices of equal kinds, grouped."""
     groups: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(index)
@@ -140,7 +127,7 @@ def _alike(kinds: Iterable[Hashable]) -> list[list[int]]:
 
 
 def _by_rotation(layout: Layout, planes: Sequence[int], chunk: Format) -> list[tuple[Shape, list[int]]]:
-    """Planes that rotate in the same way; those that do not rotate go with the first of these."""
+    """Groups of planes with the same rotation; planes without one join the first group."""
     kinds: dict[tuple[int, int, bool], list[int]] = {}
     still = []
     for index in planes:

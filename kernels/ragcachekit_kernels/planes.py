@@ -1,4 +1,4 @@
-"""Chunks' tensors, a request's KV, and which piece of one belongs where in the other."""
+"""Layout of chunks' tensors in a request's KV."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ import numpy.typing as npt
 import torch
 
 Table = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, contiguous float32 ``[positions, pairs]``: what is rotated at position p turns by row p."""
+"""cos and sin, contiguous float32 ``[positions, pairs]``, one row per position."""
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """The keys, or the values, of one layer of one request.
+    """Keys or values of one layer of one request.
 
     Attributes
     ----------
     kv : torch.Tensor
-        ``[heads, slots, dim]``, the slot being the position; rows contiguous, head stride free.
+        ``[heads, slots, dim]``, one slot per position; rows contiguous, head stride free.
     table : int or None
-        Which rotation table turns it; None: it is copied as it is.
-    interleaved : bool
-        Pairs are neighbours, not halves apart.
-    offset : int
-        First rotated dimension; ``2 * pairs`` of them are, the others pass.
+        Index of the rotation table; None: not rotated.
+    interleaved, offset
+        As for :func:`ragcachekit_kernels.reference.rotate`.
     """
 
     kv: torch.Tensor
@@ -42,9 +40,9 @@ class Plane:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first ``tokens`` tokens of a chunk belong: positions ``start .. start + tokens - 1``.
+    """Positions ``start .. start + tokens - 1`` of the first ``tokens`` tokens of a chunk.
 
-    ``rotated``: its keys are as the model rotated them there (an exact prefix), and are copied.
+    ``rotated``: the keys are rotated for these positions already (an exact prefix), and are copied.
     """
 
     start: int
@@ -53,7 +51,7 @@ class Place:
 
 
 class Format(NamedTuple):
-    """What a kernel is compiled for, of one tensor of a chunk."""
+    """Properties of one tensor of a chunk that a kernel is compiled for."""
 
     heads: int
     dim: int
@@ -64,19 +62,19 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkTensors:
-    """The tensors of one chunk, one per plane and in the order of the planes.
+    """Tensors of one chunk, one per plane and in the order of the planes.
 
-    Worth keeping as long as the tensors: shapes and addresses are read once (a request of 64 chunks and
-    32 layers has 4,096 tensors, and asking them all takes longer than the kernel).
+    Shapes and addresses are read once: for the 4,096 tensors of 64 chunks and 32 layers, that takes longer
+    than the kernel.
 
     Attributes
     ----------
     tensors : sequence of torch.Tensor
-        ``[heads, tokens, dim]``, rows contiguous, head stride free; all on one device. May hold more
-        tokens than are used.
+        ``[heads, tokens, dim]``, rows contiguous, head stride free; all on one device, maybe longer than
+        the chunk.
     scales : sequence of (torch.Tensor or None)
-        Empty, or per tensor what its elements are multiplied with, float32 and contiguous: one per channel
-        ``[heads, 1, dim]`` or one per token ``[heads, tokens, 1]``; None for tensors that are not rounded.
+        Empty, or per tensor the factor of its elements, contiguous float32: one per channel ``[heads, 1,
+        dim]`` or per token ``[heads, tokens, 1]``; None for tensors that are not quantised.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -84,16 +82,13 @@ class ChunkTensors:
 
     @classmethod
     def joined(cls, parts: Sequence[ChunkTensors]) -> ChunkTensors:
-        """The planes of all parts in order, without reading again what was read of them.
-
-        For tensors that are reused, like those of a ring of buffers: parts may occur more than once.
-        """
+        """Planes of all parts in order, with the shapes and addresses that the parts have read already."""
         tensors = tuple(tensor for part in parts for tensor in part.tensors)
         scales: tuple[torch.Tensor | None, ...] = ()
         if any(part.scales for part in parts):
             scales = tuple(part.scale(i) for part in parts for i in range(len(part.tensors)))
         kinds: dict[Format, int] = {}
-        # By the signature's identity: of the same and of moved ones it is one.
+        # By identity: parts that :meth:`moved` made share their signature.
         known: dict[int, list[int]] = {}
         numbers: list[int] = []
         for part in parts:
@@ -108,43 +103,38 @@ class ChunkTensors:
     def moved(
         self, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None], nbytes: int
     ) -> ChunkTensors:
-        """Others of the same shapes and strides, each ``nbytes`` (a multiple of 16) behind the one here."""
+        """Tensors of the same shapes and strides, ``nbytes`` (a multiple of 16) further in memory."""
         entries = self.entries.copy()
         entries[:, 0] += nbytes
         entries[entries[:, 2] != 0, 2] += nbytes
         return ChunkTensors(tensors, scales)._read(self.signature, entries)
 
     def _read(self, signature: tuple[tuple[Format, ...], tuple[int, ...]], entries: Numbers) -> ChunkTensors:
-        """What is known without asking the tensors."""
-        self.__dict__.update(signature=signature, entries=entries)  # where cached_property looks
+        """Fill the cached properties without reading the tensors."""
+        self.__dict__.update(signature=signature, entries=entries)
         return self
 
     def scale(self, plane: int) -> torch.Tensor | None:
-        """The scales of one tensor."""
+        """Scales of one tensor."""
         return self.scales[plane] if self.scales else None
 
     @cached_property
     def formats(self) -> tuple[Format, ...]:
-        """Per plane."""
+        """Formats per plane."""
         kinds, numbers = self.signature
         return tuple(kinds[number] for number in numbers)
 
     @cached_property
     def signature(self) -> tuple[tuple[Format, ...], tuple[int, ...]]:
-        """The formats that there are, and which of them each plane has: equal where formats are."""
+        """Distinct formats and each plane's index among them; equal for chunks of equal formats."""
         checked: dict[Hashable, Format] = {}  # chunks have few formats and many tensors
         kinds: dict[Format, int] = {}
         numbers = []
         for index, tensor in enumerate(self.tensors):
             scale = self.scale(index)
             whole = tensor.data_ptr() % 16 == 0 and (scale is None or scale.data_ptr() % 16 == 0)
-            like = (
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride(),
-                whole,
-                None if scale is None else scale.shape,
-            )
+            scales = None if scale is None else scale.shape
+            like = (tensor.dtype, tensor.shape, tensor.stride(), whole, scales)
             if like not in checked:
                 checked[like] = _format(tensor, scale)
             numbers.append(kinds.setdefault(checked[like], len(kinds)))
@@ -152,32 +142,21 @@ class ChunkTensors:
 
     @cached_property
     def entries(self) -> Numbers:
-        """``[planes, 6]``: address and head stride of the elements, the same of the scales, and how many
-        scales lie between two tokens and two channels (0 and 0: there are none)."""
+        """``[planes, 6]``: address and head stride of the elements and of the scales, and the scales'
+        strides per token and per channel."""
         return np.array([_entry(t, self.scale(i)) for i, t in enumerate(self.tensors)], dtype=np.int64)
 
 
 class Assembly(Protocol):
-    """A request whose pieces are known, ready to be put in place."""
+    """Copy of chunks into a request's KV, ready to run."""
 
     def run(self, first: int = 0, last: int | None = None) -> None:
-        """Do planes ``first .. last - 1`` (None: all that follow), on the current stream."""
+        """Copy planes ``first .. last - 1`` (None: all that follow) on the current stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What goes where; checked when it is made.
-
-    Attributes
-    ----------
-    planes : sequence of Plane
-    places : sequence of Place
-        Ascending, not overlapping.
-    chunks : sequence of (ChunkTensors or None)
-        One per place. None: what belongs there lies there already and only has to be rotated.
-    tables : sequence of Table
-    skip : sequence of int
-        Ascending positions that are left alone.
+    """Assignment of chunks to places; fields as for :func:`ragcachekit_kernels.dispatch.assembly`.
 
     Raises
     ------
@@ -208,7 +187,7 @@ class Layout:
 
     @property
     def kinds(self) -> list[ChunkTensors]:
-        """One chunk for each set of formats that there is."""
+        """One chunk for each set of formats."""
         return list({chunk.signature: chunk for chunk in self.chunks if chunk is not None}.values())
 
     @property
@@ -218,16 +197,16 @@ class Layout:
 
     @property
     def signatures(self) -> list[Hashable]:
-        """Per place; equal for chunks whose tensors have the same formats."""
+        """Signature of each place's chunk, None without one."""
         return [None if chunk is None else chunk.signature for chunk in self.chunks]
 
     def formats(self, piece: int) -> tuple[Format, ...]:
-        """Per plane, of one chunk's tensors, or of the planes where it lies in them already."""
+        """Formats per plane of one chunk's tensors, or of the planes if it is in them already."""
         chunk = self.chunks[piece]
         return tuple(_format(p.kv, None) for p in self.planes) if chunk is None else chunk.formats
 
     def turn(self, plane: Plane, place: Place) -> Table | None:
-        """The rotation of one piece in one plane, None if there is none."""
+        """Rotation of one place in one plane, None if it is not rotated."""
         if plane.table is None or place.rotated:
             return None
         at = slice(place.start, place.start + place.tokens)
@@ -276,7 +255,7 @@ def _format(tensor: torch.Tensor, scale: torch.Tensor | None) -> Format:
 
 
 def aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row of ``[heads, rows, dim]`` begins at a multiple of 16 bytes."""
+    """Whether every row of ``[heads, rows, dim]`` starts at a multiple of 16 bytes."""
     size = tensor.element_size()
     steps = (tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
     return not any(step % 16 for step in steps)

@@ -1,4 +1,4 @@
-"""Plain-torch references: short, obviously right, usable in float64. Every kernel is tested against them."""
+"""Plain-torch references, usable in float64: every kernel is tested against them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.planes import ChunkTensors, Layout
 
 
 def rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    offset: int = 0,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, offset: int = 0
 ) -> torch.Tensor:
-    """Rotate pairs of the last dimension: ``(a, b) -> (a cos - b sin, b cos + a sin)``.
+    """Rotary embedding: pairs of the last dimension, ``(a, b) -> (a cos - b sin, b cos + a sin)``.
 
     Parameters
     ----------
     x : torch.Tensor
         ``[..., tokens, head_dim]``.
     cos, sin : torch.Tensor
-        ``[tokens, pairs]``; ``-sin`` undoes the rotation. A factor m multiplied into both scales
-        the rotated dimensions by m.
+        ``[tokens, pairs]``; ``-sin`` undoes the rotation. A factor in both scales the rotated dimensions.
     interleaved : bool
-        Pairs are neighbours ``(0, 1), (2, 3), ...`` (GLM, Cohere) instead of ``(i, i + pairs)``
-        (half-split, Llama).
+        Pairs are ``(0, 1), (2, 3), ...`` (GLM, Cohere) instead of ``(i, i + pairs)`` (Llama).
     offset : int
-        First rotated dimension; the ``2 * pairs`` dimensions from there on rotate, the others pass
-        (partial rotary).
+        First of the ``2 * pairs`` rotated dimensions; the others pass (partial rotary).
 
     Returns
     -------
@@ -55,18 +48,10 @@ def rotate(
 
 
 def assemble(layout: Layout, first: int = 0, last: int | None = None) -> None:
-    """Put chunks' tensors into a request's KV, rotated to their new positions.
+    """Copy chunks' tensors into planes ``first .. last - 1`` of a request's KV, rotated to their positions.
 
-    Parameters
-    ----------
-    layout : Layout
-        Rounded tensors are multiplied by their scales; what is rotated is rounded once, at the end.
-    first, last : int
-        Planes to do.
-
-    Notes
-    -----
-    EPIC section 4.1, FusionRAG A.1.
+    Quantised tensors are multiplied by their scales; rotated values are rounded once, at the end (EPIC
+    section 4.1, FusionRAG A.1).
     """
     skip = torch.tensor(layout.skip, dtype=torch.long)
     for index in range(len(layout.planes))[first:last]:
@@ -89,11 +74,10 @@ def assemble(layout: Layout, first: int = 0, last: int | None = None) -> None:
 
 
 def disassemble(layout: Layout) -> None:
-    """The inverse of :func:`assemble`: take the pieces of a request's KV out into the chunks' tensors.
+    """Inverse of :func:`assemble`: copy pieces of a request's KV into the chunks' tensors.
 
     ``tables`` hold the inverse rotation (cos / m and -sin / m). Tensors with scales are rounded to eight
-    bits, and their scales are written: the largest magnitude of what shares a scale, divided by 127 (int8)
-    or 448 (fp8 e4m3).
+    bits. A scale is the largest magnitude among its elements, divided by 127 (int8) or 448 (fp8 e4m3).
     """
     for index, plane in enumerate(layout.planes):
         for place, chunk in zip(layout.places, layout.chunks, strict=True):
@@ -107,7 +91,7 @@ def disassemble(layout: Layout) -> None:
 
 
 def _plain(chunk: ChunkTensors, plane: int, tokens: int) -> torch.Tensor:
-    """``[heads, tokens, dim]``, float32 where it was rounded."""
+    """``[heads, tokens, dim]``, float32 if quantised."""
     elements, scale = chunk.tensors[plane][:, :tokens], chunk.scale(plane)
     return elements if scale is None else elements.float() * scale[:, :tokens]
 
@@ -120,7 +104,7 @@ def _keep(bare: torch.Tensor, into: torch.Tensor, scale: torch.Tensor | None) ->
     wide = bare.float()
     per_channel = scale.shape[1] == 1 and scale.shape[2] == bare.shape[2]
     top = wide.abs().amax(1 if per_channel else 2, keepdim=True)
-    new = top / torch.full_like(top, largest)  # a number's reciprocal would be multiplied with on a GPU
+    new = top / torch.full_like(top, largest)  # by a number: a GPU would multiply by its reciprocal
     scaled = (wide / new.clamp_min(torch.finfo(torch.float32).tiny)).clamp(-largest, largest)
     into.copy_(scaled.round() if into.dtype == torch.int8 else scaled)
     scale[:, : new.shape[1]] = new
@@ -133,7 +117,7 @@ def scatter(
     into_value: torch.Tensor,
     positions: Sequence[int],
 ) -> None:
-    """Write rows ``[kv_heads, rows, dim]`` at ``positions`` of ``[kv_heads, tokens, dim]``, in place."""
+    """Rows ``[kv_heads, rows, dim]`` written in place at ``positions`` of ``[kv_heads, tokens, dim]``."""
     at = torch.tensor(positions, dtype=torch.long, device=into_key.device)
     into_key.index_copy_(1, at, key)
     into_value.index_copy_(1, at, value)
@@ -144,11 +128,7 @@ def sparse_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of rows at arbitrary positions: row i sees exactly keys ``0..positions[i]``.
 
@@ -160,14 +140,7 @@ def sparse_attention(
         ``[kv_heads, tokens, head_dim]``, key j at position j; heads is a multiple of kv_heads.
     positions : torch.Tensor
         ``[rows]`` integers.
-    scale : float
-        Factor on the scores before the softmax.
-    window : int, optional
-        Sliding window: keys at ``positions[i] - window`` and before are not seen.
-    softcap : float, optional
-        ``softcap * tanh(scores / softcap)`` (Gemma 2).
-    sinks : torch.Tensor, optional
-        ``[heads]`` logits that take part in the softmax and carry no value (gpt-oss).
+    options : AttentionOptions
 
     Returns
     -------
@@ -179,12 +152,7 @@ def sparse_attention(
     EPIC section 4.2 prints a multiplicative mask; the mask here is additive, as softmax needs.
     """
     values = value.repeat_interleave(query.shape[0] // key.shape[0], 0)
-    scores = _scores(query, key, positions, scale, window, softcap)
-    if sinks is not None:
-        extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat((scores, extra), -1)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, -1, dtype=wide)[..., : key.shape[1]]
+    weights = _weights(_scores(query, key, positions, options), options.sinks)
     return weights.to(value.dtype) @ values
 
 
@@ -193,51 +161,42 @@ def sparse_attention_lse(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`sparse_attention` and ``[heads, rows]`` log-sum-exps of its scores.
+    """Result of :func:`sparse_attention` and ``[heads, rows]`` log-sum-exps of its scores.
 
     They are natural logarithms, sinks included, float32 or wider: ``exp(score - lse)`` is a softmax weight.
     """
-    out = sparse_attention(
-        query, key, value, positions, scale=scale, window=window, softcap=softcap, sinks=sinks
-    )
-    scores = _scores(query, key, positions, scale, window, softcap)
+    scores = _scores(query, key, positions, options)
     lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
-    return out, lse if sinks is None else torch.logaddexp(lse, sinks.to(lse)[:, None])
+    if options.sinks is not None:
+        lse = torch.logaddexp(lse, options.sinks.to(lse)[:, None])
+    return sparse_attention(query, key, value, positions, options), lse
 
 
 def column_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     positions: torch.Tensor,
+    options: AttentionOptions,
     spans: Sequence[tuple[int, int]] | None = None,
     *,
     lse: torch.Tensor | None = None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much attention each key gets from the given rows, summed over heads and rows.
+    """Attention that each key gets from the given rows, summed over heads and rows.
 
     Parameters
     ----------
-    query, key, positions, scale, window, softcap, sinks
+    query, key, positions, options
         As for :func:`sparse_attention`.
     spans : sequence of (int, int), optional
-        Half-open key ranges that do not overlap: the softmax of a row goes over each of them by
-        itself (sinks have no part in it), and keys outside of all get 0. None: one softmax over
-        all keys that the row sees.
+        Half-open key ranges that do not overlap. Each gets a softmax of its own, without sinks; keys
+        outside of all get 0. None: one softmax over all keys that the row sees.
     lse : torch.Tensor, optional
-        ``[heads, rows]``, without spans: the natural log-sum-exp of each row's scores, sinks included,
-        where it is known (attention computes it). Two computations of float32 scores differ by their
-        rounding: a row's weights add up to 1 but for a factor within ``exp(+-(head_dim + 4) 2^-23 m)``, m
-        being ``scale`` times the largest sum of ``|q_i k_i|``. Of scores of 1e4 that is a few per cent.
+        ``[heads, rows]``, without spans: natural log-sum-exps of the rows' scores, sinks included, where
+        attention has computed them. The two float32 scores of a product differ by their rounding, so a
+        row's weights add up to 1 but for a factor within ``exp(+-(head_dim + 4) 2^-23 m)``; m is ``scale``
+        times the largest sum of ``|q_i k_i|``. For scores of 1e4 that is a few per cent.
 
     Returns
     -------
@@ -248,15 +207,12 @@ def column_scores(
     -----
     With spans: FusionRAG section 3.2; without: Cache-Craft section 3.1 (its inter and intra sums).
     """
-    scores = _scores(query, key, positions, scale, window, softcap)
+    scores = _scores(query, key, positions, options)
     wide = torch.promote_types(scores.dtype, torch.float32)
     if lse is not None:
         return torch.exp(scores.to(wide) - lse.to(wide)[:, :, None]).sum((0, 1))
     if spans is None:
-        if sinks is not None:
-            extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-            scores = torch.cat((scores, extra), -1)
-        return torch.softmax(scores, -1, dtype=wide)[..., : key.shape[1]].sum((0, 1))
+        return _weights(scores, options.sinks).sum((0, 1))
     out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
     for start, stop in spans:
         weights = torch.softmax(scores[..., start:stop], -1, dtype=wide)
@@ -266,6 +222,7 @@ def column_scores(
 
 def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64."""
+    values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64
     sums = [values[start:stop].double().sum() for start, stop in spans]
     return torch.stack(sums) if sums else values.new_zeros(0, dtype=torch.float64)
 
@@ -277,21 +234,25 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int])
 
 
 def _scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """``[heads, rows, tokens]``, minus infinity where a row does not see a key."""
     keys = key.repeat_interleave(query.shape[0] // key.shape[0], 0)
-    scores = query @ keys.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = query @ keys.transpose(-1, -2) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     columns = torch.arange(key.shape[1], device=key.device)
     rows = positions.to(key.device)[:, None]
     seen = columns <= rows
-    if window is not None:
-        seen &= columns > rows - window
+    if options.window is not None:
+        seen &= columns > rows - options.window
     return scores.masked_fill(~seen, float("-inf"))
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax in float32 or wider; sinks take part and get no column."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=wide)
+    extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.softmax(torch.cat((scores, extra), -1), -1, dtype=wide)[..., :-1]

@@ -1,4 +1,4 @@
-"""Launches of the sparse-row attention kernel (:mod:`ragcachekit_kernels.attention_kernels`)."""
+"""Launchers of the sparse-row attention kernel (:mod:`ragcachekit_kernels.attention_kernels`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ragcachekit_kernels.attention_kernels import attention_kernel
 from ragcachekit_kernels.configs import QUESTION_ROWS, UNIT, USUAL_TOKENS, Config, config_for, splits_for
-from ragcachekit_kernels.launch import FUSED, LOG2E, launching_on, padded, processors, upcast
+from ragcachekit_kernels.launch import FUSED, dense, factors, launching_on, padded, processors, upcast
 from ragcachekit_kernels.merging import merge
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
 
@@ -20,21 +21,22 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: DeviceRows,
+    options: AttentionOptions,
     *,
     config: Config | None = None,
-    **options: Any,
+    with_lse: bool = False,
+    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch over keys ``[kv_heads, tokens, head_dim]`` and values; what :func:`_launch` returns.
+    """Attention over keys ``[kv_heads, tokens, head_dim]`` and values; returns what :func:`_launch` does.
 
-    The last dimension of both must be contiguous; heads and rows may lie apart.
+    The last dimension of both must be contiguous; head and row strides are free.
     """
     kv_heads, tokens, head_dim = key.shape
     value_dim = value.shape[-1]
     case = (query.device, query.dtype, head_dim, value_dim)
-    plain = options.get("window") is None and options.get("softcap") is None
-    config = config or config_for(*case, table=False, plain=plain)
+    config = config or config_for(*case, table=False, plain=options.is_plain)
     if config.descriptors and not (described(key) and described(value)):
-        config = config_for(*case, table=True, plain=plain)
+        config = config_for(*case, table=True, plain=options.is_plain)
     sources = {
         "key": _descriptor(key, config) if config.descriptors else key,
         "value": _descriptor(value, config) if config.descriptors else value,
@@ -44,7 +46,8 @@ def attention(
         "KEY_ROW": key.stride(1),
         "VALUE_ROW": value.stride(1),
     }
-    return _launch(query, sources, kv_heads, value_dim, tokens, rows, config, **options)
+    launch = (sources, kv_heads, value_dim, tokens, rows, options, config)
+    return _launch(query, *launch, with_lse=with_lse, splits=splits)
 
 
 def attention_at(
@@ -54,22 +57,24 @@ def attention_at(
     kv_heads: int,
     value_dim: int,
     rows: DeviceRows,
+    options: AttentionOptions,
     *,
     tokens: int | None = None,
     config: Config | None = None,
-    **options: Any,
+    with_lse: bool = False,
+    splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch over the keys and values of one layer of ``table``; what :func:`_launch` returns.
+    """Attention over one layer's keys and values in ``table``; returns what :func:`_launch` does.
 
-    ``tokens`` only helps to choose into how many parts keys are split: about how many keys there will be.
-    Without ``out`` rows from the count on are zeros.
+    ``tokens``, the approximate number of keys, only decides the number of splits. Without ``out`` rows from
+    the count on are zeros.
     """
     head_dim = query.shape[-1]
-    plain = options.get("window") is None and options.get("softcap") is None
     case = (query.device, query.dtype, head_dim, value_dim)
-    config = config or config_for(*case, table=True, plain=plain)
-    if options.get("out") is None:  # rows from the count on are not written
-        options["out"] = query.new_zeros(rows.room, query.shape[0], value_dim)
+    config = config or config_for(*case, table=True, plain=options.is_plain)
+    if out is None:  # rows from the count on are not written
+        out = query.new_zeros(rows.room, query.shape[0], value_dim)
     sources = {
         "key": None,
         "value": None,
@@ -79,11 +84,12 @@ def attention_at(
         "KEY_ROW": head_dim,
         "VALUE_ROW": value_dim,
     }
-    return _launch(query, sources, kv_heads, value_dim, tokens or USUAL_TOKENS, rows, config, **options)
+    launch = (sources, kv_heads, value_dim, tokens or USUAL_TOKENS, rows, options, config)
+    return _launch(query, *launch, with_lse=with_lse, splits=splits, out=out)
 
 
 def described(tensor: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can load from ``tensor``: all in multiples of 16 bytes."""
+    """Whether the tensor memory accelerator can load ``tensor``: address and strides in 16 bytes."""
     strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride > 0 for stride in strides)
 
@@ -100,34 +106,31 @@ def _launch(
     value_dim: int,
     tokens: int,
     rows: DeviceRows,
+    options: AttentionOptions,
     config: Config,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    with_lse: bool = False,
-    splits: int | None = None,
+    with_lse: bool,
+    splits: int | None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output ``[heads, rows, value_dim]``, a view of token-major memory, and log-sum-exps ``[heads, rows]``.
 
-    Rows from the count on are left as they are in ``out`` (``[rows, heads, value_dim]``, contiguous; made
+    Rows from the count on are not written to ``out`` (``[rows, heads, value_dim]``, contiguous; new memory
     if not given).
     """
     heads, room, head_dim = query.shape
-    if query.stride(-1) != 1:
-        query = query.contiguous()
+    query = dense(query)
+    scale, cap = factors(options)
     programs = processors(query.device) * max(config.resident, 1)
     if splits is None:
-        splits = _splits(heads, room, kv_heads, tokens, window, config, programs)
+        splits = _splits(heads, room, kv_heads, tokens, options.window, config, programs)
     items = triton.cdiv(room * heads // kv_heads, config.block_m) * kv_heads * splits
     plane = (splits, room, heads) if splits > 1 else (room, heads)
     out = query.new_empty(room, heads, value_dim) if out is None else out
     lse = query.new_empty(room, heads, dtype=torch.float32) if with_lse else None
     parts = query.new_empty(*plane, value_dim, dtype=torch.float32) if splits > 1 else out
     part_lse = query.new_empty(*plane, dtype=torch.float32) if splits > 1 else lse
-    sinks = None if sinks is None else sinks.contiguous()
+    sinks = None if options.sinks is None else options.sinks.contiguous()
     with launching_on(query.device):
         attention_kernel[(min(items, programs) if config.resident else items,)](
             query=query,
@@ -137,9 +140,9 @@ def _launch(
             positions=rows.positions,
             count=rows.count,
             sinks=sinks,
-            scale=scale * LOG2E if softcap is None else scale * 2 * LOG2E / softcap,
-            cap=0.0 if softcap is None else softcap * LOG2E,
-            window=window or 0,
+            scale=scale,
+            cap=cap,
+            window=options.window or 0,
             splits=splits,
             room=room,
             query_head=query.stride(0),
@@ -152,8 +155,8 @@ def _launch(
             DV_PAD=padded(value_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            WINDOW=window is not None,
-            SOFTCAP=softcap is not None,
+            WINDOW=options.window is not None,
+            SOFTCAP=options.softcap is not None,
             SINKS=sinks is not None,
             LSE=with_lse,
             SPLIT=splits > 1,
@@ -176,5 +179,5 @@ def _splits(
     blocks = triton.cdiv(room * group, config.block_m)
     question = triton.cdiv(min(room, QUESTION_ROWS) * group, config.block_m)
     units = triton.cdiv(tokens if window is None else min(tokens, window), UNIT)
-    coarse = units if units <= 64 else triton.cdiv(units, 16) * 16  # few different answers to work out
+    coarse = units if units <= 64 else triton.cdiv(units, 16) * 16  # few distinct arguments for the cache
     return splits_for(blocks, question, kv_heads, programs, coarse)

@@ -1,4 +1,4 @@
-"""The rows of one forward, and where a request's keys and values lie, as kernels read them."""
+"""Row positions of one forward and the addresses of a request's KV, as kernels read them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 class DeviceRows:
     """Ascending positions on a device, with room for more.
 
-    A captured CUDA graph keeps these very tensors and is replayed after writing other rows into them, so
-    kernels read ``count`` from memory and leave the rows from there on alone.
+    A captured CUDA graph reads these tensors, and other rows are written into them before a replay. Kernels
+    therefore read ``count`` from memory and do not write rows from there on.
 
     Attributes
     ----------
@@ -29,13 +29,13 @@ class DeviceRows:
 
     @property
     def room(self) -> int:
-        """Rows that there is room for: what grids are sized by."""
+        """Number of rows that fit, which sizes launch grids."""
         return self.positions.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[int]):
-    """Ascending positions of the rows of one forward, checked once, put on a device at most once.
+    """Ascending positions of one forward's rows, checked once and copied to a device at most once.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Rows(Sequence[int]):
         return self.positions[index]
 
     def on(self, device: torch.device) -> DeviceRows:
-        """These rows on ``device``; copied there at the first call. There must be at least one."""
+        """Rows on ``device``, copied there at the first call; at least one row is needed."""
         placed = self._placed.get(device)
         if placed is None:
             positions = torch.tensor(self.positions, dtype=torch.int32).to(device, non_blocking=True)
@@ -66,19 +66,30 @@ class Rows(Sequence[int]):
         return placed
 
 
+def checked_rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:
+    """Rows at ``positions``; ValueError unless they fit the query and the keys."""
+    if len(positions) != query.shape[1]:
+        raise ValueError(f"{query.shape[1]} query rows but {len(positions)} positions")
+    if query.shape[0] % key.shape[0]:
+        raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
+    known = isinstance(positions, Rows) or all(a < b for a, b in pairwise(positions))
+    if not known or (len(positions) and not 0 <= positions[0] <= positions[-1] < key.shape[1]):
+        raise ValueError(f"positions must be ascending within 0..{key.shape[1] - 1}")
+    return positions if isinstance(positions, Rows) else Rows(tuple(positions))
+
+
 @dataclass(frozen=True, eq=False)
 class KVTable:
-    """Where each layer's keys and values of one request lie, for kernels of a captured graph.
+    """Addresses of one request's keys and values per layer, for kernels of a captured graph.
 
-    The graph keeps this table and not the buffers: another request's addresses are written into it before
-    a replay.
+    The graph reads this table: another request's addresses are written into it before a replay.
 
     Attributes
     ----------
     entries : torch.Tensor
-        ``[layers, 4]`` int64 on the device: address of the keys, address of the values, and how many
-        elements lie between two KV heads of either. Buffers are ``[kv_heads, slots, dim]`` with
-        contiguous rows and addresses and strides that are multiples of 16 bytes.
+        ``[layers, 4]`` int64 on the device: address of the keys and of the values, and the head strides of
+        both, in elements. Buffers are ``[kv_heads, slots, dim]`` with contiguous rows; addresses and
+        strides are multiples of 16 bytes.
     dtype : torch.dtype
         Of keys and values.
     """

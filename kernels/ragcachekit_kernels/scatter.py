@@ -1,4 +1,4 @@
-"""Computed rows into a request's KV, in Triton: keys and values of one layer in one launch."""
+"""Scatter of computed rows into a request's KV, in Triton: one launch for keys and values."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.launch import FUSED, launching_on, padded
+from ragcachekit_kernels.launch import FUSED, dense, launching_on, padded
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 TILE_BYTES = 8192
-"""Of keys or values per program: few rows, since a forward has few and every program should get some."""
+"""Bytes of keys or values per program: small, since a forward has few rows for many programs."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def scatter(
     rows: DeviceRows,
 ) -> None:
     """As :func:`ragcachekit_kernels.dispatch.scatter`."""
-    key, value = _dense(key), _dense(value)
+    key, value = dense(key), dense(value)
     sizes, grid = _sizes(key, value, rows)
     with launching_on(key.device):
         _scatter_kernel[grid](
@@ -80,7 +80,7 @@ def scatter(
 
 def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: int, rows: DeviceRows) -> None:
     """As :func:`ragcachekit_kernels.dispatch.scatter_at`."""
-    key, value = _dense(key), _dense(value)
+    key, value = dense(key), dense(value)
     sizes, grid = _sizes(key, value, rows)
     with launching_on(key.device):
         _scatter_at_kernel[grid](
@@ -88,11 +88,6 @@ def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: in
             *value.stride()[:2], KV=TYPES[table.dtype], STEP=16 // table.dtype.itemsize, **sizes,
             num_warps=4, **FUSED,
         )  # fmt: skip
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """With neighbouring dimensions beside each other; a copy only where they are not."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _sizes(

@@ -1,4 +1,4 @@
-"""The two Triton kernels behind column scores: log-sum-exps of rows, and sums of weights per key."""
+"""Triton kernels of column scores: log-sum-exps of rows, and sums of weights per key."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""What Triton kernels over scores share: tiles of query vectors, ranges of keys, sums of exponentials.
+"""Parts of the Triton score kernels: tiles of query vectors, ranges of keys, sums of exponentials.
 
-A tile is ``VECTORS`` query vectors of one KV head, counted through rows and the query heads that share the KV
-head (row 0 head 0, row 0 head 1, ...). Its keys come in three ranges: those that the window hides from some
-rows, those that every row sees (no masks), those after the position of the first row.
-
-Scores stay unscaled (to base 2 with a soft-cap); their differences are scaled. Differences of neighbouring
-numbers are exact, and a compiler that fuses operations cannot make two passes over the keys differ.
+A tile is ``VECTORS`` query vectors of one KV head, with the order and the three key ranges of
+:mod:`ragcachekit_kernels.attention_kernels`. Scores are unscaled (to base 2 with a soft-cap); only their
+differences are scaled. Differences of near numbers are exact, so fused operations cannot make the two passes
+over the keys differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranges of keys, as kernels read them."""
+"""Key ranges, as kernels read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Spans(Sequence[tuple[int, int]]):
-    """Half-open ranges of keys, put on a device at most once.
+    """Half-open key ranges, copied to a device at most once.
 
     Raises
     ------
@@ -34,7 +34,7 @@ class Spans(Sequence[tuple[int, int]]):
 
     @property
     def longest(self) -> int:
-        """Keys of the longest span, 0 without spans."""
+        """Length of the longest span, 0 without spans."""
         return max((stop - start for start, stop in self.ranges), default=0)
 
     def on(self, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""A request's KV out into chunks' tensors, rotated back and rounded to eight bits, in Triton.
+"""Copy of a request's KV into chunks' tensors, rotated back and quantised to eight bits, in Triton.
 
-A program rounds one head of one piece in one plane. One scale per channel needs all tokens of the piece
-before the first is rounded: they are read twice, the second time from the L2 cache (a head of 512 tokens is
-128 KB).
+A program quantises one head of one piece in one plane. A scale per channel depends on all tokens of the
+piece: they are read twice, the second time from the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ragcachekit_kernels.planes import Layout
 from ragcachekit_kernels.rounding import rounded
 
 TILE_BYTES = 8192
-"""Of the request's KV, per step of a program."""
+"""Bytes of the request's KV per step of a program."""
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -167,7 +166,7 @@ def disassemble(layout: Layout) -> None:
 
 
 def quantise_constants(batch: Batch) -> dict[str, Any]:
-    """Constants of the kernel that rounds."""
+    """Compile-time constants of the quantising kernel."""
     shared = constants(batch.shape)
     parts = 1 if 2 * shared["PAIRS"] in (0, shared["D"]) else 2  # pairs and the rest, each padded
     tokens = max(1, TILE_BYTES // (parts * shared["D_PAD"] * batch.shape.kv.itemsize))

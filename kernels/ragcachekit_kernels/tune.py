@@ -1,7 +1,7 @@
-"""Which config of the sparse-row attention kernel is the fastest on the device at hand.
+"""Tuning of the sparse-row attention kernel: the fastest config on the device at hand.
 
-Every candidate is first compared with the reference: one that computes something else is refused, however
-fast. Results go into a file that dispatch reads (:data:`ragcachekit_kernels.configs.SETTING`).
+Every candidate is first compared with the reference and refused if it differs. Results go into a file that
+dispatch reads (:data:`ragcachekit_kernels.configs.SETTING`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any
 
 import torch
 
-from ragcachekit_kernels import configs, reference, row_attention
+from ragcachekit_kernels import configs, reference
+from ragcachekit_kernels.backend import uses_triton
 from ragcachekit_kernels.configs import Config
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import KVTable, Rows
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Largest distance of an output vector from the reference's, relative to its length. Rounding weights and
-outputs to bfloat16 costs about 2e-3."""
+"""Largest relative distance of an output vector from the reference's; bfloat16 rounding costs about 2e-3."""
 
 LSE_TOLERANCE = 1e-3
-"""Largest difference of a log-sum-exp; products are summed in float32 whatever the inputs are."""
+"""Largest difference of a log-sum-exp, which is a float32 sum for all types."""
 
 CHECKED_ROWS = 48
-"""Rows that are compared, spread over all: the reference holds their scores against all keys in float64."""
+"""Rows that are compared, spread over all; their float64 scores must fit into memory."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A case to tune for: query rows at ``positions`` over ``tokens`` keys, as in dispatch."""
+    """Case to tune for: query rows at ``positions`` over ``tokens`` keys."""
 
     heads: int
     kv_heads: int
@@ -48,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate: how far it was from the reference, its time, or why it was refused."""
+    """Result of one candidate: its error, and its time or why it was refused."""
 
     config: Config
     error: float | None = None
@@ -58,7 +59,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest right candidate and all that were tried; ``key`` is its name in a tuning file."""
+    """Fastest correct candidate of all that were tried; ``key`` is its name in a tuning file."""
 
     key: str
     best: Config
@@ -66,7 +67,7 @@ class Tuned:
 
 
 def candidates(dtype: torch.dtype, *, table: bool) -> tuple[Config, ...]:
-    """Configs worth a try; those that do not fit a device or a head_dim are refused when they are tried."""
+    """Candidate configs; those that do not fit a device or a head_dim are refused when they are tried."""
     if dtype == torch.float32:
         sizes = [(32, 16, 4, 2), (32, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2)]
         return tuple(Config(*size) for size in sizes)
@@ -74,8 +75,7 @@ def candidates(dtype: torch.dtype, *, table: bool) -> tuple[Config, ...]:
     sizes = [(128, n, 8, stages) for n in (32, 64, 128) for stages in (2, 3)] + [(128, 64, 8, 4)]
     sizes += [(64, n, 4, stages) for n in (64, 128) for stages in (2, 3)]
     loads = (False,) if table else (True, False)
-    # Two small programs to a multiprocessor let one compute weights while the other multiplies; one program
-    # per item leaves the dealing to the hardware.
+    # Of two small programs on a multiprocessor, one computes weights while the other multiplies.
     return tuple(
         Config(*size, descriptors=by, resident=resident)
         for size in sizes
@@ -92,23 +92,22 @@ def tune(
     table: bool = False,
     among: Iterable[Config] | None = None,
     timer: Callable[[Callable[[], object]], float] | None = None,
-    seed: int = 0,
 ) -> Tuned:
-    """Try candidates (``among``, by default all) on random tensors of this shape.
+    """Fastest of the candidates ``among`` (by default all) on random tensors of this shape.
 
     Parameters
     ----------
     table : bool
         Tune for keys and values whose addresses come from a table (captured graphs).
     timer : callable, optional
-        Milliseconds that a call takes; by default the median of 20 calls.
+        Returns the milliseconds of a call; by default the median of 20 calls.
 
     Raises
     ------
     ValueError
-        If no candidate is right.
+        If no candidate is correct.
     """
-    problem = _Problem(shape, device, table, seed)
+    problem = _Problem(shape, device, table)
     chosen = candidates(shape.dtype, table=table) if among is None else among
     tried = tuple(_attempt(problem, config, timer or milliseconds) for config in chosen)
     right = [t for t in tried if t.milliseconds is not None]
@@ -124,9 +123,55 @@ def save(path: str | Path, tuned: Iterable[Tuned]) -> None:
     Path(path).write_text(configs.dumps({one.key: one.best for one in tuned}))
 
 
-def load(path: str | Path) -> dict[str, Config]:
-    """What :func:`save` wrote."""
-    return configs.loads(Path(path).read_text())
+def tune_attention(
+    path: str | Path,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    positions: Sequence[int],
+    few: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    heard: Callable[[str], object] = lambda _: None,
+) -> tuple[str, ...]:
+    """Tune for many rows and, with addresses from a table, for few, as captured graphs have; takes minutes.
+
+    Parameters
+    ----------
+    path : path
+        Tuning file, written after each result. ``RAGCACHEKIT_KERNEL_TUNING`` set to it makes dispatch use
+        what is found for this device, dtype and head_dim.
+    positions, few : sequence of int
+        Rows of a large forward, and of one that is captured.
+    heard : callable
+        Called with one line per candidate.
+
+    Returns
+    -------
+    tuple of str
+        One line per result: its name in the file and its config.
+
+    Raises
+    ------
+    ValueError
+        If Triton does not run on the device, or no candidate is correct.
+    """
+    if not uses_triton(device):
+        raise ValueError(f"there is nothing to tune on {device}: the Triton kernels do not run there")
+
+    def timer(call: Callable[[], object]) -> float:
+        took = milliseconds(call)
+        heard(f"{took:.3f} ms")
+        return took
+
+    results: list[Tuned] = []
+    for rows, table in ((positions, False), (few, True)):
+        shape = Shape(heads, kv_heads, head_dim, tokens, rows, dtype)
+        results.append(tune(shape, device, table=table, timer=timer))
+        save(path, results)
+    return tuple(f"{one.key}: {one.best}, the best of {len(one.tried)} tried" for one in results)
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
@@ -150,15 +195,16 @@ def _once(call: Callable[[], object]) -> float:
 
 
 class _Problem:
-    """Random tensors of a shape, and what the reference computes for some of their rows."""
+    """Random tensors of a shape, and the reference's results for some of their rows."""
 
-    def __init__(self, shape: Shape, device: torch.device, table: bool, seed: int) -> None:
+    def __init__(self, shape: Shape, device: torch.device, table: bool) -> None:
         value_dim = shape.value_dim or shape.head_dim
         self.dtype = shape.dtype
-        plain = shape.window is None and shape.softcap is None
-        self.key = configs.key_of(device, shape.dtype, shape.head_dim, value_dim, table=table, plain=plain)
+        self._options = AttentionOptions(shape.head_dim**-0.5, shape.window, shape.softcap)
+        case = (device, shape.dtype, shape.head_dim, value_dim)
+        self.key = configs.key_of(*case, table=table, plain=self._options.is_plain)
         self._rows = Rows(tuple(shape.positions))
-        random = torch.Generator(device).manual_seed(seed)
+        random = torch.Generator(device).manual_seed(0)
 
         def drawn(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=random, device=device).to(shape.dtype)
@@ -167,33 +213,29 @@ class _Problem:
         self._query = drawn(len(self._rows), shape.heads, shape.head_dim).transpose(0, 1)
         self._key = drawn(shape.kv_heads, shape.tokens, shape.head_dim)
         self._value = drawn(shape.kv_heads, shape.tokens, value_dim)
-        entry = [t.data_ptr() for t in (self._key, self._value)] + [
-            self._key.stride(0),
-            self._value.stride(0),
-        ]
+        both = (self._key, self._value)
+        entry = [t.data_ptr() for t in both] + [t.stride(0) for t in both]
         self._table = KVTable(torch.tensor([entry], device=device), shape.dtype) if table else None
-        self._options: dict[str, Any] = {
-            "scale": shape.head_dim**-0.5,
-            "window": shape.window,
-            "softcap": shape.softcap,
-        }
         self._checked = sorted({i * (len(self._rows) - 1) // (CHECKED_ROWS - 1) for i in range(CHECKED_ROWS)})
         self._want = reference.sparse_attention_lse(
             self._query[:, self._checked].double(),
             self._key.double(),
             self._value.double(),
             torch.tensor([self._rows[i] for i in self._checked]),
-            **self._options,
+            self._options,
         )
 
     def run(self, config: Config) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from ragcachekit_kernels import row_attention
+
         rows = self._rows.on(self._key.device)
-        options = {**self._options, "config": config, "with_lse": True}
+        how: dict[str, Any] = {"config": config, "with_lse": True}
         if self._table is None:
-            return row_attention.attention(self._query, self._key, self._value, rows, **options)
+            both = (self._key, self._value)
+            return row_attention.attention(self._query, *both, rows, self._options, **how)
         kv_heads, tokens, _ = self._key.shape
-        sizes = (kv_heads, self._value.shape[-1], rows)
-        return row_attention.attention_at(self._query, self._table, 0, *sizes, tokens=tokens, **options)
+        at = (self._table, 0, kv_heads, self._value.shape[-1], rows)
+        return row_attention.attention_at(self._query, *at, self._options, tokens=tokens, **how)
 
     def error(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[float, float]:
         """Largest relative distance of an output vector, largest difference of a log-sum-exp."""
@@ -206,7 +248,7 @@ class _Problem:
 def _attempt(problem: _Problem, config: Config, timer: Callable[[Callable[[], object]], float]) -> Tried:
     try:
         error, of_lse = problem.error(*problem.run(config))
-    except Exception as failure:  # too large for the device, or the compiler gives up: not a candidate
+    except Exception as failure:  # too large for the device, or refused by the compiler
         return Tried(config, refused=f"{type(failure).__name__}: {failure}"[:200])
     if not (error <= TOLERANCE[problem.dtype] and of_lse <= LSE_TOLERANCE):  # NaN is wrong too
         return Tried(config, error, refused="differs from the reference")

@@ -10,7 +10,7 @@ import torch
 from ragcachekit.bench.kernel_checks import TOLERANCE, Case, distance, largest, row_scores
 from ragcachekit.bench.kernel_sizes import CAPTURED_ROWS, Sizes, row_sets
 from ragcachekit_kernels import dispatch
-from ragcachekit_kernels.dispatch import KVTable, Rows
+from ragcachekit_kernels.dispatch import AttentionOptions, KVTable, Rows
 
 
 def attention_cases(sizes: Sizes) -> Iterator[Case]:
@@ -25,7 +25,8 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
     for name, positions in row_sets(sizes.tokens, sizes.seed).items():
         rows = Rows(positions)
         query = sizes.random(sizes.heads, len(positions), sizes.head_dim, salt=99)
-        calls = [partial(dispatch.sparse_attention, query, k, v, rows, scale=sizes.scale) for k, v in kv]
+        options = AttentionOptions(sizes.scale)
+        calls = [partial(dispatch.sparse_attention, query, k, v, rows, options) for k, v in kv]
         yield Case(
             "sparse_attention",
             name,
@@ -46,7 +47,8 @@ def _by_table(
     at = rows.on(sizes.device)
     entries = [[k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)] for k, v in kv]
     table = KVTable(torch.tensor(entries, device=sizes.device), sizes.dtype)
-    one = partial(dispatch.sparse_attention_at, scale=sizes.scale, tokens=sizes.tokens)
+    options = AttentionOptions(sizes.scale)
+    one = partial(dispatch.sparse_attention_at, options=options, tokens=sizes.tokens)
     calls = [
         partial(one, query, table, layer, sizes.kv_heads, sizes.head_dim, at) for layer in range(len(kv))
     ]

@@ -10,7 +10,7 @@ import torch
 from ragcachekit.bench.kernel_checks import Case, row_scores
 from ragcachekit.bench.kernel_sizes import CHUNK, QUESTION, Sizes, row_sets
 from ragcachekit_kernels import dispatch
-from ragcachekit_kernels.dispatch import Rows, Spans
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans
 
 
 def score_cases(sizes: Sizes) -> Iterator[Case]:
@@ -22,7 +22,8 @@ def score_cases(sizes: Sizes) -> Iterator[Case]:
         sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=200 + i) for i in range(sizes.layers)
     ]
     # Attention over the same keys, which has to be computed anyway, hands its log-sum-exps over.
-    known = [dispatch.sparse_attention_lse(query, key, key, rows, scale=sizes.scale)[1] for key in keys]
+    options = AttentionOptions(sizes.scale)
+    known = [dispatch.sparse_attention_lse(query, key, key, rows, options)[1] for key in keys]
     behind = range(0, sizes.tokens - QUESTION, CHUNK)
     chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in behind))
     for name, spans, lses in (
@@ -30,7 +31,7 @@ def score_cases(sizes: Sizes) -> Iterator[Case]:
         ("all keys", None, None),
         ("per chunk", chunked, None),
     ):
-        one = partial(dispatch.column_scores, positions=rows, spans=spans, scale=sizes.scale)
+        one = partial(dispatch.column_scores, positions=rows, spans=spans, options=options)
 
         def all_layers(
             one: Callable[..., torch.Tensor] = one, lses: list[torch.Tensor] | None = lses

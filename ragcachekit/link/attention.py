@@ -1,4 +1,4 @@
-"""The one attention function: linked forwards go by positions, all others to what the model had before."""
+"""Attention function of linked models: linked forwards attend by position, all others as before."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from ragcachekit.link.marks import unmarked
 from ragcachekit.link.observed import attention_sums
 from ragcachekit.model.cancellation import raise_if_cancelled
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions
 
 PREFIX = "ragcachekit_"
 
 
 def install(model: Any) -> str:
-    """Route the model's attention through ours, once; idempotent. Returns the name it runs under.
+    """Route the model's attention through ours and return the implementation's name; idempotent.
 
-    The name carries the implementation the model had (``ragcachekit_sdpa``), and everything that is
-    not a linked forward is handed to that one with its own mask function: plain ``generate`` calls
-    by others stay what they were.
+    The name contains the implementation that the model had (``ragcachekit_sdpa``). That one, with its own
+    mask function, still runs every forward that is not a linked one.
+
+    Raises
+    ------
+    ModelNotSupported
+        If a layer attends within fixed chunks of the context.
     """
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -54,7 +59,7 @@ def is_installed(model: Any) -> bool:
 
 
 def uninstall(model: Any) -> None:
-    """Give the model the implementation back that it had; for models that are refused."""
+    """Restore the model's own attention implementation; for models that are refused."""
     name = str(model.config.get_text_config()._attn_implementation)
     if is_installed(model):
         model.set_attn_implementation(name.removeprefix(PREFIX))
@@ -62,8 +67,7 @@ def uninstall(model: Any) -> None:
 
 def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        # Only a cache in its linked forward has no keys: its attention goes by positions, and a mask would
-        # be made for nothing, once per kind of layer.
+        # Only a linked forward has no keys in its cache, and its attention needs no mask.
         return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
 
     return mask
@@ -80,7 +84,7 @@ def _forward_over(before: str) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
         if captured is None and not torch.compiler.is_compiling():
-            # Every layer of every forward comes by here. A capture that ended halfway would count as failed.
+            # Every layer of every forward calls this; a cancelled capture would count as failed.
             raise_if_cancelled()
         query, key, value = unmarked(query), unmarked(key), unmarked(value)
         if rows is not None:
@@ -88,7 +92,7 @@ def _forward_over(before: str) -> Callable[..., Any]:
         if captured is not None:
             return _captured(module, query, key, value, captured, **kwargs), None
         if sums is not None:
-            sums.saw(query, key, **_options(module, query, **kwargs))
+            sums.saw(query, key, _options(module, query, **kwargs))
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -110,9 +114,9 @@ def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
 
 
 def _masked_window(module: torch.nn.Module) -> int | None:
-    """The window of layers that leave it to the mask and do not hand it to attention (Qwen 2 MoE, PhiMoE).
+    """Window of layers that apply it in the mask only and do not pass it on (Qwen 2 MoE, PhiMoE).
 
-    The admission check is too short to see it: a prompt that fits into the window hides it.
+    The admission check cannot find it: its prompt fits into the window.
     """
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
@@ -132,20 +136,20 @@ def _options(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
-) -> dict[str, Any]:
-    """What an attention function of transformers is told, in the words of our kernels."""
-    return {
-        "scale": scaling if scaling is not None else query.shape[-1] ** -0.5,
-        "window": sliding_window or _masked_window(module),
-        "softcap": softcap,
-        "sinks": s_aux if s_aux is not None else getattr(module, "sinks", None),
-    }
+) -> AttentionOptions:
+    """Options of our kernels from the keyword arguments of an attention function of transformers."""
+    return AttentionOptions(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window or _masked_window(module),
+        softcap=softcap,
+        sinks=s_aux if s_aux is not None else getattr(module, "sinks", None),
+    )
 
 
 def _linked(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
 ) -> torch.Tensor:
-    """``[batch, rows, heads, value_head_dim]``, as attention functions of transformers return it."""
+    """Attention of a linked forward, ``[batch, rows, heads, value_head_dim]``."""
     options, mixed = _options(module, query, **kwargs), []
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
         if len(positions) > query.shape[2]:
@@ -153,8 +157,8 @@ def _linked(
             positions = positions[-query.shape[2] :]
         own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
         if rows.observer is not None:
-            rows.observer.saw(int(module.layer_idx), own, keys, positions, **options)
-        out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, **options)
+            rows.observer.saw(int(module.layer_idx), own, keys, positions, options)
+        out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, options)
         mixed.append(out.transpose(0, 1).contiguous())
     if len(mixed) == 1:
         return mixed[0][None]
@@ -172,7 +176,7 @@ def _captured(
     captured: CapturedRows,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """As :func:`_linked`, over whatever request's KV the table names when this is replayed."""
+    """As :func:`_linked`, over the KV whose addresses are in the table at the time of the replay."""
     captured.check(query, key, value)
     out = dispatch.sparse_attention_at(
         query[0],
@@ -181,7 +185,7 @@ def _captured(
         key.shape[1],
         value.shape[-1],
         captured.rows,
+        _options(module, query, **kwargs),
         tokens=captured.tokens,
-        **_options(module, query, **kwargs),
     )
     return out.transpose(0, 1).contiguous()[None]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ragcachekit.types import KVKey
+from ragcachekit_kernels.dispatch import AttentionOptions
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,17 @@ class PlacedChunk:
 
 
 class Observer(Protocol):
-    """Sees the rows of a forward attend, layer by layer, before their attention is computed."""
+    """Callback of a linked forward, called before each layer computes attention."""
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
-        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``.
-
-        ``options`` are the keyword arguments of ``ragcachekit_kernels.dispatch.column_scores``.
-        """
+        """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``."""
         ...
 
 

@@ -13,7 +13,7 @@ from ragcachekit.link.decided import apply_selection
 from ragcachekit.link.linker import Buffers, assemble, link, run_rows
 from ragcachekit.link.planned import LinkPlan
 from ragcachekit.model.rope import Rope
-from ragcachekit_kernels.dispatch import Rows, Spans, column_scores
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores
 
 
 class _Seen(Exception):
@@ -38,11 +38,16 @@ class _Watcher:
         self._sums: dict[int, torch.Tensor] = {}
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
         if layer in self._wanted:
             rows = query[:, -len(self._question) :]  # the question stands last
-            sums = column_scores(rows, key, self._question, self._spans, **options)
+            sums = column_scores(rows, key, self._question, options, self._spans)
             self._sums[layer] = sums.float()
         if layer == max(self._wanted):
             raise _Seen

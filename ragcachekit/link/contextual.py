@@ -19,7 +19,7 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
-from ragcachekit_kernels.dispatch import column_scores
+from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
@@ -107,9 +107,14 @@ class _Attended:
         self.sums = torch.zeros(len(rows), device=device)
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
-        scores = column_scores(query, key, positions, **options)
+        scores = column_scores(query, key, positions, options)
         self.sums += scores[self._rows.start : self._rows.stop].float()
 
 

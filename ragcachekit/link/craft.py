@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 
 from ragcachekit.link.base import Deviation, PlacedChunk, share, top
 from ragcachekit.link.craft_scores import Impact, fix_overhead, focused
-from ragcachekit_kernels.dispatch import Rows, Spans, column_scores, span_sums
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores, span_sums
 
 WINDOW = 3
 
@@ -110,7 +109,12 @@ class FocusWatch:
         """The first layer without the other chunks' rows."""
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
         """Add one layer's attention from the question to every chunk, summed over heads and rows."""
         asked = sum(1 for _ in takewhile(self._question.__contains__, reversed(positions)))
@@ -118,7 +122,7 @@ class FocusWatch:
             return
         if len(self._asked) != asked:
             self._asked = Rows(tuple(positions[-asked:]))
-        sums = column_scores(query[:, -asked:], key, self._asked, **options)
+        sums = column_scores(query[:, -asked:], key, self._asked, options)
         self._new.append(span_sums(sums, self._spans))
 
     @property

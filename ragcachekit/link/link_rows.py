@@ -1,4 +1,4 @@
-"""Which rows a linked forward computes, and how attention gets to know them."""
+"""Rows that a linked forward computes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from ragcachekit_kernels import dispatch
 
 @dataclass(frozen=True)
 class LinkRows:
-    """The rows of one linked forward.
+    """Rows of one linked forward.
 
     Attributes
     ----------
     positions : tuple of sequence of int
-        Per prompt of the batch, the ascending positions of its rows. A prompt with fewer rows than
-        the widest one is padded in front; padding rows are computed and thrown away. Kept as
-        ``dispatch.Rows``, so that all layers share one copy of them on the device.
+        Per prompt of the batch, the ascending positions of its rows. Shorter prompts are padded in front;
+        padding rows are computed and discarded. Stored as ``dispatch.Rows``, so that all layers share one
+        copy on the device.
     offsets : tuple of int
         Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
     observer : Observer, optional
-        Told about every layer of the forward.
     """
 
     positions: tuple[Sequence[int], ...]
@@ -38,6 +37,6 @@ class LinkRows:
 
 
 def linked_rows(keys: torch.Tensor) -> LinkRows | None:
-    """The rows that a cache layer marked ``keys`` with, or None outside a linked forward."""
+    """Rows that a cache layer attached to ``keys``, or None outside a linked forward."""
     mark = mark_of(keys)
     return mark if isinstance(mark, LinkRows) else None

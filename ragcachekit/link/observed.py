@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.link.marks import mark_of, marked
-from ragcachekit_kernels.dispatch import Rows, column_scores, context_mass
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
 
 
 class AttentionSums:
@@ -34,11 +34,11 @@ class AttentionSums:
         """Per batch item ``[tokens]`` float32, on the host."""
         return [sums.cpu() for sums in self._attended]
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
+    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
             rows = self._rows[item]
-            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, **options)
+            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, options)
             self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
 
 
@@ -61,12 +61,12 @@ class ContextSums(AttentionSums):
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._outward = [torch.zeros_like(attended) for attended in self._attended]
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
+    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
         for number, (start, stop) in enumerate(self._stretches):
             at = self._first[number]
             rows, keys = query[0, :, at : at + stop - start], key[0, :, :stop]
-            mass = context_mass(rows, keys, self._rows[number], self._lengths[number], **options)
+            mass = context_mass(rows, keys, self._rows[number], self._lengths[number], options)
             self._inter[number].append(mass.inter)
             self._intra[number].append(mass.intra)
             self._outward[number] = self._outward[number].to(mass.outward.device) + mass.outward

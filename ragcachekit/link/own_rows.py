@@ -16,6 +16,7 @@ from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
+from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
 """Bytes of queries and keys that one request may leave behind; with more, its chunks are encoded anew."""
@@ -63,10 +64,15 @@ class OwnRows:
         return _WatchedCache(self._sums)
 
     def saw(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], **options: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
     ) -> None:
         """One layer of a linked forward; see :class:`~ragcachekit.link.link_rows.Observer`."""
-        self._sums.saw(query[None], key[None], **options)
+        self._sums.saw(query[None], key[None], options)
 
     def complete(self, cache: Any) -> bool:
         """Whether all was seen of a prefill into ``cache``, and the rows are still there."""
@@ -91,9 +97,9 @@ class _PrefillSums(ContextSums):
         super().__init__(chunks, first)
         self._count = rows
         self._nbytes = 0
-        self._held: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = []
+        self._held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> None:
+    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """Hold on to a layer's queries and keys: summing them here would delay the first token."""
         if query.shape[2] != self._count:
             return  # layers that run fewer rows: then not all is seen
@@ -109,7 +115,7 @@ class _PrefillSums(ContextSums):
     def settle(self) -> None:
         """Sum what was seen, and let go of it."""
         for query, key, options in self._held:
-            super().saw(query, key, **options)
+            super().saw(query, key, options)
         self._held.clear()
 
 

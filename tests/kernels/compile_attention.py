@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ragcachekit_kernels import merging, row_attention
 from ragcachekit_kernels.configs import default_config
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import KVTable, Rows
 
 
@@ -81,17 +82,17 @@ def loop_over_keys(made, folder):
     return {name: len(re.findall(rf"\b{kind}\b", body)) for name, kind in kinds.items()}
 
 
-def attend(head_dim=128, *, table=False, dtype=torch.bfloat16, rows=64, tokens=4096, **options):
+def attend(head_dim=128, *, table=False, dtype=torch.bfloat16, rows=64, tokens=4096, splits=None, **options):
     query = torch.empty(rows, 32, head_dim, dtype=dtype).transpose(0, 1)
     key = torch.empty(8, tokens, head_dim, dtype=dtype)
     at = Rows(tuple(range(tokens - rows, tokens))).on(torch.device("cpu"))
-    plain = not options.keys() & {"window", "softcap"}
-    config = default_config((9, 0), dtype, head_dim, head_dim, table, plain)
-    options = {"scale": 0.1, "with_lse": True, "config": config, **options}
+    own = AttentionOptions(0.1, **options)
+    config = default_config((9, 0), dtype, head_dim, head_dim, table, own.is_plain)
+    launch = {"with_lse": True, "config": config, "splits": splits}
     if not table:
-        return row_attention.attention(query, key, key, at, **options)
+        return row_attention.attention(query, key, key, at, own, **launch)
     entries = KVTable(torch.empty(4, 4, dtype=torch.int64), dtype)
-    return row_attention.attention_at(query, entries, 1, 8, head_dim, at, **options)
+    return row_attention.attention_at(query, entries, 1, 8, head_dim, at, own, **launch)
 
 
 ALL = {"window": 512, "softcap": 50.0, "sinks": torch.empty(32)}

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ragcachekit_kernels import column_scores, deviation
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import Rows
 from ragcachekit_kernels.spans import Spans
 
@@ -89,7 +90,7 @@ def scores(spans=None, lse=False, dtype=torch.bfloat16, head_dim=128, rows=64, *
     key = torch.empty(8, 4096, head_dim, dtype=dtype)
     given = torch.empty(rows, 32).T if lse else None
     at = Rows(tuple(range(4096 - rows, 4096))).on(torch.device("cpu"))
-    return column_scores.column_scores(query, key, at, spans, lse=given, scale=0.1, **options)
+    return column_scores.column_scores(query, key, at, AttentionOptions(0.1, **options), spans, lse=given)
 
 
 def deviations():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit_kernels import reference
-from ragcachekit_kernels.dispatch import column_scores
+from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
 
 
 def by_row(query, key, positions, spans, *, scale, window=None, softcap=None, sinks=None):
@@ -75,7 +75,7 @@ def test_any_shape_against_the_float64_loop(implementation, case):
         "sinks": torch.linspace(-2, 3, query.shape[0]) if case["sinks"] else None,
     }
     where = torch.tensor(positions) if implementation is reference.column_scores else positions
-    ours = implementation(query, key, where, case["spans"], **options)
+    ours = implementation(query, key, where, AttentionOptions(**options), case["spans"])
     assert ours.dtype == torch.float32
     want = by_row(query, key, positions, case["spans"], **options)
     torch.testing.assert_close(ours.double(), want, rtol=3e-5, atol=3e-5)
@@ -83,7 +83,7 @@ def test_any_shape_against_the_float64_loop(implementation, case):
 
 def test_more_rows_than_a_tile_and_each_row_gives_one():
     query, key = drawn(2, 2, 300, 8, 300, 0)
-    sums = column_scores(query, key, range(300), scale=0.3)
+    sums = column_scores(query, key, range(300), AttentionOptions(scale=0.3))
     assert float(sums.sum()) == pytest.approx(300 * 4, rel=1e-5)
     torch.testing.assert_close(
         sums.double(), by_row(query, key, range(300), None, scale=0.3), rtol=1e-4, atol=1e-4
@@ -92,7 +92,9 @@ def test_more_rows_than_a_tile_and_each_row_gives_one():
 
 def test_half_precision_is_summed_in_single():
     query, key = drawn(1, 2, 150, 16, 20, 3)
-    low = column_scores(query.bfloat16(), key.bfloat16(), range(130, 150), [(0, 100)], scale=0.25)
+    low = column_scores(
+        query.bfloat16(), key.bfloat16(), range(130, 150), AttentionOptions(scale=0.25), [(0, 100)]
+    )
     assert low.dtype == torch.float32
     want = by_row(query.bfloat16(), key.bfloat16(), range(130, 150), [(0, 100)], scale=0.25)
     torch.testing.assert_close(low.double(), want, rtol=3e-2, atol=3e-2)
@@ -102,4 +104,4 @@ def test_half_precision_is_summed_in_single():
 def test_spans_outside_the_keys_are_refused(span):
     query, key = drawn(1, 1, 10, 4, 1, 0)
     with pytest.raises(ValueError, match="span"):
-        column_scores(query, key, [9], [span], scale=1.0)
+        column_scores(query, key, [9], AttentionOptions(scale=1.0), [span])

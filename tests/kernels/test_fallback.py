@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragcachekit_kernels import dispatch, fallback, launch, moving
-from ragcachekit_kernels.dispatch import ChunkTensors, DeviceRows, KVTable, Place, Plane
+from ragcachekit_kernels.dispatch import AttentionOptions, ChunkTensors, DeviceRows, KVTable, Place, Plane
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
@@ -63,9 +63,9 @@ def test_attention_answers_and_says_why(monkeypatch, caplog, error):
     monkeypatch.setattr(row_attention, "attention_kernel", refused)
     query, key, value = tensors()
     for _ in range(3):
-        out = dispatch.sparse_attention(query, key, value, [3, 19], scale=0.3)
+        out = dispatch.sparse_attention(query, key, value, [3, 19], AttentionOptions(scale=0.3))
         torch.testing.assert_close(out.double(), attend(query, key, value), rtol=1e-5, atol=1e-5)
-    dispatch.sparse_attention_lse(query, key, value, [3, 19], scale=0.3)
+    dispatch.sparse_attention_lse(query, key, value, [3, 19], AttentionOptions(scale=0.3))
     assert refused.launches == 1
     assert len(caplog.records) == 1
     choice = dispatch.attention_choice(query, key, value)
@@ -77,7 +77,7 @@ def test_attention_answers_and_says_why(monkeypatch, caplog, error):
 def test_other_errors_are_not_hidden(monkeypatch, error):
     monkeypatch.setattr(row_attention, "attention_kernel", Refused(error))
     with pytest.raises(type(error)):
-        dispatch.sparse_attention(*tensors(), [3, 19], scale=0.3)
+        dispatch.sparse_attention(*tensors(), [3, 19], AttentionOptions(scale=0.3))
     assert dispatch.attention_choice(*tensors()) == "triton"
 
 
@@ -94,8 +94,8 @@ def test_scores_deviations_and_sums(monkeypatch):
             ):
                 monkeypatch.setattr(module, name, Refused())
         both[path] = [
-            dispatch.column_scores(query, key, [3, 19], scale=0.3),
-            *dispatch.context_mass(query, key, [3, 19], [3, 17], scale=0.3),
+            dispatch.column_scores(query, key, [3, 19], AttentionOptions(scale=0.3)),
+            *dispatch.context_mass(query, key, [3, 19], [3, 17], AttentionOptions(scale=0.3)),
             dispatch.kv_deviation(query, key, [3, 19]),
             dispatch.span_sums(key[0, :, 0], [(0, 20)]),
         ]
@@ -222,8 +222,8 @@ def test_every_launch_is_guarded(monkeypatch):
             monkeypatch.setattr(module, name, entered.around(getattr(module, name)))
     query, key, value = tensors()
     at = dispatch.Rows((3, 19)).on(DEVICE)
-    row_attention.attention(query, key, value, at, scale=0.3, splits=2)
-    dispatch.column_scores(query, key, [3, 19], scale=0.3)
+    row_attention.attention(query, key, value, at, AttentionOptions(scale=0.3), splits=2)
+    dispatch.column_scores(query, key, [3, 19], AttentionOptions(scale=0.3))
     dispatch.kv_deviation(query, key, [3, 19])
     dispatch.span_sums(key[0, :, 0], [(0, 20)])
     kv, _, arguments = TestMoves().layout()

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels import dispatch, score_kernels, score_tiles
+from ragcachekit_kernels.options import AttentionOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIM = 16
@@ -72,7 +73,9 @@ def triton_kernels(monkeypatch):
 def test_weights_of_a_row_add_up_to_one(magnitude, scale, limits):
     tokens, spans, window = LIMITS[limits]
     query, key = drawn(tokens, magnitude)
-    ours = dispatch.column_scores(query, key, [tokens - 1], spans, scale=scale, window=window).double()
+    ours = dispatch.column_scores(
+        query, key, [tokens - 1], AttentionOptions(scale=scale, window=window), spans
+    ).double()
     # The scores of both passes are the same. What is rounded is the log-sum-exp, by half an ulp, once more
     # where it is merged from parts; it is kept in units of unscaled products.
     tolerance = math.expm1(scale * ulp(largest_sum(query, key, 1.0))) + EXPONENTIALS
@@ -87,7 +90,9 @@ def check_that_one_key_gets_all(scale, limits):
     best = [stop - 3 for _, stop in spans or [(0, tokens)]]
     query = query[:1] * torch.linspace(1, 2, HEADS, device=DEVICE)[:, None, None]
     key[:, best] = query[0] * 100
-    ours = dispatch.column_scores(query, key, [tokens - 1], spans, scale=scale, window=window)
+    ours = dispatch.column_scores(
+        query, key, [tokens - 1], AttentionOptions(scale=scale, window=window), spans
+    )
     want = torch.zeros(tokens).index_fill_(0, torch.tensor(best), HEADS)
     torch.testing.assert_close(ours.cpu(), want, rtol=EXPONENTIALS, atol=EXPONENTIALS)
 
@@ -115,7 +120,9 @@ def test_sums_that_depend_on_the_order_of_operands(monkeypatch, limits):
 def test_of_16_bit_vectors(dtype, limits):
     tokens, spans, window = LIMITS[limits]
     query, key = drawn(tokens, 1e3, dtype)
-    ours = dispatch.column_scores(query, key, [tokens - 1], spans, scale=0.3, window=window).double()
+    ours = dispatch.column_scores(
+        query, key, [tokens - 1], AttentionOptions(scale=0.3, window=window), spans
+    ).double()
     # Products of two such numbers are exact in float32. Sums of them may be taken in another order by either
     # pass: each is off by DIM roundings of at most half an ulp of what it is made of.
     tolerance = math.expm1(0.3 * (DIM + 1) * ulp(largest_sum(query, key, 1.0))) + EXPONENTIALS
@@ -129,7 +136,7 @@ def test_of_16_bit_vectors(dtype, limits):
 def test_where_a_chunks_attention_goes(scale, lengths):
     tokens, begin = sum(lengths), sum(lengths[:-1])
     query, key = drawn(tokens, 1e4)
-    mass = dispatch.context_mass(query, key, [tokens - 1], lengths, scale=scale)
+    mass = dispatch.context_mass(query, key, [tokens - 1], lengths, AttentionOptions(scale=scale))
     tolerance = math.expm1(1.5 * scale * ulp(largest_sum(query, key, 1.0))) + EXPONENTIALS
     assert float(mass.columns.sum()) == pytest.approx(HEADS, rel=tolerance)
     assert float(mass.inter.sum() + mass.intra) == pytest.approx(HEADS, rel=tolerance)
@@ -144,7 +151,7 @@ def test_a_given_log_sum_exp_keeps_its_bound(monkeypatch, setting, magnitude):
     """Attention computes it, in tiles of its own: the bound is what the reference's docstring gives."""
     monkeypatch.setenv("RAGCACHEKIT_KERNELS", setting)
     scale, (query, key) = 0.3, drawn(600, magnitude)
-    lse = dispatch.sparse_attention_lse(query, key, key, [599], scale=scale)[1]
-    ours = dispatch.column_scores(query, key, [599], lse=lse, scale=scale)
+    lse = dispatch.sparse_attention_lse(query, key, key, [599], AttentionOptions(scale=scale))[1]
+    ours = dispatch.column_scores(query, key, [599], AttentionOptions(scale=scale), lse=lse)
     tolerance = math.expm1((DIM + 4) * 2**-23 * largest_sum(query, key, scale)) + EXPONENTIALS
     assert float(ours.double().sum()) == pytest.approx(HEADS, rel=tolerance)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit_kernels import reference, tiled
-from ragcachekit_kernels.dispatch import sparse_attention
+from ragcachekit_kernels.dispatch import AttentionOptions, sparse_attention
 
 NAN = float("nan")
 
@@ -82,7 +82,7 @@ def test_any_shape_against_the_float64_loop(implementation, case):
         "sinks": torch.linspace(-2, 3, query.shape[0]) if case["sinks"] else None,
     }
     where = torch.tensor(positions) if implementation is reference.sparse_attention else positions
-    ours = implementation(query, key, value, where, **options)
+    ours = implementation(query, key, value, where, AttentionOptions(**options))
     assert ours.shape == (query.shape[0], len(positions), value.shape[-1])
     assert ours.dtype == torch.float32
     torch.testing.assert_close(
@@ -95,7 +95,7 @@ def test_every_group_size(groups):
     positions = [0, 3, 4, 50, 51, 140, 299]
     query, key, value = drawn(2, groups, 300, 8, 8, len(positions))
     want = by_row(query, key, value, positions, scale=0.3, window=33)
-    ours = sparse_attention(query, key, value, positions, scale=0.3, window=33)
+    ours = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3, window=33))
     torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -106,7 +106,7 @@ def test_around_the_size_of_a_tile(rows, gap):
     query, key, value = drawn(1, 2, positions[-1] + 9, 4, 4, rows)
     for window in (None, 7, 200):
         want = by_row(query, key, value, positions, scale=0.5, window=window)
-        ours = sparse_attention(query, key, value, positions, scale=0.5, window=window)
+        ours = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.5, window=window))
         torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -117,8 +117,8 @@ def test_float64_agrees_to_its_own_precision():
     options = {"scale": 0.4, "window": 20, "softcap": 3.0, "sinks": sinks}
     want = by_row(query, key, value, positions, **options)
     for ours in (
-        sparse_attention(query, key, value, positions, **options),
-        reference.sparse_attention(query, key, value, torch.tensor(positions), **options),
+        sparse_attention(query, key, value, positions, AttentionOptions(**options)),
+        reference.sparse_attention(query, key, value, torch.tensor(positions), AttentionOptions(**options)),
     ):
         torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
 
@@ -128,7 +128,7 @@ def test_half_precision_keeps_its_type_and_sums_in_float32(dtype):
     positions = list(range(100, 200, 7))
     query, key, value = drawn(2, 2, 200, 16, 16, len(positions), dtype=dtype)
     want = by_row(query, key, value, positions, scale=0.25)
-    ours = sparse_attention(query, key, value, positions, scale=0.25)
+    ours = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.25))
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), want, rtol=3e-2, atol=3e-2)
 
@@ -139,66 +139,68 @@ class TestPoison:
     def test_keys_and_values_after_the_last_position(self):
         positions = [0, 1, 40, 79]
         query, key, value = drawn(2, 2, 120, 8, 8, 4)
-        want = sparse_attention(query, key, value, positions, scale=0.3)
+        want = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3))
         key[:, 80:] = NAN
         value[:, 80:] = NAN
-        ours = sparse_attention(query, key, value, positions, scale=0.3)
+        ours = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3))
         assert torch.equal(ours, want)
         assert not ours.isnan().any()
 
     def test_neighbours_outside_the_window(self):
         positions = [50, 150]
         query, key, value = drawn(2, 2, 200, 8, 8, 2)
-        want = sparse_attention(query, key, value, positions, scale=0.3, window=10)
+        want = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3, window=10))
         outside = [p for p in range(200) if not (41 <= p <= 50 or 141 <= p <= 150)]
         key[:, outside] = NAN
         value[:, outside] = NAN
-        ours = sparse_attention(query, key, value, positions, scale=0.3, window=10)
+        ours = sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3, window=10))
         assert torch.equal(ours, want)
 
     def test_poison_inside_does_show(self):
         query, key, value = drawn(1, 1, 20, 4, 4, 1)
         key[:, 11] = NAN
-        assert sparse_attention(query, key, value, [15], scale=0.3).isnan().all()
-        assert sparse_attention(query, key, value, [15], scale=0.3, window=5).isnan().all()
-        assert not sparse_attention(query, key, value, [15], scale=0.3, window=4).isnan().any()
+        assert sparse_attention(query, key, value, [15], AttentionOptions(scale=0.3)).isnan().all()
+        assert sparse_attention(query, key, value, [15], AttentionOptions(scale=0.3, window=5)).isnan().all()
+        assert (
+            not sparse_attention(query, key, value, [15], AttentionOptions(scale=0.3, window=4)).isnan().any()
+        )
 
     def test_keys_between_the_rows_of_a_tile_are_masked(self):
         """Row 10 and row 20 share a tile: NaN scores of row 10 are hidden before the softmax."""
         query, key, value = drawn(1, 2, 30, 4, 4, 2)
-        want = sparse_attention(query, key, value, [10, 20], scale=0.3)
+        want = sparse_attention(query, key, value, [10, 20], AttentionOptions(scale=0.3))
         key[:, 15] = NAN
-        ours = sparse_attention(query, key, value, [10, 20], scale=0.3)
+        ours = sparse_attention(query, key, value, [10, 20], AttentionOptions(scale=0.3))
         assert torch.equal(ours[:, 0], want[:, 0])
         assert ours[:, 1].isnan().all()
 
     def test_inputs_are_not_written_to(self):
         query, key, value = drawn(2, 2, 50, 8, 8, 3)
         before = [t.clone() for t in (query, key, value)]
-        sparse_attention(query, key, value, [3, 20, 49], scale=0.3, window=7, softcap=2.0)
+        sparse_attention(query, key, value, [3, 20, 49], AttentionOptions(scale=0.3, window=7, softcap=2.0))
         assert all(torch.equal(a, b) for a, b in zip(before, (query, key, value), strict=True))
 
     def test_large_scores_do_not_overflow(self):
         query, key, value = drawn(1, 1, 30, 4, 4, 2)
-        ours = sparse_attention(query * 1e4, key * 1e4, value, [10, 29], scale=1.0)
+        ours = sparse_attention(query * 1e4, key * 1e4, value, [10, 29], AttentionOptions(scale=1.0))
         assert torch.isfinite(ours).all()
 
 
 def test_a_single_key_is_its_value():
     query, key, value = drawn(2, 3, 10, 4, 5, 1)
-    ours = sparse_attention(query, key, value, [0], scale=0.3)
+    ours = sparse_attention(query, key, value, [0], AttentionOptions(scale=0.3))
     torch.testing.assert_close(ours[:, 0], value[:, 0].repeat_interleave(3, 0))
 
 
 def test_no_rows():
     query, key, value = drawn(2, 2, 10, 4, 5, 0)
-    assert sparse_attention(query, key, value, [], scale=0.3).shape == (4, 0, 5)
+    assert sparse_attention(query, key, value, [], AttentionOptions(scale=0.3)).shape == (4, 0, 5)
 
 
 def test_keys_that_are_views_of_a_larger_buffer():
     query, key, value = drawn(2, 2, 60, 8, 8, 2)
     want = by_row(query, key[:, 10:], value[:, 10:], [5, 49], scale=0.3)
-    ours = sparse_attention(query, key[:, 10:], value[:, 10:], [5, 49], scale=0.3)
+    ours = sparse_attention(query, key[:, 10:], value[:, 10:], [5, 49], AttentionOptions(scale=0.3))
     torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -207,18 +209,18 @@ class TestRefused:
     def test_positions_out_of_order_or_outside(self, positions):
         query, key, value = drawn(1, 1, 10, 4, 4, len(positions))
         with pytest.raises(ValueError, match=r"ascending within 0\.\.9"):
-            sparse_attention(query, key, value, positions, scale=1.0)
+            sparse_attention(query, key, value, positions, AttentionOptions(scale=1.0))
 
     def test_a_position_too_few(self):
         query, key, value = drawn(1, 1, 10, 4, 4, 3)
         with pytest.raises(ValueError, match="3 query rows but 2 positions"):
-            sparse_attention(query, key, value, [1, 2], scale=1.0)
+            sparse_attention(query, key, value, [1, 2], AttentionOptions(scale=1.0))
 
     def test_heads_that_do_not_divide(self):
         query, _, _ = drawn(1, 3, 10, 4, 4, 1)
         _, key, value = drawn(2, 1, 10, 4, 4, 1)
         with pytest.raises(ValueError, match="3 query heads cannot share 2 KV heads"):
-            sparse_attention(query, key, value, [1], scale=1.0)
+            sparse_attention(query, key, value, [1], AttentionOptions(scale=1.0))
 
 
 @given(positions=st.lists(st.integers(0, 2000), min_size=1, max_size=400, unique=True).map(sorted))

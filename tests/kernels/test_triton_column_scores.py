@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from ragcachekit_kernels import column_scores as kernels
 from ragcachekit_kernels import dispatch, scoring
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, Rows
 from ragcachekit_kernels.spans import Spans
 
@@ -106,7 +107,7 @@ def of_case(case):
 @given(case=cases())
 def test_any_shape_against_the_float64_loop(case):
     query, key, options = of_case(case)
-    ours = dispatch.column_scores(query, key, case["positions"], case["spans"], **options)
+    ours = dispatch.column_scores(query, key, case["positions"], AttentionOptions(**options), case["spans"])
     assert ours.dtype == torch.float32
     close(ours, by_row(query, key, case["positions"], case["spans"], **options))
 
@@ -116,7 +117,8 @@ def test_any_shape_against_the_float64_loop(case):
 def test_log_sum_exps_per_span(case):
     query, key, options = of_case(case)
     rows, spans = Rows(tuple(case["positions"])).on(DEVICE), case["spans"]
-    ours = kernels.log_sums(query, key, rows, None if spans is None else Spans(tuple(spans)), **options)
+    ranges = None if spans is None else Spans(tuple(spans))
+    ours = kernels.Launch(query, key, rows, AttentionOptions(**options), ranges).log_sums()
     bounds = [(0, key.shape[1])] if spans is None else spans
     want = torch.full((len(bounds), *query.shape[:2]), -math.inf, dtype=torch.float64)
     limits = options["scale"], options["window"], options["softcap"]
@@ -126,7 +128,7 @@ def test_log_sum_exps_per_span(case):
             if case["sinks"] and spans is None:
                 sums += options["sinks"][head].double().exp().cpu()
             want[n, head, row] = sums.log()
-    close(ours * kernels.unit(options["scale"], options["softcap"]), want)
+    close(ours * kernels.unit(AttentionOptions(**options)), want)
 
 
 @pytest.mark.parametrize("groups", range(1, 9))
@@ -135,7 +137,7 @@ def test_every_group_size_with_and_without_a_given_log_sum_exp(groups):
     query, key = drawn(2, groups, 300, 16, len(positions))
     options = {"scale": 0.3, "window": 90, "sinks": torch.linspace(-1, 2, 2 * groups, device=DEVICE)}
     want = by_row(query, key, positions, None, **options)
-    close(dispatch.column_scores(query, key, positions, **options), want)
+    close(dispatch.column_scores(query, key, positions, AttentionOptions(**options)), want)
     whole = torch.empty(len(query), len(positions), dtype=torch.float64)
     for head, (row, position) in itertools.product(range(len(query)), enumerate(positions)):
         sums = exponentials(query.cpu(), key.cpu(), head, row, position, 0, 300, 0.3, 90, None)[0].sum()
@@ -143,10 +145,10 @@ def test_every_group_size_with_and_without_a_given_log_sum_exp(groups):
     lse = whole.float().to(DEVICE)
     del options["sinks"]  # they are part of it
     for given_ in (lse, lse.T.contiguous().T):
-        close(dispatch.column_scores(query, key, positions, lse=given_, **options), want)
+        close(dispatch.column_scores(query, key, positions, AttentionOptions(**options), lse=given_), want)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", "torch")
-        close(dispatch.column_scores(query, key, positions, lse=lse, **options), want)
+        close(dispatch.column_scores(query, key, positions, AttentionOptions(**options), lse=lse), want)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
@@ -158,7 +160,9 @@ def test_tiles_that_share_a_slot_add_up(monkeypatch, slots, window):
     positions = list(range(3, 100, 3))
     query, key = drawn(1, 3, 100, 16, len(positions), dtype=torch.bfloat16)
     for spans in (None, [(0, 20), (33, 99)]):
-        ours = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=window)
+        ours = dispatch.column_scores(
+            query, key, positions, AttentionOptions(scale=0.3, window=window), spans
+        )
         close(ours, by_row(query, key, positions, spans, scale=0.3, window=window))
 
 
@@ -169,10 +173,10 @@ def test_room_for_more_rows_than_there_are():
     padded = torch.tensor([*positions, *[64] * 5], dtype=torch.int32, device=DEVICE)
     rows = DeviceRows(padded, torch.tensor([3], dtype=torch.int32, device=DEVICE))
     want = by_row(query[:, :3], key, positions, None, scale=0.3)
-    close(kernels.column_scores(query, key, rows, scale=0.3), want)
+    close(kernels.column_scores(query, key, rows, AttentionOptions(scale=0.3)), want)
     spans = Spans(((3, 20), (20, 66)))
     want = by_row(query[:, :3], key, positions, spans, scale=0.3)
-    close(kernels.column_scores(query, key, rows, spans, scale=0.3), want)
+    close(kernels.column_scores(query, key, rows, AttentionOptions(scale=0.3), spans), want)
 
 
 class TestPoison:
@@ -182,35 +186,41 @@ class TestPoison:
     def test_keys_outside_the_window_and_after_the_last_row(self, spans):
         positions = [50, 150]
         query, key = drawn(2, 2, 200, 16, 2)
-        want = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=10)
+        want = dispatch.column_scores(query, key, positions, AttentionOptions(scale=0.3, window=10), spans)
         outside = [p for p in range(200) if not (41 <= p <= 50 or 141 <= p <= 150)]
         key[:, outside] = NAN
-        ours = dispatch.column_scores(query, key, positions, spans, scale=0.3, window=10)
+        ours = dispatch.column_scores(query, key, positions, AttentionOptions(scale=0.3, window=10), spans)
         assert torch.equal(ours, want)
         assert not ours[outside].any()
 
     def test_keys_between_spans_and_beyond_a_view(self):
         query, key = drawn(2, 2, 200, 16, 3)
-        want = dispatch.column_scores(query, key, [120, 130, 150], [(3, 40), (80, 119)], scale=0.3)
+        want = dispatch.column_scores(
+            query, key, [120, 130, 150], AttentionOptions(scale=0.3), [(3, 40), (80, 119)]
+        )
         key[:, 40:80], key[:, :3], key[:, 119:] = NAN, NAN, NAN
-        ours = dispatch.column_scores(query, key[:, :151], [120, 130, 150], [(3, 40), (80, 119)], scale=0.3)
+        ours = dispatch.column_scores(
+            query, key[:, :151], [120, 130, 150], AttentionOptions(scale=0.3), [(3, 40), (80, 119)]
+        )
         assert torch.equal(ours, want[:151])
 
     def test_poison_inside_does_show(self):
         query, key = drawn(1, 1, 20, 16, 1)
         key[:, 11] = NAN
-        assert dispatch.column_scores(query, key, [15], scale=0.3).isnan().any()
-        assert not dispatch.column_scores(query, key, [10], scale=0.3).isnan().any()
+        assert dispatch.column_scores(query, key, [15], AttentionOptions(scale=0.3)).isnan().any()
+        assert not dispatch.column_scores(query, key, [10], AttentionOptions(scale=0.3)).isnan().any()
 
 
 def test_the_same_twice_and_no_spans_and_no_rows():
     positions = list(range(100, 190))
     query, key = drawn(2, 4, 200, 32, 90, dtype=torch.bfloat16)
-    first, again = (dispatch.column_scores(query, key, positions, scale=0.2) for _ in range(2))
+    first, again = (
+        dispatch.column_scores(query, key, positions, AttentionOptions(scale=0.2)) for _ in range(2)
+    )
     assert torch.equal(first, again)
     assert float(first.sum()) == pytest.approx(90 * 8, rel=1e-5)
-    assert not dispatch.column_scores(query, key, positions, [], scale=0.2).any()
-    assert not dispatch.column_scores(query[:, :0], key, [], scale=0.2).any()
+    assert not dispatch.column_scores(query, key, positions, AttentionOptions(scale=0.2), []).any()
+    assert not dispatch.column_scores(query[:, :0], key, [], AttentionOptions(scale=0.2)).any()
 
 
 def test_strides_of_a_projection_and_large_scores():
@@ -220,12 +230,14 @@ def test_strides_of_a_projection_and_large_scores():
         query.transpose(0, 1).contiguous().transpose(0, 1),
         key.transpose(0, 1).contiguous().transpose(0, 1),
     )
-    want = dispatch.column_scores(query, key, positions, scale=0.3)
-    assert torch.equal(dispatch.column_scores(*token_major, positions, scale=0.3), want)
+    want = dispatch.column_scores(query, key, positions, AttentionOptions(scale=0.3))
+    assert torch.equal(dispatch.column_scores(*token_major, positions, AttentionOptions(scale=0.3)), want)
     last_dim = key.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(dispatch.column_scores(query, last_dim, positions, scale=0.3), want)
+    assert torch.equal(dispatch.column_scores(query, last_dim, positions, AttentionOptions(scale=0.3)), want)
     for softcap in (None, 20.0):
-        large = dispatch.column_scores(query * 1e3, key * 1e3, positions, scale=1.0, softcap=softcap)
+        large = dispatch.column_scores(
+            query * 1e3, key * 1e3, positions, AttentionOptions(scale=1.0, softcap=softcap)
+        )
         assert torch.isfinite(large).all()
         assert float(large.sum()) == pytest.approx(18, rel=1e-4)
 
@@ -245,7 +257,7 @@ def test_where_a_chunks_attention_goes(monkeypatch, setting, dtype, lengths, win
         some, seen = exponentials(query.cpu(), key.cpu(), head, row, position, 0, tokens, 0.3, window, 4.0)
         weights[row, seen] += some / (some.sum() + sinks[head].double().exp().cpu())
     mass = dispatch.context_mass(
-        query, key, positions, lengths, scale=0.3, window=window, softcap=4.0, sinks=sinks
+        query, key, positions, lengths, AttentionOptions(scale=0.3, window=window, softcap=4.0, sinks=sinks)
     )
     close(mass.columns, weights.sum(0), 1e-4)
     bounds = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
@@ -269,14 +281,14 @@ class TestChoice:
         query, key = drawn(1, 2, 9, width, 2, dtype=dtype)
         assert dispatch.scoring_choice(query, key) == said
         tolerance = 2e-3 if width > 256 else 3e-5  # on CPUs a scaled query is rounded to its 16 bits
-        ours = dispatch.column_scores(query, key, [3, 8], scale=0.1)
+        ours = dispatch.column_scores(query, key, [3, 8], AttentionOptions(scale=0.1))
         close(ours, by_row(query, key, [3, 8], None, scale=0.1), tolerance)
 
     def test_torch_where_gradients_are_asked_for(self):
         query, key = drawn(1, 1, 5, 16, 1)
         query.requires_grad_()
         assert dispatch.scoring_choice(query, key) == "torch: gradients are asked for"
-        dispatch.column_scores(query, key, [4], scale=0.1)[2].backward()
+        dispatch.column_scores(query, key, [4], AttentionOptions(scale=0.1))[2].backward()
         assert query.grad is not None
         with torch.no_grad():
             assert dispatch.scoring_choice(query, key) == "triton"
@@ -291,21 +303,23 @@ class TestRefused:
     def test_what_is_not_positive(self, bad):
         query, key = drawn(1, 1, 10, 16, 1)
         with pytest.raises(ValueError, match="must be positive"):
-            dispatch.column_scores(query, key, [3], **{"scale": 1.0, **bad})
+            dispatch.column_scores(query, key, [3], AttentionOptions(**{"scale": 1.0, **bad}))
         with pytest.raises(ValueError, match="must be positive"):
-            dispatch.context_mass(query, key, [3], [10], **{"scale": 1.0, **bad})
+            dispatch.context_mass(query, key, [3], [10], AttentionOptions(**{"scale": 1.0, **bad}))
 
     def test_a_log_sum_exp_that_does_not_fit(self):
         query, key = drawn(1, 2, 10, 16, 3)
         with pytest.raises(ValueError, match=r"lse must be \[heads, rows\] = \(2, 3\)"):
-            dispatch.column_scores(query, key, [1, 2, 3], lse=torch.zeros(3, 2), scale=1.0)
+            dispatch.column_scores(query, key, [1, 2, 3], AttentionOptions(scale=1.0), lse=torch.zeros(3, 2))
         with pytest.raises(ValueError, match="softmax over spans"):
-            dispatch.column_scores(query, key, [1, 2, 3], [(0, 4)], lse=torch.zeros(2, 3), scale=1.0)
+            dispatch.column_scores(
+                query, key, [1, 2, 3], AttentionOptions(scale=1.0), [(0, 4)], lse=torch.zeros(2, 3)
+            )
 
     def test_segments_that_do_not_make_up_the_keys(self):
         query, key = drawn(1, 1, 10, 16, 3)
         with pytest.raises(ValueError, match="do not make up 10 keys"):
-            dispatch.context_mass(query, key, [7, 8, 9], [4, 3], scale=1.0)
+            dispatch.context_mass(query, key, [7, 8, 9], [4, 3], AttentionOptions(scale=1.0))
 
     @pytest.mark.parametrize("span", [(-1, 3), (4, 2)])
     def test_spans_that_go_backwards(self, span):
@@ -324,7 +338,7 @@ def test_keys_that_lie_more_than_31_bits_apart(tmp_path):
     key = memory.as_strided((1, 4, 16), (16, step, 1), before)
     query, near = (torch.randn(1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (2, 4))
     key.copy_(near)
-    found = dispatch.column_scores(query.half(), key, [1, 3], scale=0.3)
-    want = dispatch.column_scores(query.half(), near.half(), [1, 3], scale=0.3)
+    found = dispatch.column_scores(query.half(), key, [1, 3], AttentionOptions(scale=0.3))
+    want = dispatch.column_scores(query.half(), near.half(), [1, 3], AttentionOptions(scale=0.3))
     assert torch.equal(found, want)
     assert (want > 0).all()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.backend import SETTING
 from ragcachekit_kernels.configs import Config
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
 
 pytest.importorskip("triton")
@@ -58,13 +59,20 @@ def drawn(kv_heads, groups, tokens, width, value_width, rows, seed=0, dtype=torc
     )
 
 
+def separated(options):
+    """Options of attention, and those of the launch."""
+    names = {"scale", "window", "softcap", "sinks"}
+    own = AttentionOptions(**{name: options[name] for name in names & options.keys()})
+    return own, {name: options[name] for name in options.keys() - names}
+
+
 def launched(query, key, value, positions, **options):
     """Past dispatch, where configs and splits can be given."""
     from ragcachekit_kernels import row_attention
 
-    return row_attention.attention(
-        query, key, value, Rows(tuple(positions)).on(DEVICE), with_lse=True, **options
-    )
+    own, launch = separated(options)
+    rows = Rows(tuple(positions)).on(DEVICE)
+    return row_attention.attention(query, key, value, rows, own, with_lse=True, **launch)
 
 
 def at_addresses(query, key, value, rows, **options):
@@ -73,8 +81,9 @@ def at_addresses(query, key, value, rows, **options):
     entry = [key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)]
     other = [16, 16, 0, 0]
     table = KVTable(torch.tensor([other, entry, other], device=DEVICE), key.dtype)
+    own, launch = separated(options)
     return row_attention.attention_at(
-        query, table, 1, key.shape[0], value.shape[-1], rows, with_lse=True, **options
+        query, table, 1, key.shape[0], value.shape[-1], rows, own, with_lse=True, **launch
     )
 
 
@@ -130,14 +139,14 @@ def test_any_shape_against_the_float64_loop(case):
 def test_every_group_size(groups):
     positions = [0, 3, 4, 50, 51, 99]
     query, key, value = drawn(2, groups, 100, 16, 16, len(positions))
-    ours = dispatch.sparse_attention_lse(query, key, value, positions, scale=0.3, window=33)
+    ours = dispatch.sparse_attention_lse(query, key, value, positions, AttentionOptions(scale=0.3, window=33))
     assert_right(ours, query, key, value, positions, scale=0.3, window=33)
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
 def test_every_head_dim(width):
     query, key, value = drawn(1, 2, 40, width, 64, 3)
-    ours = dispatch.sparse_attention_lse(query, key, value, [7, 20, 39], scale=width**-0.5)
+    ours = dispatch.sparse_attention_lse(query, key, value, [7, 20, 39], AttentionOptions(scale=width**-0.5))
     assert_right(ours, query, key, value, [7, 20, 39], scale=width**-0.5)
 
 
@@ -164,7 +173,7 @@ def test_windows_around_the_size_of_a_block(window):
 def test_around_the_size_of_a_tile(rows):
     positions = [2 * i + 1 for i in range(rows)]
     query, key, value = drawn(2, 2, positions[-1] + 3, 16, 16, rows)
-    ours = dispatch.sparse_attention_lse(query, key, value, positions, scale=0.5)
+    ours = dispatch.sparse_attention_lse(query, key, value, positions, AttentionOptions(scale=0.5))
     assert_right(ours, query, key, value, positions, scale=0.5)
 
 
@@ -205,9 +214,9 @@ class TestPoison:
 
     def test_keys_between_the_rows_of_a_tile_are_masked(self):
         query, key, value = drawn(1, 2, 30, 16, 16, 2)
-        want = dispatch.sparse_attention(query, key, value, [10, 20], scale=0.3)
+        want = dispatch.sparse_attention(query, key, value, [10, 20], AttentionOptions(scale=0.3))
         key[:, 15] = NAN
-        ours = dispatch.sparse_attention(query, key, value, [10, 20], scale=0.3)
+        ours = dispatch.sparse_attention(query, key, value, [10, 20], AttentionOptions(scale=0.3))
         assert torch.equal(ours[:, 0], want[:, 0])
         assert ours[:, 1].isnan().all()
 
@@ -220,8 +229,10 @@ class TestPoison:
         wide_query = torch.full((2, 6, 32), NAN, device=DEVICE)  # token-major, as transformers hands it
         wide_query[..., :16] = query.transpose(0, 1)
         view = wide_query[..., :16].transpose(0, 1)
-        ours = dispatch.sparse_attention(view, wide_key[:, 10:], wide_value[:, 20:], positions, scale=0.3)
-        want = dispatch.sparse_attention(query, key, value, positions, scale=0.3)
+        ours = dispatch.sparse_attention(
+            view, wide_key[:, 10:], wide_value[:, 20:], positions, AttentionOptions(scale=0.3)
+        )
+        want = dispatch.sparse_attention(query, key, value, positions, AttentionOptions(scale=0.3))
         assert torch.equal(ours, want)
 
     @pytest.mark.parametrize("splits", [1, 3])
@@ -241,7 +252,9 @@ class TestPoison:
         query, key, value = drawn(1, 1, 30, 16, 16, 2)
         sinks = torch.tensor([1e5], device=DEVICE)
         for options in ({}, {"sinks": sinks}, {"softcap": 50.0}):
-            ours = dispatch.sparse_attention(query * 1e4, key * 1e4, value, [10, 29], scale=1.0, **options)
+            ours = dispatch.sparse_attention(
+                query * 1e4, key * 1e4, value, [10, 29], AttentionOptions(scale=1.0, **options)
+            )
             assert torch.isfinite(ours).all()
 
 
@@ -267,7 +280,9 @@ def test_through_dispatch_by_table():
     entry = [key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)]
     table = KVTable(torch.tensor([entry], device=DEVICE), key.dtype)
     rows = Rows(tuple(positions)).on(DEVICE)
-    ours = dispatch.sparse_attention_at(query, table, 0, 2, 16, rows, scale=0.3, softcap=5.0)
+    ours = dispatch.sparse_attention_at(
+        query, table, 0, 2, 16, rows, AttentionOptions(scale=0.3, softcap=5.0)
+    )
     want, _ = by_row(query, key, value, positions, scale=0.3, softcap=5.0)
     torch.testing.assert_close(ours.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
@@ -282,7 +297,7 @@ def test_rows_past_the_count_leave_a_captured_attention_as_zeros(monkeypatch, ro
     table = KVTable(torch.tensor([entry], device=DEVICE), key.dtype)
     where = torch.tensor([4, 30] + [30] * (room - 2), dtype=torch.int32, device=DEVICE)
     rows = DeviceRows(where, torch.tensor([2], dtype=torch.int32, device=DEVICE))
-    out = dispatch.sparse_attention_at(query, table, 0, 2, 16, rows, scale=0.3)
+    out = dispatch.sparse_attention_at(query, table, 0, 2, 16, rows, AttentionOptions(scale=0.3))
     assert (out[:, 2:] == 0).all()
     want, _ = by_row(query[:, :2], key, value, [4, 30], scale=0.3)
     torch.testing.assert_close(out[:, :2].cpu().double(), want, rtol=2e-5, atol=2e-5)
@@ -314,7 +329,9 @@ class TestChoice:
     def test_the_fallback_computes(self):
         query, key, value = (t.double() for t in drawn(2, 2, 20, 16, 16, 2))
         sinks = sinks_of(query, torch.float64)
-        out, lse = dispatch.sparse_attention_lse(query, key, value, [3, 19], scale=0.3, window=6, sinks=sinks)
+        out, lse = dispatch.sparse_attention_lse(
+            query, key, value, [3, 19], AttentionOptions(scale=0.3, window=6, sinks=sinks)
+        )
         want = by_row(query, key, value, [3, 19], scale=0.3, window=6, sinks=sinks)
         torch.testing.assert_close(out.cpu(), want[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse.cpu(), want[1], rtol=1e-12, atol=1e-12)
@@ -326,12 +343,12 @@ class TestChoice:
         rows = Rows((3,)).on(DEVICE)
         with pytest.raises(ValueError, match="needs Triton"):
             dispatch.sparse_attention_at(
-                query, KVTable(torch.zeros(1, 4), torch.float32), 0, 1, 16, rows, scale=1.0
+                query, KVTable(torch.zeros(1, 4), torch.float32), 0, 1, 16, rows, AttentionOptions(scale=1.0)
             )
 
     def test_no_rows(self):
         query, key, value = drawn(2, 2, 10, 16, 5, 0)
-        out, lse = dispatch.sparse_attention_lse(query, key, value, [], scale=0.3)
+        out, lse = dispatch.sparse_attention_lse(query, key, value, [], AttentionOptions(scale=0.3))
         assert out.shape == (4, 0, 5)
         assert lse.shape == (4, 0)
 
@@ -339,7 +356,7 @@ class TestChoice:
     def test_refused(self, wrong):
         query, key, value = drawn(1, 1, 8, 16, 16, 1)
         with pytest.raises(ValueError, match="must be positive"):
-            dispatch.sparse_attention(query, key, value, [3], **{"scale": 1.0, **wrong})
+            dispatch.sparse_attention(query, key, value, [3], AttentionOptions(**{"scale": 1.0, **wrong}))
 
 
 @given(items=st.integers(0, 400), programs=st.integers(1, 40))
@@ -370,7 +387,7 @@ def test_the_public_function_is_not_hidden_by_a_module_of_its_name():
     import ragcachekit_kernels
 
     query, key, value = drawn(1, 1, 8, 16, 16, 1)
-    ragcachekit_kernels.sparse_attention(query, key, value, [3], scale=0.3)
+    ragcachekit_kernels.sparse_attention(query, key, value, [3], AttentionOptions(scale=0.3))
     assert ragcachekit_kernels.sparse_attention is dispatch.sparse_attention
 
 

@@ -12,6 +12,7 @@ import torch
 from ragcachekit import GraphConfig
 from ragcachekit.link.graphs import use_graphs
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
 
@@ -67,9 +68,9 @@ def _sparse_attention_at(
     kv_heads: int,
     value_dim: int,
     rows: DeviceRows,
+    options: AttentionOptions,
     *,
     tokens: int | None = None,
-    **options: Any,
 ) -> torch.Tensor:
     count = int(rows.count)
     at = rows.positions[:count].tolist()
@@ -77,5 +78,5 @@ def _sparse_attention_at(
     key = _at(keys, kv_heads, strides[0], query.shape[2], table.dtype)[:, : at[-1] + 1]
     value = _at(values, kv_heads, strides[1], value_dim, table.dtype)[:, : at[-1] + 1]
     out = query.new_full((*query.shape[:2], value_dim), float("nan"))
-    out[:, :count] = dispatch.sparse_attention(query[:, :count], key, value, at, **options)
+    out[:, :count] = dispatch.sparse_attention(query[:, :count], key, value, at, options)
     return out
