@@ -17,7 +17,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
-COMPUTING := $(addprefix tests/,kernels link model engine generate tree query search)
+COMPUTING := $(addprefix tests/,kernels policies plan forward encode model engine generate prefix_tree query search)
 test-portable: $(STAMP)
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 \
 		OPENBLAS_CORETYPE=Haswell FAISS_OPT_LEVEL=avx2 $(BIN)/python -m pytest -n 2 $(COMPUTING)
@@ -71,7 +71,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	sh tests/store/get_redis.sh $(VENV)/redis
+	sh tests/kits/get_redis.sh $(VENV)/redis
 	touch $(STAMP)
 
 clean:

@@ -1,5 +1,5 @@
 """``python -m benchmarks``."""
 
-from ragcachekit.bench.proofs_cli import main
+from benchmarks.cli import main
 
 main()

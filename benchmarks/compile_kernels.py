@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.bench.report import BenchReport, show
+from ragcachekit.commands.bench.report import BenchReport, show
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
 FIELDS = ("registers", "stack", "shared", "threads", "hgmma", "copies", "wide_copies", "wide_loads")

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo.score import wilson
+from benchmarks.world.reader_folder import READER
+from benchmarks.world.world import Question, make_world, messages
 from ragcachekit import RagCache
-from ragcachekit.bench.demo_score import wilson
-from ragcachekit.bench.report import BenchReport, show
-from ragcachekit.bench.world import Question, make_world, messages
-from ragcachekit.bench.world_reader import READER
+from ragcachekit.commands.bench.report import BenchReport, show
 
 POLICIES = (
     "full",

@@ -40,8 +40,8 @@ speed() {
 }
 run() {
     case $1 in
-    smoke) checked tests/link/test_graph_capture_gpu.py tests/link/test_on_a_gpu.py tests/link/test_placing.py \
-        tests/link/test_extract.py -k gpu ;;
+    smoke) checked tests/forward/test_graph_capture_gpu.py tests/forward/test_on_a_gpu.py tests/forward/test_placing.py \
+        tests/model/test_extract.py -k gpu ;;
     tune) "$python" -m benchmarks kernels --tune "$tuning" ;;
     kernels)
         tuned benchmarks kernels --runs 20 --json "$out/kernels-gpu.json" ||

@@ -16,10 +16,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-import ragcachekit.bench
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit import PrecedingChunks, RagCache
-from ragcachekit.bench.embedding import MiniLM
+from ragcachekit.commands.embedding import MiniLM
 
 DOCUMENTS = {
     "Simon Quigley": """\
@@ -36,7 +35,7 @@ We hear that this person also collects records, and people say that this person 
 person likes to eat noodles and plays the harmonica.""",
 }
 QUESTIONS = ("Where was Simon Quigley born?", "Which animal does Leo Rankin keep?", "Who employs Leo Rankin?")
-READER = Path(ragcachekit.bench.__file__).parent / "reader"
+READER = Path(__file__).resolve().parents[1] / "benchmarks" / "world" / "reader"
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -11,10 +11,10 @@ from ragcachekit.reports import Answer, GenerateReport, LinkReport, ShadowReport
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
-    from ragcachekit.aio import agenerate, astream, to_thread
-    from ragcachekit.engine import RagCache
-    from ragcachekit.link.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.model.cancellation import CancelScope
+    from ragcachekit.cancellation import CancelScope
+    from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
+    from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
     from ragcachekit.query.keys import Identity, KeyRules
@@ -65,25 +65,25 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "CachedRetrieval": "ragcachekit.query.retrieval",
-    "CancelScope": "ragcachekit.model.cancellation",
-    "CoRetrieved": "ragcachekit.link.neighbours",
+    "CancelScope": "ragcachekit.cancellation",
+    "CoRetrieved": "ragcachekit.encode.neighbours",
     "Identity": "ragcachekit.query.keys",
     "KeyRules": "ragcachekit.query.keys",
     "Lookup": "ragcachekit.query.retrieval",
-    "Neighbours": "ragcachekit.link.neighbours",
+    "Neighbours": "ragcachekit.encode.neighbours",
     "Partition": "ragcachekit.query.base",
     "Partitioner": "ragcachekit.query.partitioning",
-    "PrecedingChunks": "ragcachekit.link.neighbours",
+    "PrecedingChunks": "ragcachekit.encode.neighbours",
     "ProximityCache": "ragcachekit.query.proximity",
-    "RagCache": "ragcachekit.engine",
+    "RagCache": "ragcachekit.engine.rag_cache",
     "Retrieved": "ragcachekit.query.retrieval",
     "RetrieverCache": "ragcachekit.query.retriever_cache",
     "RetrieverSettings": "ragcachekit.query.retriever_cache",
-    "SimilarChunks": "ragcachekit.link.neighbours",
-    "agenerate": "ragcachekit.aio",
-    "astream": "ragcachekit.aio",
+    "SimilarChunks": "ragcachekit.encode.neighbours",
+    "agenerate": "ragcachekit.engine.asyncio_api",
+    "astream": "ragcachekit.engine.asyncio_api",
     "calibrate": "ragcachekit.query.calibrate",
-    "to_thread": "ragcachekit.aio",
+    "to_thread": "ragcachekit.engine.asyncio_api",
 }
 
 

@@ -85,7 +85,7 @@ class KVKey:
     Attributes
     ----------
     fingerprint : str
-        Digest of all that changes KV values (see ``ragcachekit.model.fingerprint``).
+        Digest of all that changes KV values (see ``ragcachekit.model.identity.fingerprint``).
     namespace : str
         Tenant and corpus, a hard partition.
     chunk_id : str

@@ -1,4 +1,4 @@
-"""Score a reader: `python examples/reader/evaluate.py ragcachekit/bench/reader`.
+"""Score a reader: `python examples/reader/evaluate.py benchmarks/world/reader`.
 
 Prints, for each kind of question, the share of answers that are exactly right, with a 95 % Wilson interval:
 with an ordinary prefill, with prefixes before the questions, with more or fewer articles, and with the KV of
@@ -23,7 +23,7 @@ from packed import Coder
 from tasks import Task, exam_tasks
 from train import examine
 
-from ragcachekit.bench.world import DEFAULT_SEED, Question, make_world, messages, variants
+from benchmarks.world.world import DEFAULT_SEED, Question, make_world, messages, variants
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tokenizer import split
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from ragcachekit.bench.world import INSTRUCTION, SEPARATOR
+from benchmarks.world.world import INSTRUCTION, SEPARATOR
 
 IGNORE = -100
 

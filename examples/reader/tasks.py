@@ -10,7 +10,7 @@ import torch
 from packed import IGNORE, Coder, Packed
 from torch import Tensor
 
-from ragcachekit.bench.world import PREFIXES, TRAINING_SEEDS, Article, Question, World, make_world
+from benchmarks.world.world import PREFIXES, TRAINING_SEEDS, Article, Question, World, make_world
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import re
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ragcachekit.bench import world_words
-from ragcachekit.bench.world import INSTRUCTION, PREFIXES, TRAINING_SEEDS, make_world
+from benchmarks.world import words as world_words
+from benchmarks.world.world import INSTRUCTION, PREFIXES, TRAINING_SEEDS, make_world
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 PUNCTUATION = (*"\n.,:;?!'\"()[]-_/&#*", "-" * 21)

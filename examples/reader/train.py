@@ -32,7 +32,7 @@ from packed import IGNORE, Coder, Packed, forward, logits, pack
 from tasks import Task, copying, exam_tasks, topics, training_tasks
 from tokenizer import CONTEXT_LENGTH, build_tokenizer
 
-from ragcachekit.bench.world import make_world
+from benchmarks.world.world import make_world
 
 # fewest and most articles in a context, how many different names (None: all)
 LEVELS = ((2, 2, 12), (2, 3, None), (3, 4, None), (2, 5, None))

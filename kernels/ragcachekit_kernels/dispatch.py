@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from ragcachekit_kernels import attending, moving, reference, scoring, tune
+from ragcachekit_kernels import reference
+from ragcachekit_kernels.attention import attention as attending
+from ragcachekit_kernels.attention import tune
 from ragcachekit_kernels.backend import uses_triton as uses_triton
 from ragcachekit_kernels.options import AttentionOptions as AttentionOptions
-from ragcachekit_kernels.planes import Assembly as Assembly
-from ragcachekit_kernels.planes import ChunkTensors as ChunkTensors
-from ragcachekit_kernels.planes import Place as Place
-from ragcachekit_kernels.planes import Plane as Plane
-from ragcachekit_kernels.planes import Table as Table
+from ragcachekit_kernels.placement import moving
+from ragcachekit_kernels.placement.planes import Assembly as Assembly
+from ragcachekit_kernels.placement.planes import ChunkTensors as ChunkTensors
+from ragcachekit_kernels.placement.planes import Place as Place
+from ragcachekit_kernels.placement.planes import Plane as Plane
+from ragcachekit_kernels.placement.planes import Table as Table
 from ragcachekit_kernels.rows import DeviceRows as DeviceRows
 from ragcachekit_kernels.rows import KVTable as KVTable
 from ragcachekit_kernels.rows import Rows as Rows
+from ragcachekit_kernels.scores import scoring
 from ragcachekit_kernels.spans import Spans as Spans
 
 rotate = reference.rotate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.planes import ChunkTensors, Layout
+from ragcachekit_kernels.placement.planes import ChunkTensors, Layout
 
 
 def rotate(

@@ -14,8 +14,8 @@ from rich.table import Table
 from ragcachekit.cli.console import errors, put, size
 
 if TYPE_CHECKING:
-    from ragcachekit.bench.cache_content import CacheContent
-    from ragcachekit.store.disk_check import BadEntry
+    from ragcachekit.commands.cache_content import CacheContent
+    from ragcachekit.store.disk.check import BadEntry
 
 ContentDir = Annotated[
     str | None,
@@ -45,7 +45,7 @@ def stats(cache: ContentDir = None) -> None:
 
 def verify(cache: ContentDir = None) -> None:
     """Read every entry whole and say which are damaged; changes nothing. Ends with 1 if one is."""
-    from ragcachekit.store.disk_check import verify
+    from ragcachekit.store.disk.check import verify
 
     bad = mend = False
     for tier in _content(cache).tiers:
@@ -67,7 +67,7 @@ def verify(cache: ContentDir = None) -> None:
 
 def repair(cache: ContentDir = None) -> None:
     """Drop damaged entries and what interrupted writes left behind, and rebuild the index."""
-    from ragcachekit.store.disk_check import repair
+    from ragcachekit.store.disk.check import repair
 
     for tier in _content(cache).tiers:
         with _reading() as progress:
@@ -81,7 +81,7 @@ def repair(cache: ContentDir = None) -> None:
 
 def _content(cache: str | None) -> CacheContent:
     """What lies in the folder; says so if that is no KV."""
-    from ragcachekit.bench.cache_content import CacheContent
+    from ragcachekit.commands.cache_content import CacheContent
 
     content = CacheContent.at(cache)
     if not content.tiers:

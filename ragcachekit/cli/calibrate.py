@@ -36,7 +36,7 @@ def calibrate(
     chosen = opt.model_given(model)
     opt.check_folders(corpus, cache)
     opt.check_questions(questions)
-    from ragcachekit.bench import calibrate as module
+    from ragcachekit.commands.calibrate import run as module
 
     quiet_loading()
     settings = opt.settings_of(

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from ragcachekit.bench.report import BenchReport
+    from ragcachekit.commands.bench.report import BenchReport
 
 FAILED = 2
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ def put(renderable: Any) -> None:
 
 def show(renderable: Any) -> None:
     """A table of a bench."""
-    from ragcachekit.bench.report import show
+    from ragcachekit.commands.bench.report import show
 
     show(renderable)
 
@@ -99,7 +99,7 @@ def one_line(error: Exception) -> str:
     """What an error says, without line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ImportError):
-        from ragcachekit.bench.checks import INSTALL
+        from ragcachekit.commands.checks import INSTALL
 
         return f"{text}: {INSTALL} brings what the commands need"
     return text

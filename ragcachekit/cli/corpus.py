@@ -13,8 +13,8 @@ from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, put, quiet_loading, size
 
 if TYPE_CHECKING:
-    from ragcachekit.bench.ask import Asked
-    from ragcachekit.bench.precompute_job import Work
+    from ragcachekit.commands.ask import Asked
+    from ragcachekit.commands.precompute.job import Work
 
 
 def ask(
@@ -41,7 +41,7 @@ def ask(
     """
     chosen = opt.model_given(model)
     opt.check_folders(corpus, cache)
-    from ragcachekit.bench.ask import AskSettings, open_session
+    from ragcachekit.commands.ask import AskSettings, open_session
 
     settings = opt.settings_of(AskSettings, locals(), model=chosen)
     quiet_loading()
@@ -76,7 +76,7 @@ def precompute(
     """
     chosen = opt.model_given(model)
     opt.check_folders(corpus, None if dry_run else cache)
-    from ragcachekit.bench.precompute import PrecomputeSettings, estimate, open_run
+    from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
 
     settings = opt.settings_of(PrecomputeSettings, locals(), model=chosen)
     quiet_loading()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcachekit.bench.estimate_log import read_log
 from ragcachekit.cli import options as opt
 from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, size, written
+from ragcachekit.commands.estimate.log import read_log
 
 if TYPE_CHECKING:
-    from ragcachekit.bench.estimate import Estimate
+    from ragcachekit.commands.estimate.run import Estimate
 
 
 def estimate(
@@ -45,9 +45,9 @@ def estimate(
     chosen = opt.model_given(model)
     read_log(log)
     opt.check_folders(corpus, cache)
-    from ragcachekit.bench import estimate_report
-    from ragcachekit.bench.estimate import EstimateSettings, run
-    from ragcachekit.bench.estimate_advice import advise
+    from ragcachekit.commands.estimate import report as estimate_report
+    from ragcachekit.commands.estimate.advice import advise
+    from ragcachekit.commands.estimate.run import EstimateSettings, run
 
     shares, evictions = opt.numbers("--host", host), opt.names(eviction)
     settings = opt.settings_of(EstimateSettings, locals(), model=chosen)

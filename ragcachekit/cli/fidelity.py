@@ -15,7 +15,7 @@ from ragcachekit.cli.moved import moved
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ragcachekit.bench.report import BenchReport
+    from ragcachekit.commands.bench.report import BenchReport
 
 Neighbours = Annotated[
     str,
@@ -52,10 +52,10 @@ def fidelity(
     chosen = opt.model_given(model)
     opt.check_questions(questions)
     opt.check_folders(corpus, cache)
-    from ragcachekit.bench import fidelity as module
-    from ragcachekit.bench.fidelity_plot import plot as draw
-    from ragcachekit.bench.fidelity_report import tables
-    from ragcachekit.bench.fidelity_settings import FidelitySettings
+    from ragcachekit.commands.bench.fidelity import run as module
+    from ragcachekit.commands.bench.fidelity.plot import plot as draw
+    from ragcachekit.commands.bench.fidelity.report import tables
+    from ragcachekit.commands.bench.fidelity.settings import FidelitySettings
 
     quiet_loading()
     lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}

@@ -12,7 +12,7 @@ from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, writt
 from ragcachekit.cli.moved import moved
 
 if TYPE_CHECKING:
-    from ragcachekit.bench.report import BenchReport
+    from ragcachekit.commands.bench.report import BenchReport
 
 
 def check_model(
@@ -31,7 +31,7 @@ def check_model(
         raise moved("families")
     chosen = opt.model_given(model)
     quiet_loading()
-    from ragcachekit.bench import check_model as module
+    from ragcachekit.commands import check_model as module
 
     checked = module.run(chosen, device=device, dtype=dtype)
     written(module.report(checked, chosen), json)
@@ -68,7 +68,7 @@ def ttft(
     plot: opt.Plot = None,
 ) -> None:
     """Time to first token of one long prompt, in every way, beside a check that the answers agree."""
-    from ragcachekit.bench import ttft as module
+    from ragcachekit.commands.bench import ttft as module
 
     quiet_loading()
     report = module.run(
@@ -110,12 +110,12 @@ def query_cache(
     opt.check_folders(corpus, None)
     if log is None and plot is not None:
         raise ValueError("there is no sweep to draw: give --log and --corpus")
-    from ragcachekit.bench import query_cache_report as module
+    from ragcachekit.commands.bench import query_cache_report as module
 
     quiet_loading()
     found = None
     if log is not None and corpus is not None:
-        from ragcachekit.bench.own_workload import workload  # its embedding model is an extra
+        from ragcachekit.commands.own_workload import workload  # its embedding model is an extra
 
         found = workload(log, corpus, chunk_tokens, progress=True)
     else:
@@ -127,7 +127,7 @@ def query_cache(
 
 def show_query_cache(report: BenchReport) -> None:
     """One table per part."""
-    from ragcachekit.bench import query_cache_report as module
+    from ragcachekit.commands.bench import query_cache_report as module
 
     titles = {
         module.LOOKUP: "One lookup, in microseconds (median, least, greatest)",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ragcachekit.bench.checks import check_device, check_picture, check_writable
-from ragcachekit.bench.corpus import corpus_root
+from ragcachekit.commands.checks import check_device, check_picture, check_writable
+from ragcachekit.commands.corpus import corpus_root
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from ragcachekit.config import WHOLE, check_type
+from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.run import Generated
-from ragcachekit.generate.streaming import cut_at_stop
 from ragcachekit.reports import Answer, GenerateReport
 
 DEFAULT_NEW_TOKENS = 256

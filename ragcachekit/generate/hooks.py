@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from ragcachekit.generate.streaming import OrderedPrompt
-from ragcachekit.model.cancellation import CancelScope
+from ragcachekit.cancellation import CancelScope
+from ragcachekit.generate.detokenizer import OrderedPrompt
 
 
 class FirstScores(LogitsProcessor):  # type: ignore[misc]

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ragcachekit.cancellation import CancelScope
 from ragcachekit.errors import Cancelled
+from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.linker import link, run_rows
+from ragcachekit.forward.narrowing import Narrowing, attach
+from ragcachekit.forward.own_rows import OwnRows, own_entries
+from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.hooks import FirstScores, Hooks
 from ragcachekit.generate.options import Way, way_in, without_refused_defaults
-from ragcachekit.generate.retry import Replan, replanned, timed
-from ragcachekit.link.base import LayerwisePolicy
-from ragcachekit.link.cache import LinkedCache
-from ragcachekit.link.choose import choose
-from ragcachekit.link.linker import link, run_rows
-from ragcachekit.link.narrow import Narrowing, attach
-from ragcachekit.link.own_rows import OwnRows, own_entries
-from ragcachekit.link.planned import LinkPlan
-from ragcachekit.model.cancellation import CancelScope
-from ragcachekit.model.rope import Rope
+from ragcachekit.generate.replan import Replan, replanned, timed
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.loading import LoadFailed
+from ragcachekit.store.loading.load import LoadFailed
 
 
 @dataclass(frozen=True)

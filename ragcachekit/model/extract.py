@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragcachekit.model.blocks import carved, offsets
-from ragcachekit.model.rope import Rope
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.tensor_block import carved, offsets
 from ragcachekit_kernels import dispatch
 
 log = logging.getLogger(__name__)

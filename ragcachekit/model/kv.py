@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from ragcachekit.model.blocks import TensorShape as TensorShape
-from ragcachekit.model.blocks import stretch
+from ragcachekit.model.tensor_block import TensorShape as TensorShape
+from ragcachekit.model.tensor_block import stretch
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-from ragcachekit.model.blocks import TensorShape, nbytes_of
 from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, is_packed, scales_of
+from ragcachekit.model.tensor_block import TensorShape, nbytes_of
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 LIKE = "like"

@@ -8,14 +8,14 @@ from typing import Any
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk.volume import default_disk_bytes
 from ragcachekit.store.eviction.registry import open_eviction
-from ragcachekit.store.gpu import GpuStore
-from ragcachekit.store.host import HostStore
-from ragcachekit.store.memory import Cost
+from ragcachekit.store.memory.gpu import GpuStore
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory.memory_store import Cost
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import Tier, TieredStore
-from ragcachekit.store.volume import default_disk_bytes
 
 
 def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
@@ -64,19 +64,19 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]
         policy = open_eviction(config.eviction)
         yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, **ranked)
     if config.disk_path is not None:
-        from ragcachekit.store.disk import DiskStore
+        from ragcachekit.store.disk.disk_store import DiskStore
 
         path = Path(config.disk_path)
         budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
         yield "disk", DiskStore(path, budget, quotas=quotas)
     signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
     if config.redis_url is not None:
-        from ragcachekit.store.redis_store import RedisStore
+        from ragcachekit.store.remote.redis_store import RedisStore
 
         limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
         yield "redis", RedisStore(config.redis_url, config.redis_bytes, **signed, **limits)
     if config.bulk_url is not None:
-        from ragcachekit.store.fsspec_store import FsspecStore
+        from ragcachekit.store.remote.fsspec_store import FsspecStore
 
         deadline = config.bulk_deadline
         yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **signed)

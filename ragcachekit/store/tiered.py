@@ -11,7 +11,7 @@ from typing import Protocol
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
-from ragcachekit.store.moves import Moves
+from ragcachekit.store.in_flight_moves import Moves
 from ragcachekit.types import KVKey
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from ragcachekit.link.base import PlacedChunk, SelectionPolicy
+from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
-from families import SIZES, build, greedy, plain
 from torch import nn
 
+from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
+from families import SIZES, build, greedy, plain
 from ragcachekit import (
     GraphConfig,
     LoadConfig,
@@ -21,9 +21,9 @@ from ragcachekit import (
     Text,
     TreeConfig,
 )
+from ragcachekit.engine import admission
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.link import admission
-from ragcachekit.link.attention import is_installed
+from ragcachekit.forward.attention import is_installed
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}

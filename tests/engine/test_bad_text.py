@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from speaking import byte_level, sentencepiece, speaker
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
 from ragcachekit.types import chunk_id
+from speaking import byte_level, sentencepiece, speaker
 
 BAD = "Berlin is the capital \udcff of Germany, where the river Spree flows."
 GOOD = "Paris is the capital of France; the river Seine flows in Paris."

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
 import pytest
+
 from engine_kit import PROMPT, chunk, text
 from layer_kit import (
     LONG,
@@ -21,8 +22,6 @@ from layer_kit import (
     streams_ended,
     watched,
 )
-from speaking import byte_level, speaker
-
 from ragcachekit import (
     Cancelled,
     CancelScope,
@@ -35,7 +34,8 @@ from ragcachekit import (
     astream,
     to_thread,
 )
-from ragcachekit.generate.streaming import TokenQueue
+from ragcachekit.generate.detokenizer import TokenQueue
+from speaking import byte_level, speaker
 
 LAYERS = 8
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
@@ -207,7 +207,7 @@ ENCODERS = {
 def test_encode_keeps_whole_entries_only(make, model, encoder, forwards, monkeypatch):
     options = ENCODERS[encoder]
     system = {} if encoder in ("standalone", "sinks") else {"system": "Answer from the context.\n"}
-    monkeypatch.setattr("ragcachekit.model.encoder.BATCH_TOKENS", 1)  # a forward per chunk
+    monkeypatch.setattr("ragcachekit.encode.standalone.BATCH_TOKENS", 1)  # a forward per chunk
     whole = make(**options)
     whole.encode(FACTS, **system)
     rag = make(**options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from speaking import byte_level, speaker
 
 from ragcachekit import RagCache, StoreConfig, TreeConfig, agenerate
 from ragcachekit.errors import Closed
+from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 PROMPT = f"Answer from the context.\n{ONE}\nWhere does the river flow?"

@@ -6,12 +6,12 @@ from itertools import permutations
 
 import pytest
 import torch
+
 from engine_kit import RecordingStore, chunk, ids, rag_for, text
 from families import greedy, plain
-
 from ragcachekit import Prompt, RagCache
 from ragcachekit.config import StoreConfig
-from ragcachekit.link.in_prompt import InPromptEncoder
+from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.types import chunk_id
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}

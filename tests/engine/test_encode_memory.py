@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 
 import pytest
-from engine_kit import FOLDER
 from forget_kit import BEFORE
-from speaking import byte_level, speaker
 
+from engine_kit import FOLDER
 from ragcachekit import RagCache
-from ragcachekit.model import encoder
+from ragcachekit.encode import standalone as encoder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.host import HostStore
+from ragcachekit.store.memory.host import HostStore
+from speaking import byte_level, speaker
 
 TEXTS = [f"Paragraph {number}: " + "the river Spree flows in Berlin. " * 4 for number in range(64)]
 

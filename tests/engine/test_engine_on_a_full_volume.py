@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine_kit import PROMPT, chunk, ids, text
 from families import greedy, plain, wrapped
 from faults import Faults, injected
-
 from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
 
 EXPECTED = greedy(plain("llama"), ids(PROMPT), 2)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+
 from engine_kit import chunk, text
 from families import wrapped
-from speaking import byte_level, speaker
-
 from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
-from ragcachekit.link.craft_scores import Impact
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.model.profiling import store_profile, stored_profile
-from ragcachekit.store.host import HostStore
+from ragcachekit.model.prefill_timing import store_profile, stored_profile
+from ragcachekit.policies.craft.scores import Impact
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import chunk_id
+from speaking import byte_level, speaker
 
 FLAT = PrefillProfile([0, 256], [1, 64], [[1.0, 1.01], [1.01, 1.02]])
 """Nearly the same for one token and for many: short chunks are dear by the token."""

@@ -6,8 +6,8 @@ import random
 
 import pytest
 from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around, prompt_of
-from loading_kit import WAIT
 
+from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
 
 GONE, KEPT, THIRD, FOURTH = TEXTS

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import chunk, rag_for, text
 
+from engine_kit import chunk, rag_for, text
 from ragcachekit import Prompt
 from ragcachekit.errors import StoreError
-from ragcachekit.store.host import HostStore
-from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.memory.host import HostStore
 
 PROMPT = Prompt([text(9, 1), chunk(33, 11), chunk(25, 12), text(6, 4)])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import PROMPT, chunk, text, warmed
 
+from engine_kit import PROMPT, chunk, text, warmed
 from ragcachekit import Prompt
 
 POLICIES = [

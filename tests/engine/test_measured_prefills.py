@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from engine_kit import PROMPT, rag_for, warmed
-from loading_kit import SlowStore
-from speaking import byte_level, speaker
 from transformers.generation.streamers import BaseStreamer
 
+from engine_kit import PROMPT, rag_for, warmed
+from loading_kit import SlowStore
 from ragcachekit import RagCache
 from ragcachekit.model.prefill_profile import PrefillProfile
+from speaking import byte_level, speaker
 
 ASKED = {"max_new_tokens": 3, "do_sample": False}
 TEXT = "Berlin is the capital of Germany. The river Spree flows in Berlin."

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 import torch
+
 from engine_kit import chunk, rag_for, text
 from families import off
-from speaking import byte_level, speaker
-
 from ragcachekit import (
     Chunk,
     CoRetrieved,
@@ -20,9 +19,10 @@ from ragcachekit import (
     StoreConfig,
     Text,
 )
-from ragcachekit.link.lego import Lego
-from ragcachekit.store.host import HostStore
+from ragcachekit.policies.lego import Lego
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import chunk_id
+from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 TWO = "Paris is the capital of France; the river Seine flows in Paris."

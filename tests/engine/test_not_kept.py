@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from engine_kit import PROMPT, rag_for
-from speaking import byte_level, speaker
 
+from engine_kit import PROMPT, rag_for
 from ragcachekit import RagCache, StoreConfig, TreeConfig
+from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 ASKED = {"max_new_tokens": 2, "do_sample": False}

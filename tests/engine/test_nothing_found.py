@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from speaking import byte_level, speaker
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
+from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 TWO = "Paris is the capital of France; the river Seine flows in Paris."

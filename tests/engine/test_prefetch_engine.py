@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+from transformers.generation.streamers import BaseStreamer
+
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import WAIT, Gate, SlowStore
-from transformers.generation.streamers import BaseStreamer
-
 from ragcachekit import LoadConfig, Prompt, RagCache
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.entry_header import EntryDamaged
+from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.types import chunk_id
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}

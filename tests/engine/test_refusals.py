@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build
 
-from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig, stock
+from families import build
+from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig
+from ragcachekit.engine import admission
+from ragcachekit.engine import components as stock
 from ragcachekit.errors import ModelChanged
-from ragcachekit.link import admission
-from ragcachekit.link.budgets import Budgets
-from ragcachekit.store.host import HostStore
-from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.policies.budgets.calibrated import Budgets
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.memory.host import HostStore
 
 
 def test_a_refused_model_keeps_the_attention_it_had(monkeypatch, tmp_path):

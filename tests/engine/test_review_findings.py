@@ -8,14 +8,14 @@ import threading
 
 import pytest
 import torch
-from families import tokens
-from speaking import byte_level, sentencepiece, speaker
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from families import tokens
 from ragcachekit import Chunk, Prompt, RagCache, Text, agenerate
-from ragcachekit.generate.streaming import Detokenizer
+from ragcachekit.generate.detokenizer import Detokenizer
 from ragcachekit.model.tokens import SegmentTokenizer
+from speaking import byte_level, sentencepiece, speaker
 
 ASKED = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": -1}
 COLD = Prompt([Text(token_ids=tokens(5, 1)), Chunk(token_ids=tokens(30, 2)), Text(token_ids=tokens(6, 3))])

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
 from engine_kit import FOLDER
 from families import LONGROPE_THRESHOLD, build, off, plain, prefill, tokens
 from loading_kit import WAIT
-
 from ragcachekit import RagCache
-from ragcachekit.model import rotary_guard
-from ragcachekit.model.rotary_guard import guard_rotary
+from ragcachekit.model.rope import forward_lock as rotary_guard
+from ragcachekit.model.rope.forward_lock import guard_rotary
 
 LONG, SHORT = tokens(LONGROPE_THRESHOLD + 20, 1), tokens(20, 2)
 MOMENT = 0.3

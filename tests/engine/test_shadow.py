@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
+from ragcachekit import Prompt, RagCache, ShadowConfig
+from ragcachekit.engine import shadow
+from ragcachekit.engine.answer_comparison import divergence, token_f1
+from ragcachekit.engine.shadow import drawn
 from speaking import byte_level, speaker
-
-from ragcachekit import Prompt, RagCache, ShadowConfig, shadow
-from ragcachekit.generate.compare import divergence, token_f1
-from ragcachekit.shadow import drawn
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 AFTER = ShadowConfig(1.0, when="after")
@@ -265,7 +266,9 @@ def test_divergence_and_f1():
 
 
 def warnings_of(caplog):
-    return [r for r in caplog.records if r.name == "ragcachekit.shadow" and r.levelno == logging.WARNING]
+    return [
+        r for r in caplog.records if r.name == "ragcachekit.engine.shadow" and r.levelno == logging.WARNING
+    ]
 
 
 def test_it_warns_once_when_the_bound_is_passed(caplog):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 from engine_kit import PROMPT, RecordingStore, chunk, ids, rag_for, text, warmed
 from families import greedy, plain, wrapped
-from speaking import byte_level, speaker
-
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.link.policies import known_policies, open_policy
+from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.types import chunk_id
+from speaking import byte_level, speaker
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from speaking import byte_level, sentencepiece, speaker
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
+from speaking import byte_level, sentencepiece, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 TWO = "Paris is the capital of France; the river Seine flows in Paris."

@@ -7,11 +7,13 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from engine_kit import RecordingStore, chunk, rag_for, text
 
+from engine_kit import RecordingStore, chunk, rag_for, text
 from ragcachekit import Prompt
-from ragcachekit.link import choose, narrow, plan
-from ragcachekit_kernels import column_scores, context_kernels, deviation
+from ragcachekit.forward import narrowing as narrow
+from ragcachekit.forward import scoring_pass as choose
+from ragcachekit.plan import plan
+from ragcachekit_kernels.scores import column_scores, context_kernels, deviation
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
 FIRST = Prompt([text(7, 1), *BODY, text(6, 4)])

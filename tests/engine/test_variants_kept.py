@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from engine_kit import chunk, text
 from families import wrapped
-
 from ragcachekit import Prompt, RagCache, StoreConfig
 
 PROMPTS, EACH = 20, 30

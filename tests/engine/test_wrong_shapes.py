@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+
 from engine_kit import PROMPT, RecordingStore, ids, rag_for
 from families import greedy, plain, tokens, wrapped
-
 from ragcachekit import RagCache, StoreConfig, TreeConfig
-from ragcachekit.link.attention import install
-from ragcachekit.link.contextual import NeighbourEncoder, ingredients
-from ragcachekit.link.encodings import NeighbourEncoding
-from ragcachekit.link.planned import Missing
-from ragcachekit.model.encoder import ChunkEncoder
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward.attention import install
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope_probe import describe_rope
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.entry_file import read_entry, read_key
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.encodings import NeighbourEncoding
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry.file import read_entry, read_key
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.host import HostStore
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import KVKey
 
 Tensors = tuple[torch.Tensor, ...]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-
 from ragcachekit import Prompt
 
 SHORT = Prompt([text(9, 1), chunk(25, 3), text(3, 7)])

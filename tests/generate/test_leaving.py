@@ -9,16 +9,16 @@ import threading
 
 import torch
 
-from ragcachekit.generate.stream import AnswerStream
-from ragcachekit.generate.streaming import Detokenizer
+from ragcachekit.generate.answer_stream import AnswerStream
+from ragcachekit.generate.detokenizer import Detokenizer
 
 LONG = 60.0
 
 LEAVING = """
 import sys, time
 import torch
-from ragcachekit.generate.stream import AnswerStream
-from ragcachekit.generate.streaming import Detokenizer
+from ragcachekit.generate.answer_stream import AnswerStream
+from ragcachekit.generate.detokenizer import Detokenizer
 
 def produce(tokens, cancel):
     tokens.put(torch.tensor([[0]]))

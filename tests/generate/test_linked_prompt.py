@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import FAMILIES, greedy, off, plain, prefill
-
 from ragcachekit import Prompt
 from ragcachekit.errors import LinkedPromptUsed
 

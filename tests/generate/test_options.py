@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
-from families import build, greedy, plain
 from transformers import DynamicCache
 
+from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
+from families import build, greedy, plain
 from ragcachekit import RagCache
 from ragcachekit.errors import GenerationNotSupported
 from ragcachekit.generate.options import Way, way_in

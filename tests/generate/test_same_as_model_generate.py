@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import transformers as tf
+
 from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
 from families import FAMILIES, greedy, plain
 

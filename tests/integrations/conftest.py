@@ -9,6 +9,8 @@ import pytest
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.documents import Document
 
+from benchmarks.world.reader_folder import READER
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -89,11 +91,10 @@ def rag(tiny_model, tiny_tokenizer, digests, caplog):
 
 @pytest.fixture(scope="session")
 def reader(digests):
-    """The engine around the trained reader that comes with the package; chunks are encoded at once."""
-    import ragcachekit
+    """The engine around the trained reader of the repository; chunks are encoded at once."""
     from ragcachekit import RagCache
 
-    folder = Path(ragcachekit.__file__).parent / "bench" / "reader"
+    folder = Path(READER)
     engine = RagCache.from_pretrained(folder, policy="lego:4", cold="now", cache_dir=digests)
     yield engine
     engine.close()

@@ -16,10 +16,10 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
+from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from ragcachekit import CancelScope, RagCache
 
 LAYERS = 8

@@ -7,12 +7,12 @@ import contextlib
 import threading
 
 import pytest
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from llama_index.core.base.llms.types import ChatMessage
-from speaking import byte_level, speaker
 
+from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
 from llama_index_ragcachekit import RagCacheLLM
 from ragcachekit import RagCache
+from speaking import byte_level, speaker
 
 LAYERS = 8
 QUESTION = "Berlin is the capital of Germany. The river Spree flows in Berlin. Where does the river flow?"

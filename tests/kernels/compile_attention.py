@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ragcachekit_kernels import merging, row_attention
-from ragcachekit_kernels.configs import default_config
+from ragcachekit_kernels.attention import merging, row_attention
+from ragcachekit_kernels.attention.configs import default_config
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import KVTable, Rows
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from compile_scores import Recorded, findings
 
-from ragcachekit_kernels import assembly, scatter, storing
-from ragcachekit_kernels.planes import ChunkTensors, Layout, Place, Plane
+from ragcachekit_kernels.placement import assembly, scatter, storing
+from ragcachekit_kernels.placement.planes import ChunkTensors, Layout, Place, Plane
 from ragcachekit_kernels.rows import DeviceRows, KVTable
 
 KERNELS = {

@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ragcachekit_kernels import column_scores, deviation
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import Rows
+from ragcachekit_kernels.scores import column_scores, deviation
 from ragcachekit_kernels.spans import Spans
 
 TYPES = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import ChunkTensors, Place, Plane
-from ragcachekit_kernels.planes import Layout
+from ragcachekit_kernels.placement.planes import Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 40
@@ -155,7 +155,7 @@ def test_keys_and_values_of_different_widths_several_tables_and_types(path):
 
 
 def test_a_range_of_planes_at_a_time(path, monkeypatch):
-    kernels = pytest.importorskip("ragcachekit_kernels.assembly")
+    kernels = pytest.importorskip("ragcachekit_kernels.placement.assembly")
     monkeypatch.setattr(kernels, "GROUP", 2)
     monkeypatch.setattr(kernels, "TILE_BYTES", 256)
     kv = [nan(2, SLOTS, 8, dtype=torch.float32) for _ in range(6)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragcachekit_kernels import configs
-from ragcachekit_kernels.configs import Config, default_config, splits_for
+from ragcachekit_kernels.attention import configs
+from ragcachekit_kernels.attention.configs import Config, default_config, splits_for
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,12 +99,12 @@ class TestFile:
 class TestTuner:
     @pytest.fixture
     def shape(self):
-        from ragcachekit_kernels.tune import Shape
+        from ragcachekit_kernels.attention.tune import Shape
 
         return Shape(4, 2, 16, 64, range(0, 64, 7), torch.float32, value_dim=32, window=40)
 
     def test_the_fastest_wins(self, shape):
-        from ragcachekit_kernels import tune
+        from ragcachekit_kernels.attention import tune
 
         times = iter([3.0, 1.0, 2.0])
         tuned = tune.tune(shape, DEVICE, among=[ONE, TWO, THREE], timer=lambda call: next(times))
@@ -114,7 +114,7 @@ class TestTuner:
 
     @pytest.mark.parametrize("table", [False, True])
     def test_a_wrong_one_is_refused_however_fast(self, shape, table, monkeypatch):
-        from ragcachekit_kernels import row_attention, tune
+        from ragcachekit_kernels.attention import row_attention, tune
 
         name = "attention_at" if table else "attention"
         right = getattr(row_attention, name)
@@ -135,7 +135,7 @@ class TestTuner:
             tune.tune(shape, DEVICE, table=table, among=[ONE, TWO], timer=lambda call: 1.0)
 
     def test_one_that_cannot_be_launched_is_no_candidate(self, shape, monkeypatch):
-        from ragcachekit_kernels import row_attention, tune
+        from ragcachekit_kernels.attention import row_attention, tune
 
         right = row_attention.attention
 
@@ -150,7 +150,7 @@ class TestTuner:
         assert tuned.tried[0].refused == "RuntimeError: out of shared memory"
 
     def test_save_and_load(self, shape, tmp_path):
-        from ragcachekit_kernels import tune
+        from ragcachekit_kernels.attention import tune
 
         tuned = tune.tune(shape, DEVICE, among=[TWO], timer=lambda call: 1.0)
         tune.save(tmp_path / "t.json", [tuned])
@@ -159,7 +159,7 @@ class TestTuner:
         assert config == TWO
 
     def test_the_clock(self, shape):
-        from ragcachekit_kernels import tune
+        from ragcachekit_kernels.attention import tune
 
         calls = []
         assert tune.milliseconds(lambda: calls.append(1), repeats=5) >= 0
@@ -168,7 +168,7 @@ class TestTuner:
     @pytest.mark.parametrize("table", [False, True])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_candidates_are_many_and_differ(self, dtype, table):
-        from ragcachekit_kernels import tune
+        from ragcachekit_kernels.attention import tune
 
         found = tune.candidates(dtype, table=table)
         assert len(set(found)) == len(found) >= 5

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragcachekit_kernels import dispatch, fallback, launch, moving
+from ragcachekit_kernels import dispatch, fallback, launch
 from ragcachekit_kernels.dispatch import AttentionOptions, ChunkTensors, DeviceRows, KVTable, Place, Plane
+from ragcachekit_kernels.placement import moving
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 
-from ragcachekit_kernels import assembly, column_scores, deviation, row_attention, scatter, storing
+from ragcachekit_kernels.attention import row_attention
+from ragcachekit_kernels.placement import assembly, scatter, storing
+from ragcachekit_kernels.scores import column_scores, deviation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOO_LARGE = OutOfResources(260_000, 232_448, "shared memory")
@@ -208,7 +211,7 @@ class Entered:
 
 
 def test_every_launch_is_guarded(monkeypatch):
-    from ragcachekit_kernels import merging
+    from ragcachekit_kernels.attention import merging
 
     entered, modules = (
         Entered(),

@@ -16,8 +16,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels import dispatch, score_kernels, score_tiles
+from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.options import AttentionOptions
+from ragcachekit_kernels.scores import kernels as score_kernels
+from ragcachekit_kernels.scores import tiles as score_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIM = 16

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit_kernels import reference, tiled
+from ragcachekit_kernels import reference
+from ragcachekit_kernels.attention import tiled
 from ragcachekit_kernels.dispatch import AttentionOptions, sparse_attention
 
 NAN = float("nan")

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from ragcachekit_kernels import column_scores as kernels
-from ragcachekit_kernels import dispatch, scoring
+from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, Rows
+from ragcachekit_kernels.scores import column_scores as kernels
+from ragcachekit_kernels.scores import scoring
 from ragcachekit_kernels.spans import Spans
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from ragcachekit_kernels import deviation, dispatch
+from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.rows import DeviceRows
+from ragcachekit_kernels.scores import deviation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")

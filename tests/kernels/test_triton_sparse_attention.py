@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.attention.configs import Config
 from ragcachekit_kernels.backend import SETTING
-from ragcachekit_kernels.configs import Config
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
 
@@ -68,7 +68,7 @@ def separated(options):
 
 def launched(query, key, value, positions, **options):
     """Past dispatch, where configs and splits can be given."""
-    from ragcachekit_kernels import row_attention
+    from ragcachekit_kernels.attention import row_attention
 
     own, launch = separated(options)
     rows = Rows(tuple(positions)).on(DEVICE)
@@ -76,7 +76,7 @@ def launched(query, key, value, positions, **options):
 
 
 def at_addresses(query, key, value, rows, **options):
-    from ragcachekit_kernels import row_attention
+    from ragcachekit_kernels.attention import row_attention
 
     entry = [key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)]
     other = [16, 16, 0, 0]
@@ -362,7 +362,7 @@ class TestChoice:
 @given(items=st.integers(0, 400), programs=st.integers(1, 40))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_every_item_is_dealt_once(items, programs):
-    from ragcachekit_kernels.attention_kernels import _lane, _steps
+    from ragcachekit_kernels.attention.kernels import _lane, _steps
 
     lane, steps = _lane.fn, _steps.fn
     dealt = [

@@ -10,7 +10,7 @@ from contextvars import copy_context
 import pytest
 
 from ragcachekit import Cancelled, CancelScope, RagCacheError, to_thread
-from ragcachekit.model.cancellation import raise_if_cancelled
+from ragcachekit.cancellation import raise_if_cancelled
 
 LONG = 60.0
 

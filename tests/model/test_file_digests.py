@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from ragcachekit.model.file_digests import FileDigests
+from ragcachekit.model.identity.file_digests import FileDigests
 
 LONG_AGO = 1_700_000_000
 

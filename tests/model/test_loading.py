@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from families import build, greedy, plain, tokens
-from speaking import byte_level, speaker
 
+from families import build, greedy, plain, tokens
 from ragcachekit import RagCache
-from ragcachekit.model.loading import default_cache_dir, weights_folder
+from ragcachekit.model.pretrained import default_cache_dir, weights_folder
+from speaking import byte_level, speaker
 
 
 def test_from_pretrained_is_the_saved_model(tmp_path):

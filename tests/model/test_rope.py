@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from families import FAMILIES, off, oracle, prefill, tokens
 from link_kit import described
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragcachekit.bench.families import build, families
-from ragcachekit.model.rope_probe import describe_rope
+from benchmarks.families.families import build, families
+from ragcachekit.model.rope.probe import describe_rope
 
 FAMILIES = {family.name: family for family in families()}
 

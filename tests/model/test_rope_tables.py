@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from families import LONGROPE_THRESHOLD
 from link_kit import described
 from placing_kit import CPU, many_kinds
-
-from ragcachekit.model.rope import Rope
+from ragcachekit.model.rope.rotation import Rope
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragcachekit.model.fingerprint import ModelWatch
+from ragcachekit.model.identity.fingerprint import ModelWatch
 
 
 class Adapter(nn.Module):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from store_kit import key_of
 
 from ragcachekit.store.forget_epochs import ForgetEpochs
+from store_kit import key_of
 
 SPACE = key_of(0).namespace
 TEXT = "Berlin is the capital of Germany."

@@ -15,14 +15,14 @@ import pytest, torch
 from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
-from ragcachekit.generate.background import Background
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.fsspec_store import FsspecStore
-from ragcachekit.store.host import HostStore
-from ragcachekit.store.loader import Loader
+from ragcachekit.background import Background
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.remote.fsspec_store import FsspecStore
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.loading.loader import Loader
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.threads import Condition
-from ragcachekit.tree.knowledge import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 torch.set_num_threads(1)  # the threads of torch's pool do not exist in the child
 folder = Path(sys.argv[1])

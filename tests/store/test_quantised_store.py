@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.packed import unpack
 from ragcachekit.store.base import Found, LayerSource
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.host import HostStore
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import KVKey
+from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 22
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_kit import KEY, kv_of, opened
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.guard import Guard
-from ragcachekit.store.host import HostStore
-from ragcachekit.store.remote_base import Saved, Usage
-from ragcachekit.store.remote_store import RemoteStore
-from ragcachekit.store.seal import Seal
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.remote.base import Saved, Usage
+from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.store.remote.seal import Seal
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
+from store_kit import KEY, kv_of, opened
 
 
 def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path: Path) -> None:

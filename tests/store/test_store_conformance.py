@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.gpu import GpuStore
-from ragcachekit.store.host import HostStore
+from ragcachekit.store.memory.gpu import GpuStore
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
+from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
 MAKERS: dict[str, Callable[[Path], KVStore]] = {

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_kit import contents, kv_of
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.gpu import GpuStore
-from ragcachekit.store.host import HostStore
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.memory.gpu import GpuStore
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
+from store_kit import contents, kv_of
 
 KEYS = [
     KVKey(fingerprint, namespace, chunk, "standalone" if not context else "similar:1", context)

@@ -8,17 +8,17 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from store_kit import KEY, contents, key_of, kv_of
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.host import HostStore
-from ragcachekit.store.moves import Moves
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.in_flight_moves import Moves
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
+from store_kit import KEY, contents, key_of, kv_of
 
 ONE = kv_of(0).nbytes
 

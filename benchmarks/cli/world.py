@@ -1,0 +1,136 @@
+"""demo, fidelity, query-cache and budget: the reader over the sample world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.cli.console import quiet_loading, show, written
+from ragcachekit.cli.fidelity import Neighbours, resumed
+from ragcachekit.cli.measure import show_query_cache
+from ragcachekit.cli.options import (
+    Device,
+    Dtype,
+    Encoders,
+    Json,
+    Plot,
+    Policies,
+    Resume,
+    Seed,
+    names,
+    numbers,
+)
+
+
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute: shows that all works, its figures mean nothing.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All of the standard library's manual, not about 1,000 chunks.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for JSON, plot and embeddings.")] = Path(
+        "demo-out"
+    ),
+) -> None:
+    """Two tables and a plot: answers of a small trained model, and speed on real documents."""
+    if quick and full:
+        raise ValueError("give --quick or --full, not both")
+    from benchmarks.demo import run as module
+
+    quiet_loading()
+    module.run(out=out, quick=quick, full_manual=full)
+
+
+def fidelity(
+    model: Annotated[str, typer.Option("--model", help="Folder or hub id; default: the reader.")] = READER,
+    policies: Policies = None,
+    encoders: Encoders = "standalone",
+    neighbours: Neighbours = "embedding",
+    questions_per_type: Annotated[
+        int | None, typer.Option("--questions-per-type", min=1, help="Default 100, in a sweep 20.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option("--sweep", help="needle: place of the evidence; chunks: their number and size."),
+    ] = None,
+    seed: Seed = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Default 16 for the reader, else 64.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    resume: Resume = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What reuse does to answers about the sample world, with sweeps of place, number and size of chunks."""
+    from benchmarks.world import fidelity as module
+    from benchmarks.world.sweeps_report import plot as draw
+    from benchmarks.world.sweeps_report import tables
+
+    quiet_loading()
+    settings = module.WorldFidelitySettings(
+        model=model,
+        policies=names(policies),
+        encoders=names(encoders),
+        neighbours=neighbours,
+        per_type=questions_per_type,
+        seed=seed,
+        sweep=sweep,
+        max_new_tokens=max_new_tokens or (16 if model == READER else 64),
+        device=device,
+        dtype=dtype,
+    )
+    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+
+
+def query_cache(
+    lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
+    questions: Annotated[
+        int, typer.Option("--questions", min=0, help="Of the sweep, each in four wordings; 0: no sweep.")
+    ] = 200,
+    seed: Seed = 0,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Lookup times, the wrapper's overhead, and hit rates over tolerances on the sample world's questions."""
+    from benchmarks.world import query_cache as world_query_cache
+    from ragcachekit.commands.bench import query_cache_report
+
+    quiet_loading()
+    report = world_query_cache.run(lookups=lookups, questions=questions, seed=seed, progress=True)
+    show_query_cache(report)
+    written(report, json, plot, query_cache_report.plot)
+
+
+def budget(
+    budgets: Annotated[str, typer.Option("--budgets", help="With commas between.")] = "0.01,0.02,0.05",
+    encoders: Encoders = "standalone,similar:1",
+    policies: Policies = None,
+    calibrate_on: Annotated[int, typer.Option("--calibrate-on", min=1, help="Questions.")] = 200,
+    measure_on: Annotated[int, typer.Option("--measure-on", min=1, help="Other questions.")] = 500,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Whether quality budgets hold: calibrated on questions about the sample world, measured on others."""
+    from benchmarks import budget as module
+
+    quiet_loading()
+    settings = module.CheckSettings(
+        budgets=numbers("--budgets", budgets),
+        encoders=names(encoders),
+        policies=names(policies),
+        calibrate_on=calibrate_on,
+        measure_on=measure_on,
+        seed=seed,
+    )
+    report = module.run(settings, progress=True)
+    found = module.parts(report)
+    columns = [name for name in found["budget"].rows[0] if name not in ("part", "f1_full", "f1")]
+    show(found["budget"].table(f"Budgets, measured on other questions: {report.model}", columns))
+    show(found["curve"].table("The curves that were calibrated", list(found["curve"].rows[0])[1:]))
+    written(report, json)

@@ -1,0 +1,154 @@
+"""families: every causal LM family of the installed transformers, one row each."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.families.families import Family, build, families
+from benchmarks.families.second_check import compare
+from ragcachekit.commands.bench.report import BenchReport, versions
+from ragcachekit.engine.admission import admit
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.model.rope.probe import describe_rope
+
+EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
+LONGEST_REASON = 240
+
+
+@dataclass(frozen=True)
+class FamilyCheck:
+    """Whether the library gives what a tiny random model of the family computes.
+
+    Attributes
+    ----------
+    family : str
+        ``model_type``, with the variant in brackets.
+    status : str
+        ``exact``: passed the admission check and the second one; ``refused``: the library will not
+        link it, or no tiny model could be built; ``wrong``: admitted, and the second check failed.
+    reason : str
+        Why not, else empty.
+    max_abs_diff : float or None
+        Greatest difference seen in both checks, relative to the greatest value of its tensor.
+    """
+
+    family: str
+    status: str
+    reason: str
+    max_abs_diff: float | None
+
+
+def run(chosen: Sequence[Family] | None = None, *, progress: bool = True) -> tuple[FamilyCheck, ...]:
+    """Check the families (default: all), with a progress bar on the standard error."""
+    chosen = families() if chosen is None else chosen
+    console = Console(stderr=True)
+    with _quiet():
+        return tuple(
+            check_family(family)
+            for family in track(chosen, "families", console=console, disable=not progress, transient=True)
+        )
+
+
+def check_family(family: Family) -> FamilyCheck:
+    """Both checks of one family; whatever it raises ends up in its row."""
+    try:
+        model, oracle = build(family), build(family, oracle=True)
+    except Exception as error:  # a hundred families' own code: anything can come
+        return FamilyCheck(family.name, REFUSED, f"not built: {_said(error)}", None)
+    try:
+        with torch.no_grad():
+            passed = admit(model, describe_rope(model))
+        found = compare(model, oracle)
+    except ModelNotSupported as error:
+        return FamilyCheck(family.name, REFUSED, _said(error), None)
+    except Exception as error:  # a user would see it too: neither exact nor refused
+        return FamilyCheck(family.name, WRONG, f"{type(error).__name__}: {_said(error)}", None)
+    worst = max(passed.offset_diff, passed.link_diff, *(one.found for one in found))
+    if bad := [one for one in found if one.wrong]:
+        reason = f"{bad[0].what}: off by {bad[0].found:.2g}, allowed {bad[0].allowed:.0e}"
+        return FamilyCheck(family.name, WRONG, reason, worst)
+    return FamilyCheck(family.name, EXACT, "", worst)
+
+
+def report(checks: Sequence[FamilyCheck]) -> BenchReport:
+    """The JSON frame, one row per family."""
+    return BenchReport("check-model", "tiny random models of all families", 0, tuple(map(vars, checks)))
+
+
+def summary(checks: Sequence[FamilyCheck]) -> str:
+    """How many of each status."""
+    counts = Counter(check.status for check in checks)
+    return ", ".join(f"{counts[status]} {status}" for status in (EXACT, REFUSED, WRONG))
+
+
+def markdown(checks: Sequence[FamilyCheck]) -> str:
+    """The table as a page of the documentation."""
+    lines = [
+        "# Which models can be linked",
+        "",
+        f"Every causal LM family of transformers {versions()['transformers']}, checked on a tiny random "
+        f"model of each (some in several configurations): **{summary(checks)}**. This page is written by",
+        "",
+        "```",
+        "python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md",
+        "```",
+        "",
+        *_EXPLAINED,
+        "",
+        "| family | status | reason | max difference |",
+        "|---|---|---|---|",
+        *(_row(check) for check in sorted(checks, key=lambda c: (c.status, c.family))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_EXPLAINED = (
+    "- **exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a prompt "
+    "with some rows kept is its ordinary prefill), and so does a second check by other code: a longer "
+    "prompt with three chunks, through the store and `generate`, against a copy of the model that the "
+    "library never touches. With every row recomputed the logits are those of the ordinary prefill within "
+    "1e-5 and the greedy tokens are equal; with four tokens of each chunk recomputed, logits, greedy tokens, "
+    "keys and values are those of one plain decoding step per computed row within 1e-4.",
+    "- **refused**: `RagCache` raises `ModelNotSupported` with this reason, or no tiny model could be built "
+    "here (*not built*).",
+    "- **wrong**: admitted, and the second check fails.",
+    "",
+    "The difference is relative to the greatest value of its tensor, in float32. Windows, experts and "
+    "context are tiny, so that prompts reach beyond them. A model of your own is checked at its first use, "
+    "and by `ragcachekit check-model MODEL`: its configuration may differ from the one checked here.",
+)
+
+
+def _row(check: FamilyCheck) -> str:
+    found = "" if check.max_abs_diff is None else f"{check.max_abs_diff:.1e}"
+    reason = check.reason.replace("|", "\\|").replace("<", "&lt;")
+    return f"| {check.family} | {check.status} | {reason} | {found} |"
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says about odd configurations; they are odd on purpose."""
+    before: Any = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)

@@ -1,0 +1,93 @@
+"""``bench kernels``: what rows are chosen by: column scores of the question, KV deviation of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.kernels.checks import Case, row_scores
+from benchmarks.kernels.sizes import CHUNK, QUESTION, Sizes, row_sets
+from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans
+
+
+def score_cases(sizes: Sizes) -> Iterator[Case]:
+    """Column scores of the question's rows over every layer, in one softmax and one per chunk."""
+    positions = row_sets(sizes.tokens, sizes.seed)["question"]
+    rows = Rows(positions)
+    query = sizes.random(sizes.heads, len(positions), sizes.head_dim, salt=98)
+    keys = [
+        sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=200 + i) for i in range(sizes.layers)
+    ]
+    # Attention over the same keys, which has to be computed anyway, hands its log-sum-exps over.
+    options = AttentionOptions(sizes.scale)
+    known = [dispatch.sparse_attention_lse(query, key, key, rows, options)[1] for key in keys]
+    behind = range(0, sizes.tokens - QUESTION, CHUNK)
+    chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in behind))
+    for name, spans, lses in (
+        ("log-sum-exp given", None, known),
+        ("all keys", None, None),
+        ("per chunk", chunked, None),
+    ):
+        one = partial(dispatch.column_scores, positions=rows, spans=spans, options=options)
+
+        def all_layers(
+            one: Callable[..., torch.Tensor] = one, lses: list[torch.Tensor] | None = lses
+        ) -> list[torch.Tensor]:
+            if lses is None:
+                return [one(query, key) for key in keys]
+            return [one(query, key, lse=lse) for key, lse in zip(keys, lses, strict=True)]
+
+        yield Case(
+            "column_scores",
+            f"{name}, {sizes.layers} layers",
+            sum(key.numel() * key.element_size() for key in keys),
+            "GB/s",
+            [all_layers],
+            partial(_score_error, all_layers, query, keys, positions, spans, sizes.scale),
+            # Sums of float32 weights; what differs is the rounding of scores from 16-bit products.
+            1e-4,
+            positions,
+        )
+
+
+def _score_error(
+    call: Callable[[], list[torch.Tensor]],
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    positions: Sequence[int],
+    spans: Sequence[tuple[int, int]] | None,
+    scale: float,
+) -> float:
+    found, key = call()[-1].double(), keys[-1]
+    expected = torch.zeros_like(found)
+    for at, position in enumerate(positions):
+        scores = row_scores(query, key, at, scale)
+        for start, stop in spans or [(0, key.shape[1])]:
+            stop = min(stop, position + 1)
+            if start < stop:
+                expected[start:stop] += torch.softmax(scores[..., start:stop], -1).sum((0, 1))
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def deviation_cases(sizes: Sizes) -> Iterator[Case]:
+    """KV deviation of all tokens of one layer (CacheBlend)."""
+    rows = Rows(tuple(range(sizes.tokens)))
+    new, old = (sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=70 + i) for i in range(2))
+    call = partial(dispatch.kv_deviation, new, old, rows)
+
+    def error() -> float:
+        expected = (new.double() - old.double()).square().sum((0, 2))
+        return float((call().double() - expected).abs().max() / expected.max())
+
+    yield Case(
+        "kv_deviation",
+        "all tokens, 1 layer",
+        2 * new.numel() * new.element_size(),
+        "GB/s",
+        [call],
+        error,
+        1e-5,
+    )

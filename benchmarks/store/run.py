@@ -1,0 +1,271 @@
+"""How near the disk tier comes to the bare file system: reading and writing with checksums."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import torch
+
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.errors import RagCacheError
+from ragcachekit.files import read_into
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry.file import entry_name
+from ragcachekit.types import KVKey
+
+THROUGHPUT = "throughput"
+BOOKKEEPING = "bookkeeping"
+READ_WARM, READ_COLD, WRITE = "read, warm", "read, cold", "write"
+KV = "KV of 30 layers, 3 heads, head_dim 64, float32 (smollm2-135m), random numbers"
+
+_LAYERS, _HEADS, _WIDTH = 30, 3, 64
+_TOKEN_BYTES = _LAYERS * 2 * _HEADS * _WIDTH * 4
+_BUDGET = 1 << 50
+_ROUND_BYTES = 64_000_000  # of one timing: several small entries, or one large one
+
+
+def run(
+    *,
+    sizes_mb: Sequence[float] = (1, 4, 16, 64),
+    rounds: int = 9,
+    entries: int = 10_000,
+    requests: int = 1000,
+    folder: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> BenchReport:
+    """Measure throughput over entry sizes, and what a request costs beside moving tensors.
+
+    Each round times the raw file system and the tier one after the other, in turn first, on the same
+    number of the same bytes. ``share`` is the median over rounds of raw seconds / tier seconds.
+
+    - reading raw: open, read all into one buffer that is used again and again, CRC32C, close. The tier:
+      ``get``, verified, in memory of the entry's own; each is let go of before the next is read.
+    - ``warm``: the page cache has it; ``cold``: it was dropped before each timing (where the system has
+      ``posix_fadvise``).
+    - writing raw: create, write, close, without checksum or index. The tier: ``put``. Neither waits for the
+      medium.
+
+    Parameters
+    ----------
+    sizes_mb : sequence of float
+        About, in 10^6 bytes: entries are of whole tokens.
+    rounds : int
+        Of each size and operation.
+    entries, requests : int
+        For the bookkeeping; 0 entries: none of it.
+    folder : path, optional
+        Where a temporary folder is made: on the disk to be measured.
+    seed : int
+
+    Returns
+    -------
+    BenchReport
+        Rows with ``part``. ``throughput``: operation, size_mb, gb_per_s, raw_gb_per_s, share, share_min,
+        share_max, rounds. ``bookkeeping``: see :func:`benchmarks.store.bookkeeping.rows`.
+
+    Raises
+    ------
+    RagCacheError
+        If the tier did not return what was put: no number is reported then.
+    """
+    from benchmarks.store import bookkeeping
+    from benchmarks.store import tree as store_bench_tree
+
+    def say(text: str) -> None:
+        if progress is not None:
+            progress(text)
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="ragcachekit-store-", dir=folder) as where:
+        for size in sizes_mb:
+            say(f"entries of {size:g} MB")
+            with _Bench(Path(where) / f"{size:g}", size, seed) as bench:
+                rows += bench.rows(rounds)
+        if entries:
+            say(f"bookkeeping at {entries} entries")
+            own = bookkeeping.rows(Path(where) / "many", entries=entries, requests=requests, seed=seed)
+            own += store_bench_tree.rows(nodes=entries, requests=requests, seed=seed)
+            rows += [{"part": BOOKKEEPING, **row} for row in own]
+    return BenchReport("store", KV, seed, tuple(rows))
+
+
+class _Bench:
+    """A folder with entries of one size, and beside it files of the same bytes."""
+
+    def __init__(self, folder: Path, size_mb: float, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        tokens = max(1, round(size_mb * 1e6 / _TOKEN_BYTES))
+        self._kv = [self._made(tokens) for _ in range(max(1, round(_ROUND_BYTES / tokens / _TOKEN_BYTES)))]
+        self._keys = [KVKey("bench", "bench", str(number)) for number in range(len(self._kv))]
+        self._raw = folder / "raw"
+        self._raw.mkdir(parents=True)
+        self._store = DiskStore(folder / "kv", _BUDGET)
+        self._images: list[bytes] = []
+        for key, kv in zip(self._keys, self._kv, strict=True):
+            self._put(key, kv)
+            self._images.append(self._file(key).read_bytes())
+        self._buffer = np.ones(max(map(len, self._images)) + 1, np.uint8)
+        self._crcs = [google_crc32c.value(image) for image in self._images]
+        self._files = [self._raw / key.chunk_id for key in self._keys]
+        self._write_raw()
+        self.size_mb = len(self._images[0]) / 1e6
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    def rows(self, rounds: int) -> Iterator[dict[str, Any]]:
+        """All operations, each checked before it is timed."""
+        ways: dict[str, tuple[Callable[[], None], Callable[[], None], Callable[[], None]]] = {
+            READ_WARM: (self._read_raw, self._read, lambda: None),
+            READ_COLD: (self._read_raw, self._read, self._drop_cache),
+            WRITE: (self._write_raw, self._write, self._empty),
+        }
+        if not hasattr(os, "posix_fadvise"):
+            del ways[READ_COLD]
+        for operation, (raw, tier, before) in ways.items():
+            before()
+            tier()
+            self._check()
+            yield self._row(operation, *_paired(raw, tier, before, rounds))
+
+    def _row(self, operation: str, raw: list[float], tier: list[float]) -> dict[str, Any]:
+        gigabytes = sum(map(len, self._images)) / 1e9
+        shares = [r / t for r, t in zip(raw, tier, strict=True)]
+        return {
+            "part": THROUGHPUT,
+            "operation": operation,
+            "size_mb": round(self.size_mb, 2),
+            "gb_per_s": gigabytes / median(tier),
+            "raw_gb_per_s": gigabytes / median(raw),
+            "share": median(shares),
+            "share_min": min(shares),
+            "share_max": max(shares),
+            "rounds": len(raw),
+        }
+
+    def _made(self, tokens: int) -> ChunkKV:
+        def tensors() -> tuple[torch.Tensor, ...]:
+            shape = (_HEADS, tokens, _WIDTH)
+            return tuple(torch.randn(shape, generator=self._random) for _ in range(_LAYERS))
+
+        return ChunkKV(tensors(), tensors())
+
+    def _file(self, key: KVKey) -> Path:
+        return self._raw.parent / "kv" / entry_name(key.digest())
+
+    def _check(self) -> None:
+        """Every entry comes back as it was put."""
+        for key, kv in zip(self._keys, self._kv, strict=True):
+            found = self._store.get(key)
+            pairs = () if found is None else zip(_tensors(found.kv), _tensors(kv), strict=True)
+            if found is None or not all(torch.equal(ours, put) for ours, put in pairs):
+                raise RagCacheError("the disk tier did not return what was put into it")
+
+    def _read(self) -> None:
+        for key in self._keys:
+            if self._store.get(key) is None:
+                raise RagCacheError("an entry is gone")
+
+    def _read_raw(self) -> None:
+        view = self._buffer.data
+        for path, right in zip(self._files, self._crcs, strict=True):
+            done = 0
+            with _opened(path) as fd:
+                while got := read_into(fd, view[done:], done):
+                    done += got
+            if google_crc32c.value(self._buffer[:done]) != right:
+                raise RagCacheError(f"{path} is not what was written")
+
+    def _put(self, key: KVKey, kv: ChunkKV) -> None:
+        if not self._store.put(key, kv):
+            raise RagCacheError("an entry could not be written; is the disk full?")
+
+    def _write(self) -> None:
+        for key, kv in zip(self._keys, self._kv, strict=True):
+            self._put(key, kv)
+
+    def _write_raw(self) -> None:
+        for path, image in zip(self._files, self._images, strict=True):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            view = memoryview(image)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.close(fd)
+
+    def _empty(self) -> None:
+        """Both write new files: neither is to free old ones in its time."""
+        self._store.forget("bench")
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+    def _drop_cache(self) -> None:
+        for path in (*self._files, *map(self._file, self._keys)):
+            with _opened(path) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw the share of the raw throughput over entry size, one line per operation."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    rows = [row for row in report.rows if row["part"] == THROUGHPUT]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        own = [row for row in rows if row["operation"] == operation]
+        sizes = [row["size_mb"] for row in own]
+        (line,) = axes.plot(sizes, [row["share"] for row in own], "o-", label=operation)
+        low, high = [row["share_min"] for row in own], [row["share_max"] for row in own]
+        axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    axes.axhline(1, color="k", lw=0.8, ls="--")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
+    axes.set_xlabel("entry, MB")
+    axes.set_ylabel("throughput of the disk tier / raw file")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
+    return (*kv.keys, *kv.values)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _paired(
+    raw: Callable[[], None], tier: Callable[[], None], before: Callable[[], None], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of both, one after the other in every round, first one and then the other first."""
+    before()
+    raw()
+    tier()
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    for number in range(rounds):
+        before()
+        for which in (0, 1) if number % 2 else (1, 0):
+            began = time.perf_counter()
+            (raw, tier)[which]()
+            seconds[which].append(time.perf_counter() - began)
+    return seconds[0], seconds[1]

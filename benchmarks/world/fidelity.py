@@ -1,0 +1,68 @@
+"""The fidelity bench over the sample world, answered by the reader."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
+from benchmarks.world.sweeps import sweep_questions
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.commands.bench.fidelity.rows import QUALITY
+from ragcachekit.commands.bench.fidelity.run import check, measured
+from ragcachekit.commands.bench.fidelity.settings import DOCUMENT, FidelitySettings
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.own_questions import Sample, neighbours_of
+from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
+
+_PER_TYPE, _PER_TYPE_SWEEP = 100, 20
+
+
+@dataclass(frozen=True)
+class WorldFidelitySettings(FidelitySettings):
+    """What is measured.
+
+    Attributes
+    ----------
+    per_type : int, optional
+        Questions of each kind; default 100, in a sweep 20.
+    sweep : {"needle", "chunks"}, optional
+    """
+
+    model: str = READER
+    max_new_tokens: int = ANSWER_TOKENS
+    per_type: int | None = None
+    sweep: str | None = None
+
+
+def run(
+    settings: WorldFidelitySettings | None = None,
+    *,
+    work: str | os.PathLike[str] | None = None,
+    neighbours: Neighbours | None = None,
+    progress: bool = False,
+) -> BenchReport:
+    """As ``ragcachekit.commands.bench.fidelity.run.measured``, with ``neighbours`` of the caller."""
+    chosen = settings or WorldFidelitySettings()
+    check(chosen)
+    questions = _questions(chosen)
+    chosen.check_neighbours(documents=True)
+
+    def near() -> Neighbours:
+        if neighbours is not None:
+            return neighbours
+        if chosen.neighbours == DOCUMENT:
+            return PrecedingChunks(article.chunks for article in held_out_world(chosen.seed).articles)
+        return neighbours_of(Sample(tuple(questions)), False, progress)
+
+    with one_thread():
+        part = chosen.sweep or QUALITY
+        report = measured(chosen, questions, near, part=part, work=work, progress=progress)
+    return replace(report, model=READER_NAME) if chosen.model == READER else report
+
+
+def _questions(settings: WorldFidelitySettings) -> list[FidelityQuestion]:
+    if settings.sweep is not None:
+        return sweep_questions(settings.sweep, settings.seed, settings.per_type or _PER_TYPE_SWEEP)
+    return world_questions(settings.seed, settings.per_type or _PER_TYPE)

@@ -1,0 +1,114 @@
+"""The sweeps of the fidelity bench on the terminal and as pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.world.sweeps import CHUNKS, NEEDLE
+from ragcachekit.commands.bench.fidelity import plot as fidelity_plot
+from ragcachekit.commands.bench.fidelity import report as fidelity_report
+from ragcachekit.commands.bench.fidelity.plot import POINTS, Row, colours_of, error_bars, figure_of, way_name
+from ragcachekit.commands.bench.fidelity.rows import ALL
+from ragcachekit.commands.bench.report import BenchReport, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CELLS = {NEEDLE: ("chunks", "position"), CHUNKS: ("axis", "size", "chunks")}
+
+
+def tables(report: BenchReport) -> Iterator[Table]:
+    """One table per sweep, else those of the fidelity bench."""
+    yield from fidelity_report.tables(report)
+    for part, cells in _CELLS.items():
+        rows = [r for r in report.rows if r["part"] == part and r["question_type"] == ALL]
+        if rows:
+            columns = ("policy", "encoder", *cells)
+            columns += ("ratio_spent", "exact_match", "f1", "low", "high", "kl", "n")
+            yield table(f"Sweep {part}: {report.model}", rows, columns)
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw what the report holds; the name's ending says which kind of image.
+
+    For ``needle`` one map per policy; for ``chunks`` F1 over the number and the size of chunks; else as
+    :func:`ragcachekit.commands.bench.fidelity.plot.plot`.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to draw.
+    """
+    for part, draw in ((NEEDLE, _needle), (CHUNKS, _chunks)):
+        if rows := [row for row in report.rows if row["part"] == part]:
+            draw(rows, report.model).savefig(path, dpi=150)
+            return
+    fidelity_plot.plot(report, path)
+
+
+def _needle(rows: Sequence[Row], model: str) -> Figure:
+    rows = [row for row in rows if row["question_type"] == ALL]
+    ways = list(dict.fromkeys((row["policy"], row["encoder"]) for row in rows))
+    wide = min(3, len(ways))
+    figure = figure_of(1 + 3.2 * wide, 0.8 + 2.6 * -(-len(ways) // wide))
+    panels = figure.subplots(-(-len(ways) // wide), wide, squeeze=False).ravel()
+    lengths, places = (sorted({row[name] for row in rows}) for name in ("chunks", "position"))
+    image = None
+    for axes, way in zip(panels, ways, strict=False):
+        cells = np.full((len(places), len(lengths)), np.nan)
+        for row in rows:
+            if (row["policy"], row["encoder"]) == way:
+                cells[places.index(row["position"]), lengths.index(row["chunks"])] = row["exact_match"]
+        image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for (y, x), value in np.ndenumerate(cells):
+            if not np.isnan(value):
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(places)), places)
+        axes.set_title(way_name(way), fontsize=9)
+        axes.set_xlabel("chunks in the prompt")
+        axes.set_ylabel("chunks before the evidence")
+    for axes in panels[len(ways) :]:
+        axes.set_visible(False)
+    if image is not None:
+        figure.colorbar(image, ax=panels.tolist(), label="exact match", shrink=0.8)
+    figure.suptitle(f"{model}: needle in a haystack", fontsize=10)
+    return figure
+
+
+def _chunks(rows: Sequence[Row], model: str) -> Figure:
+    rows = [row for row in rows if row["question_type"] == ALL]
+    figure = figure_of(10, 4.2)
+    ways = list(dict.fromkeys((row["policy"], row["encoder"]) for row in rows))
+    colours = colours_of([way_name(way) for way in ways])
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, axis in zip(panels, ("number", "size"), strict=True):
+        chosen = [row for row in rows if row["axis"] == axis]
+        cells = sorted({(row["chunks"], row["size"]) for row in chosen})
+        for number, way in enumerate(ways):
+            line = [row for row in chosen if (row["policy"], row["encoder"]) == way]
+            aside = 0.3 * ((number + 0.5) / len(ways) - 0.5)  # so that equal values are seen
+            places = [cells.index((row["chunks"], row["size"])) + aside for row in line]
+            name = way_name(way)
+            axes.errorbar(
+                places,
+                [row["f1"] for row in line],
+                error_bars(line),
+                color=colours[name],
+                label=name,
+                **POINTS,
+            )
+        labels = [str(n) if axis == "number" else f"{size}\n({n})" for n, size in cells]
+        axes.set_xticks(range(len(cells)), labels, fontsize=8)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("F1")
+    panels[0].set_xlabel("chunks in the prompt, all of the usual size")
+    panels[1].set_xlabel("size of a chunk (number of chunks); the text is the same")
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.suptitle(f"{model}: number and size of chunks, 95 % intervals", fontsize=10)
+    return figure

@@ -1,0 +1,151 @@
+"""Sparse-row attention in plain torch, for CPUs and MPS: batched matmuls over tiles of neighbouring rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ragcachekit_kernels.options import AttentionOptions
+from ragcachekit_kernels.scores.context import ContextMass
+
+TILE_ROWS = 128
+"""Rows of a tile at most: bounds the score buffer and the masked triangle of contiguous rows."""
+
+GAP = 32
+"""Distance of rows at which a tile ends: one tile would compute the keys between them for all its rows."""
+
+
+def tiles(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Half-open row ranges of one tile each; ``positions`` must be ascending."""
+    start = 0
+    for row in range(1, len(positions) + 1):
+        full = row - start == TILE_ROWS
+        if row == len(positions) or full or positions[row] - positions[row - 1] > GAP:
+            yield start, row
+            start = row
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: Sequence[int],
+    options: AttentionOptions,
+    *,
+    with_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and log-sum-exps of :func:`ragcachekit_kernels.reference.sparse_attention_lse`.
+
+    Keys after a tile's last position are never touched, and query heads that share a KV head are folded
+    into one matmul: masked SDPA does 1.6-2.4 times the work on a CPU.
+    """
+    grouped = _grouped(query, key)
+    shape, sinks = grouped.shape[:3], options.sinks
+    out = query.new_empty(*shape, value.shape[-1])
+    lse = query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32)) if with_lse else None
+    for start, stop in tiles(positions):
+        scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
+        if lse is not None:
+            lse[:, :, start:stop] = torch.logsumexp(scores, -1).view(*shape[:2], -1)
+        weights = _weights(scores, stop - start, sinks).to(value.dtype)
+        mixed = torch.bmm(weights, value[:, low : low + scores.shape[-1]])
+        out[:, :, start:stop] = mixed.view(*shape[:2], stop - start, -1)
+    out = out.flatten(0, 1)
+    if lse is None:
+        return out, None
+    lse = lse.flatten(0, 1)
+    return out, lse if sinks is None else torch.logaddexp(lse, sinks.to(lse)[:, None])
+
+
+def column_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: Sequence[int],
+    options: AttentionOptions,
+    spans: Sequence[tuple[int, int]] | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.reference.column_scores`, ``positions`` ascending, one tile at a time."""
+    grouped = _grouped(query, key)
+    known = None if lse is None else lse.view(grouped.shape[:3])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
+    for start, stop in tiles(positions):
+        scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
+        seen = out[low : low + scores.shape[-1]]
+        if known is not None:
+            sums = known[:, :, start:stop].to(scores.dtype).reshape(len(key), -1, 1)
+            seen += torch.exp(scores - sums).sum((0, 1))
+        elif spans is None:
+            seen += _weights(scores, stop - start, options.sinks).sum((0, 1))
+        for left, right in spans or ():
+            left, right = max(left - low, 0), min(right - low, scores.shape[-1])
+            if left < right:
+                weights = torch.softmax(scores[..., left:right], -1)
+                seen[left:right] += weights.nan_to_num_(0.0).sum((0, 1))
+    return out
+
+
+def context_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: Sequence[int],
+    lengths: Sequence[int],
+    options: AttentionOptions,
+) -> ContextMass:
+    """As :func:`ragcachekit_kernels.dispatch.context_mass`.
+
+    Attention over values that are one-hot vectors of the keys' segments is attention per segment.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, key = query.to(wide), key.to(wide)
+    member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
+    mass = attend(query, key, member.expand(len(key), -1, -1), positions, options)[0].sum(0).float()
+    columns = column_scores(query, key, positions, options).float()
+    return ContextMass(columns, mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
+
+
+def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """``[kv_heads, group, rows, head_dim]``."""
+    return query.reshape(len(key), query.shape[0] // len(key), *query.shape[1:])
+
+
+def _tile_scores(
+    query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], options: AttentionOptions
+) -> tuple[torch.Tensor, int]:
+    """Masked scores ``[kv_heads, group * rows, keys]``, at least float32, and the first key's position."""
+    kv_heads, groups, rows, head_dim = query.shape
+    window, softcap = options.window, options.softcap
+    low = 0 if window is None else max(0, positions[0] - window + 1)
+    high = positions[-1] + 1
+    folded = (query * options.scale).reshape(kv_heads, groups * rows, head_dim)
+    scores = torch.bmm(folded, key[:, low:high].transpose(1, 2))
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        scores = scores.float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    _mask(scores.view(kv_heads, groups, rows, high - low), positions, low, window)
+    return scores, low
+
+
+def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    kv_heads, folded, _ = scores.shape
+    extra = sinks.to(scores.dtype).view(kv_heads, folded // rows, 1, 1).expand(-1, -1, rows, 1)
+    padded = torch.cat((scores, extra.reshape(kv_heads, folded, 1)), -1)
+    return torch.softmax(padded, -1)[..., :-1]
+
+
+def _mask(scores: torch.Tensor, positions: Sequence[int], low: int, window: int | None) -> None:
+    """Hide later keys, all in columns after the first row's position, and keys before the window."""
+    first, high = positions[0] + 1, low + scores.shape[-1]
+    at = torch.tensor(positions, device=scores.device)[:, None]
+    if first < high:
+        columns = torch.arange(first, high, device=scores.device)
+        scores[..., first - low :].masked_fill_(columns > at, float("-inf"))
+    if window is not None and positions[-1] - window >= low:
+        columns = torch.arange(low, positions[-1] - window + 1, device=scores.device)
+        scores[..., : columns.numel()].masked_fill_(columns <= at - window, float("-inf"))

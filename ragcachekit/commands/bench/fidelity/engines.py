@@ -1,0 +1,210 @@
+"""Engines that differ in their encoder, around one model: what the fidelity bench asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.config import QUANTISATIONS, StoreConfig
+from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.reports import Answer, LinkReport
+from ragcachekit.store.factory import open_store
+
+NO_ENCODER = "none"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy over chunks of one encoder; ``full`` has the encoder ``none``: it reads no cache.
+
+    ``standalone+int8``: over chunks that were rounded to eight bits at rest.
+    """
+
+    policy: str
+    encoder: str
+
+    def __str__(self) -> str:
+        return f"{self.policy} on {self.encoder}"
+
+
+FULL = Way("full", NO_ENCODER)
+REUSE = Way("reuse", "system")
+BASELINES = (FULL, REUSE)
+"""Run always: what quality is normalised by (design: FusionRAG's normalized F1)."""
+
+_TRIES = 2
+_ROUNDED = "+"
+_NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger than the store's budget"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """A prompt's next-token log probabilities, ``[vocab]`` float64, and its KV without the last token.
+
+    ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per layer, by position.
+    """
+
+    log_probs: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+class Engines:
+    """One :class:`RagCache` per encoder, around one model; one store, and one per way of rounding.
+
+    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        encoders: Iterable[str],
+        *,
+        stop: Sequence[str] = (),
+        max_new_tokens: int = 64,
+        neighbours: Neighbours | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        encoders = list(encoders)
+        kinds = dict.fromkeys(quantisation(name) for name in encoders)
+        self._stores = {
+            kind: open_store(StoreConfig(quantise={"host": kind} if kind else {})) for kind in kinds
+        }
+        self._stop = list(stop)
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        self._encoded: set[tuple[str, str, str]] = set()
+        self._engines = {
+            name: RagCache(
+                model,
+                tokenizer,
+                policy="reuse",
+                encoder=name.partition(_ROUNDED)[0],
+                neighbours=neighbours if needs_neighbours(name) else None,
+                store=self._stores[quantisation(name)],
+                cold="now",
+                cache_dir=cache_dir,
+            )
+            for name in encoders
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model."""
+        return next(iter(self._engines.values())).fingerprint
+
+    def prefilled(self, prompt: FidelityPrompt, way: Way) -> tuple[Prefilled, LinkReport]:
+        """Link a prompt and run its last token; RagCacheError as :meth:`answer`."""
+        for _ in range(_TRIES):
+            engine = self._engine(way)
+            linked = engine.link(prompt.prompt, policy=way.policy)
+            if _served(linked.report):
+                return _prefilled(engine.model, linked), linked.report
+        raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
+
+    def answer(self, prompt: FidelityPrompt, way: Way) -> Answer:
+        """Generate greedily from cached chunks.
+
+        What a first try missed (the text before the chunks; what the store has evicted) is encoded
+        behind it, and the prompt asked again: an answer over chunks computed in place would be too good.
+
+        Raises RagCacheError if chunk KV is not kept.
+        """
+        for _ in range(_TRIES):
+            answer = self._engine(way).generate(
+                prompt.prompt, policy=way.policy, stop=self._stop or None, **self._options
+            )
+            if _served(answer.report.link):
+                return answer
+        raise RagCacheError(_NOT_KEPT.format(way=way, report=answer.report.link))
+
+    def token_ids(self, prompt: FidelityPrompt) -> tuple[int, ...]:
+        """What ``full`` generates when no text stops it."""
+        return self._engine(FULL).generate(prompt.prompt, policy=FULL.policy, **self._options).token_ids
+
+    def encode(self, question: FidelityQuestion, prompt: FidelityPrompt, way: Way) -> None:
+        """Encode chunks one by one: in a batch the last digits depend on the neighbours.
+
+        Results are thus the same in any order of questions.
+        """
+        if way == FULL:
+            return
+        for chunk in question.chunks:
+            if (way.encoder, prompt.before, chunk) not in self._encoded:
+                self._engine(way).encode([chunk], system=prompt.before)
+                self._encoded.add((way.encoder, prompt.before, chunk))
+
+    def close(self) -> None:
+        """Close engines and stores."""
+        for engine in self._engines.values():
+            engine.close()
+        for store in self._stores.values():
+            store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _engine(self, way: Way) -> RagCache:
+        if way.encoder == NO_ENCODER:
+            return next(iter(self._engines.values()))
+        return self._engines[way.encoder]
+
+
+def _served(report: LinkReport) -> bool:
+    """Whether every chunk, and the prefix, came from the store (``full`` asks for none)."""
+    return all(use.source != "computed" for use in report.uses)
+
+
+def quantisation(encoder: str) -> str:
+    """What chunks are rounded to at rest: ``int8`` of ``standalone+int8``, else nothing.
+
+    Raises ValueError for a rounding that there is not.
+    """
+    _, rounded, kind = encoder.partition(_ROUNDED)
+    if rounded and kind not in QUANTISATIONS:
+        raise ValueError(f"encoder {encoder!r}: unknown rounding {kind!r}; known: {', '.join(QUANTISATIONS)}")
+    return kind
+
+
+def needs_neighbours(encoder: str) -> bool:
+    """Whether an encoder looks for similar chunks."""
+    return encoder.partition(":")[0] == "similar"
+
+
+@torch.no_grad()
+def _prefilled(model: Any, linked: LinkedPrompt) -> Prefilled:
+    inputs = linked.inputs
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
+    if cache is None:  # nothing was reused
+        # A plain cache: the one that a model makes for itself drops keys of sliding layers.
+        cache = DynamicCache()
+        model.base_model(
+            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True
+        )
+    keys = tuple(layer.keys[0] for layer in cache.layers)
+    values = tuple(layer.values[0] for layer in cache.layers)
+    last = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
+    output = model(
+        input_ids=ids[:, -1:],
+        attention_mask=mask,
+        position_ids=last,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return Prefilled(output.logits[0, -1].double().log_softmax(-1), keys, values)

@@ -1,0 +1,81 @@
+"""What the fidelity bench asks: questions with their retrieved chunks and right answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.commands.reading_prompt import SEPARATOR
+
+
+@dataclass(frozen=True)
+class FidelityQuestion:
+    """One question with its retrieved chunks, in the order of the prompt.
+
+    ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere);
+    ``cell`` is the cell of a sweep, as (name, value) pairs.
+    """
+
+    question: str
+    chunks: tuple[str, ...]
+    answer: str
+    question_type: str = ""
+    joints: tuple[str, ...] = ()
+    cell: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def between(self) -> tuple[str, ...]:
+        """What stands between the chunks."""
+        return self.joints or (SEPARATOR,) * (len(self.chunks) - 1)
+
+
+def digest(questions: Sequence[FidelityQuestion]) -> str:
+    """SHA-256 over all that is asked, in order."""
+    text = json.dumps([asdict(question) for question in questions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
+    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line, ``"type"`` if wanted.
+
+    Raises ValueError for a line that is not of this form (with its number), or a file without questions;
+    OSError.
+    """
+    out = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    out.append(_parsed(line))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+    if not out:
+        raise ValueError(f'{path} has no questions; give {{"question", "chunks", "answer"}} per line')
+    return out
+
+
+def _parsed(line: str) -> FidelityQuestion:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(found, dict):
+        raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
+    if missing := [name for name in ("question", "chunks", "answer") if name not in found]:
+        raise ValueError(f"{', '.join(map(repr, missing))} missing")
+    chunks, kind = found["chunks"], found.get("type", "")
+    if not isinstance(chunks, list) or not chunks:
+        raise TypeError("'chunks' must be a list of texts, at least one")
+    texts = {"question": found["question"], "answer": found["answer"]}
+    texts |= {f"chunk {number}": chunk for number, chunk in enumerate(chunks, 1)}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"{name} must be a text that is not empty")
+    if not isinstance(kind, str) or kind == "all":
+        raise TypeError("'type' must be a text other than 'all'")
+    return FidelityQuestion(found["question"], tuple(chunks), found["answer"], kind)

@@ -1,0 +1,200 @@
+"""What the TTFT benches share: samples and rows, engines per tier, and the check before any figure."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ragcachekit.engine.admission import tolerance_for
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.memory.gpu import GpuStore
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.types import Prompt
+
+COLD_DISK = "disk-cold"
+"""The disk tier after the system's page cache has dropped its files."""
+
+KNOWN_TIERS = ("gpu", "host", "disk", COLD_DISK)
+NO_TIER = "none"
+ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+_EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
+_BYTES = 32 << 30  # nothing that is measured may be evicted
+
+
+class Measured(NamedTuple):
+    """One request: times in ms, recomputed / cached rows, and how the linked forward ran."""
+
+    ttft_ms: float
+    link_ms: float
+    recompute_ratio: float
+    prompt_tokens: int
+    wait_ms: float = 0.0
+    overlap: float | None = None
+    forward: str = ""
+
+
+@dataclass
+class Timings:
+    """Samples of one row of the table, filled round by round."""
+
+    policy: str
+    tier: str
+    samples: list[Measured] = field(default_factory=list)
+
+    def median(self, name: str) -> float | None:
+        """Of one field, over the samples that have it."""
+        values = [value for sample in self.samples if (value := getattr(sample, name)) is not None]
+        return statistics.median(values) if values else None
+
+    def row(self, full_ms: float) -> dict[str, Any]:
+        """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
+        times = [sample.ttft_ms for sample in self.samples]
+        forwards = sorted({sample.forward for sample in self.samples} - {""})
+        return {
+            "policy": self.policy,
+            "tier": self.tier,
+            "prompt_tokens": round(self.median("prompt_tokens") or 0),
+            "recompute_ratio": self.median("recompute_ratio"),
+            "ttft_ms": statistics.median(times),
+            "ttft_ms_min": min(times),
+            "ttft_ms_max": max(times),
+            "speedup": full_ms / statistics.median(times),
+            **{name: self.median(name) for name in ("link_ms", "wait_ms", "overlap")},
+            "forward": ", ".join(forwards) or None,
+            "runs": len(times),
+        }
+
+
+def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
+    """Rows of all timings, with speed-ups over the one called ``full``."""
+    full_ms = next(t.median("ttft_ms") or 0.0 for t in timings if t.policy == "full")
+    return tuple(t.row(full_ms) for t in timings)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines around one model.
+
+    ``filler`` stores what it encodes, and what its prompts missed, in every tier at once; those of
+    ``warm``, by tier, read that tier alone and store nothing; ``cold`` has a host tier that stays empty;
+    ``folder`` holds the files of the disk tier, if there is one.
+    """
+
+    filler: RagCache
+    warm: dict[str, RagCache]
+    cold: RagCache
+    folder: Path
+
+    def drop_pages(self) -> None:
+        """Have the system forget the disk tier's files, so that the next read comes from the medium."""
+        for file in self.folder.glob("**/*.safetensors"):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def all(self) -> tuple[RagCache, ...]:
+        """Every engine."""
+        return (self.filler, *self.warm.values(), self.cold)
+
+
+@contextmanager
+def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Iterator[Engines]:
+    """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
+        kinds = dict.fromkeys("disk" if tier == COLD_DISK else tier for tier in tiers)
+        stores = {kind: _open_tier(kind, model.device, folder, stack) for kind in kinds}
+        empty = _open_tier("host", model.device, folder, stack)
+
+        def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
+            # Loaded in any case: what is measured is loading.
+            rag = RagCache(model, tokenizer, store=store, namespace="bench", cold=cold, load="always")
+            return stack.enter_context(rag)
+
+        yield Engines(
+            engine(TieredStore(tuple(stores.values())), "now"),
+            {tier: engine(stores["disk" if tier == COLD_DISK else tier], "never") for tier in tiers},
+            engine(empty, "never"),
+            folder,
+        )
+
+
+def _open_tier(tier: str, device: torch.device, folder: Path, stack: ExitStack) -> Tier:
+    store: Tier
+    if tier == "disk":
+        store = DiskStore(folder / "kv", _BYTES)
+    else:
+        on_gpu = device.type == "cuda"
+        store = GpuStore(_BYTES, device) if tier == "gpu" else HostStore(_BYTES, pinned=on_gpu)
+    stack.callback(store.close)
+    return store
+
+
+def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
+    """Compare the library's answers with the model's own ``generate`` on the same ids.
+
+    ``full`` must give the same greedy token. The linked path with every cached row recomputed must
+    give the same logits, but for rounding, with KV of the prompt's chunks in the store.
+
+    Raises RagCacheError if they differ, or if nothing of the prompt was linked.
+    """
+    model = rag.model
+    ids = rag.link(prompt, policy="full").input_ids
+    expected = _first_logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    token = int(expected.argmax())
+    full = rag.generate(prompt, policy="full", **ONE_TOKEN).token_ids
+    if full != (token,):
+        raise RagCacheError(f"policy full gave the tokens {full}, model.generate gave {token}")
+    linked = rag.link(prompt, policy=_EVERYTHING)
+    report = linked.report
+    if not report.recomputed_tokens or report.approximate_tokens:
+        raise RagCacheError(f"the linked path was not checked: {report}")
+    scale = float(expected.abs().max())
+    allowed = tolerance_for(model.dtype) * scale
+    difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
+    if not difference <= allowed:
+        raise RagCacheError(f"at ratio 1.0 the logits differ by {difference:.2g}, allowed {allowed:.2g}")
+    (found,) = rag.generate(prompt, policy=_EVERYTHING, **ONE_TOKEN).token_ids
+    # Two tokens whose logits are equal but for rounding may change places.
+    if not float(expected[token] - expected[found]) <= allowed:
+        raise RagCacheError(f"linked inside generate, the first token is {found}, not {token}")
+
+
+def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
+    """Compare two ways to the first token over the same linked cache.
+
+    ``generate`` links inside its prefill, on a GPU as a captured graph and over layers that are still on
+    their way; ``link`` runs layer by layer ahead of it. Both must lead to the same token, but for rounding.
+
+    Raises RagCacheError if they differ.
+    """
+    expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
+    answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)
+    (found,) = answer.token_ids
+    allowed = tolerance_for(rag.model.dtype) * float(expected.abs().max())
+    if not float(expected.max() - expected[found]) <= allowed:
+        raise RagCacheError(
+            f"policy {policy}: linked ahead the first token is {int(expected.argmax())}, inside generate "
+            f"{found} ({answer.report.link})"
+        )
+
+
+def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """``[vocab]`` logits of the first new token, on the CPU."""
+    output = model.generate(
+        **inputs, **ONE_TOKEN, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    logits: torch.Tensor = output.logits[0][0].float().cpu()
+    return logits

@@ -1,0 +1,239 @@
+"""Time to first token of one long prompt: ordinary prefill against linked chunk KV, in one run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
+from ragcachekit.commands.bench.timing import (
+    COLD_DISK,
+    KNOWN_TIERS,
+    NO_TIER,
+    ONE_TOKEN,
+    Engines,
+    Measured,
+    Timings,
+    check_exact,
+    check_policy,
+    open_engines,
+    rows,
+)
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.pretrained import load_model
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.types import Chunk, Prompt, Text
+
+SYSTEM_TOKENS = 24
+
+
+def run(
+    *,
+    shape: str | None = None,
+    model: str | os.PathLike[str] | None = None,
+    prompt_tokens: int = 2048,
+    chunk_tokens: int = 490,
+    question_tokens: int = 64,
+    policies: Sequence[str] = ("full", "lego:16", "reuse"),
+    dtype: str = "float32",
+    runs: int = 5,
+    device: str = "cpu",
+    tiers: Sequence[str] = ("host",),
+    seed: int = 0,
+    progress: bool = True,
+) -> BenchReport:
+    """Measure TTFT of one prompt of random tokens: system text, chunks, question.
+
+    Every round asks the same prompt once in every way, so that a drifting machine hits all ways
+    alike. ``full`` is always among them: it is what ``speedup`` is over. Beside the policies stand
+    ``cold`` (the library with nothing cached and nothing being encoded), ``generate`` (the model's
+    own ``generate``, without the library) and ``prefix-cache`` (generate with a cache of transformers
+    that holds the very same prompt up to the question: exact, and of use to no other order of chunks;
+    copying that cache for each request is not counted).
+
+    ``shape`` (of ``shapes.SHAPES``, for random weights; default smollm2-135m) or a
+    real ``model``. ``tiers`` are where the chunk KV lies; host memory is page-locked if the model is on a
+    GPU; ``disk`` has no host tier before it, but the system's page cache, which ``disk-cold`` has forget
+    the files before each request. A row has median, least and greatest of ``runs`` rounds.
+
+    Rows are ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max, speedup,
+    link_ms, wait_ms, overlap, forward, runs``; the tier is ``none`` where nothing is reused. ``link_ms`` is
+    the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms`` what the request
+    waited for loads, ``overlap`` the share of loading that it did not wait for, ``forward`` how the linked
+    forward ran.
+
+    Raises ValueError for unknown names or sizes that do not fit together; RagCacheError: the library's
+    answer is not the model's own; no figure is given then.
+    """
+    _check_arguments(shape, model, policies, tiers, runs)
+    name = describe(shape or "smollm2-135m", dtype) if model is None else f"{os.fspath(model)}, {dtype}"
+    lm = _model(shape or "smollm2-135m", model, dtype, device, seed)
+    prompt = random_prompt(
+        lm.config.get_text_config().vocab_size, prompt_tokens, chunk_tokens, question_tokens, seed
+    )
+    used = [policy for policy in dict.fromkeys(policies) if policy != "full"]
+    with (
+        open_engines(lm, tiers) as engines,
+        tqdm(total=runs + 1, disable=not progress, desc="ttft", unit="round") as bar,
+    ):
+        for policy in ("reuse", *used):
+            engines.filler.generate(prompt, policy=policy, **ONE_TOKEN)
+        check_exact(engines.warm[tiers[-1]], prompt)
+        for rag, policy in itertools.product(engines.warm.values(), used):
+            check_policy(rag, prompt, policy)
+        bar.update()
+        ways = _ways(lm, prompt, used, engines)
+        if lm.device.type == "cuda":  # kernels are compiled and graphs captured at the first request
+            for _, ask in ways:
+                ask()
+        for _ in range(runs):
+            for timings, ask in ways:
+                timings.samples.append(ask())
+            bar.update()
+    return BenchReport("ttft", name, seed, rows([timings for timings, _ in ways]))
+
+
+def random_prompt(
+    vocab: int, prompt_tokens: int, chunk_tokens: int, question_tokens: int, seed: int
+) -> Prompt:
+    """A short system text, equal chunks of about ``chunk_tokens``, a question: random ids, sizes exact."""
+    middle = prompt_tokens - question_tokens - SYSTEM_TOKENS
+    if min(chunk_tokens, question_tokens) < 1 or middle < 1:
+        raise ValueError(
+            f"a prompt of {prompt_tokens} tokens has no room for a system text of {SYSTEM_TOKENS}, a chunk "
+            f"and a question of {question_tokens}; ask for more prompt tokens"
+        )
+    count = max(1, round(middle / chunk_tokens))
+    sizes = [middle // count + (i < middle % count) for i in range(count)]
+    lengths = [SYSTEM_TOKENS, *sizes, question_tokens]
+    ids = torch.randint(vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ends = itertools.accumulate(lengths)
+    system, *chunks, question = (
+        tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)
+    )
+    return Prompt(
+        [Text(token_ids=system), *(Chunk(token_ids=chunk) for chunk in chunks), Text(token_ids=question)]
+    )
+
+
+def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
+    """What one request took that was served as expected.
+
+    Raises
+    ------
+    RagCacheError
+        If the KV came from elsewhere than ``tier`` (``none``: if anything was reused).
+    """
+    report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
+    link = report.link
+    sources = {use.source for use in link.uses}
+    served = sources == {tier.removesuffix("-cold")}
+    if tier == NO_TIER:
+        served = not link.reused_tokens + link.recomputed_tokens
+    if not served:
+        raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
+    cached = (link.recompute_ratio, link.prompt_tokens, link.wait_ms, link.overlap, link.forward)
+    return Measured(report.ttft_ms, link.link_ms, *cached)
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw the rows as bars, with the range from least to greatest, into ``path``."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    bars = report.rows
+    names = [r["policy"] if r["tier"] == NO_TIER else f"{r['policy']}\n{r['tier']}" for r in bars]
+    heights = [r["ttft_ms"] for r in bars]
+    spread = [
+        [r["ttft_ms"] - r["ttft_ms_min"] for r in bars],
+        [r["ttft_ms_max"] - r["ttft_ms"] for r in bars],
+    ]
+    figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.bar(range(len(bars)), heights, yerr=spread, capsize=3)
+    axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
+    axes.margins(y=0.15)
+    axes.set_xticks(range(len(bars)), names)
+    axes.set_ylabel("time to first token (ms)")
+    axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
+    figure.savefig(path)
+
+
+_Ask = Callable[[], Measured]
+
+
+def _ways(
+    model: Any, prompt: Prompt, policies: Sequence[str], engines: Engines
+) -> list[tuple[Timings, _Ask]]:
+    """What one round measures, in order; ``policies`` without ``full``."""
+
+    def of(rag: RagCache, policy: str, tier: str) -> _Ask:
+        def ask() -> Measured:
+            if tier == COLD_DISK:
+                engines.drop_pages()
+            return ask_engine(rag, prompt, policy, tier)
+
+        return ask
+
+    ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
+    cold = engines.cold
+    question = len(prompt.segments[-1].token_ids or ())
+    prefix = _prefix_cache(model, ids, question)
+    return [
+        (Timings("generate", NO_TIER), lambda: _time_generate(model, ids)),
+        (Timings("prefix-cache", NO_TIER), lambda: _time_generate(model, ids, prefix)),
+        (Timings("full", NO_TIER), of(cold, "full", NO_TIER)),
+        (Timings("cold", NO_TIER), of(cold, policies[0] if policies else "reuse", NO_TIER)),
+        *((Timings(p, tier), of(rag, p, tier)) for tier, rag in engines.warm.items() for p in policies),
+    ]
+
+
+@torch.no_grad()
+def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> DynamicCache:
+    """All but the question, as transformers keeps a prompt for several continuations."""
+    cache = DynamicCache()
+    prefix = torch.tensor(ids, device=model.device)[:, :-question]
+    model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None = None) -> Measured:
+    cache = {} if prefix is None else {"past_key_values": copy.deepcopy(prefix)}
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    tensor = torch.tensor(ids, device=model.device)
+    output = model.generate(
+        input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **cache, **ONE_TOKEN
+    )
+    output[:, -1].tolist()  # waits for the device
+    ratio = 1.0 if prefix is None else 0.0
+    return Measured((time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]))
+
+
+def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:
+    if model is None:
+        return random_model(shape, dtype=dtype, device=device, seed=seed)
+    return load_model(model, device, dtype=dtype_named(dtype))[0]
+
+
+def _check_arguments(
+    shape: str | None, model: object, policies: Sequence[str], tiers: Sequence[str], runs: int
+) -> None:
+    if shape is not None and model is not None:
+        raise ValueError("give shape= (random weights) or model=, not both")
+    if runs < 1:
+        raise ValueError(f"runs must be at least 1, got {runs}")
+    if not tiers or not set(tiers) <= set(KNOWN_TIERS):
+        raise ValueError(f"unknown tiers {tuple(tiers)}; known: {', '.join(KNOWN_TIERS)}")
+    for policy in policies:
+        open_policy(policy)

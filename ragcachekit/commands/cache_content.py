@@ -1,0 +1,154 @@
+"""What lies in a cache folder: its disk tiers and vector indexes, counted and deleted."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from threading import RLock
+
+from ragcachekit.commands.precompute.manifest import manifests
+from ragcachekit.commands.workspace import CacheFolder
+from ragcachekit.errors import RagCacheError
+from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, TreeDisk
+from ragcachekit.store.disk.check import is_disk_tier
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk.entry_files import entry_files
+from ragcachekit.store.entry.file import entry_name, read_key
+from ragcachekit.store.entry.header import EntryDamaged
+
+DAMAGED = "(damaged)"
+
+# Manifest, data, and what a killed writer left of either.
+_INDEX_NAME = re.compile(r"(\.)?minilm-[0-9a-f]{16}\.index(?(1)\.\w+\.tmp|(\.[0-9a-f]{16}\.data)?)")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one namespace takes on disk."""
+
+    namespace: str
+    entries: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The folder of a disk tier: of a chunk store, or of a knowledge tree."""
+
+    path: Path
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether a knowledge tree writes here."""
+        return (self.path / FORGETS).is_dir()
+
+    @property
+    def name(self) -> str:
+        """What it holds, and where."""
+        return f"{'Knowledge tree' if self.is_tree else 'Chunk KV'} in {self.path}"
+
+    def usage(self) -> tuple[Usage, ...]:
+        """Entries by namespace, read from their headers; changes nothing."""
+        entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
+        for digest, size in entry_files(self.path).items():
+            path = self.path / entry_name(digest)
+            try:
+                namespace = read_key(path).namespace
+            except FileNotFoundError:  # evicted just now
+                continue
+            except EntryDamaged:
+                namespace = DAMAGED
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            entries[namespace] += 1
+            nbytes[namespace] += size
+        return tuple(Usage(name, entries[name], nbytes[name]) for name in sorted(entries))
+
+    def forget(self, namespaces: Collection[str]) -> int:
+        """Delete the entries of these namespaces and all damaged ones; returns how many that were."""
+        store = DiskStore(self.path, sys.maxsize)  # any smaller budget would evict on opening
+        # Of a tree, processes that hold some of it in memory hear that it is forgotten.
+        told: TreeDisk | DiskStore = TreeDisk(store, RLock(), lambda *_: ([], 0)) if self.is_tree else store
+        try:
+            return sum(told.forget(namespace, None) for namespace in namespaces)
+        finally:
+            store.close()
+
+
+@dataclass(frozen=True)
+class CacheContent:
+    """The content of a cache folder: each chunk store, and behind it the tree that shares its folder."""
+
+    folder: CacheFolder
+    tiers: tuple[Tier, ...]
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str] | None) -> CacheContent:
+        """What lies in the folder named, or in the user's own cache folder.
+
+        Raises RagCacheError if a folder is named that there is not, or that cannot be read.
+        """
+        folder = CacheFolder.at(path)
+        if path is not None and not folder.path.is_dir():
+            what = "is a file" if folder.path.exists() else "does not exist"
+            raise RagCacheError(
+                f"the folder {folder.path} {what}; give the --cache of `ask` and `precompute`, "
+                "or the disk_path of a StoreConfig"
+            )
+        try:
+            return cls(folder, tuple(chain(_tiers(folder.path), _tiers(folder.kv))))
+        except OSError as error:
+            raise _unreadable(folder.path, error) from error
+
+    def index_bytes(self) -> int:
+        """Bytes of the vector indexes."""
+        return sum(path.stat().st_size for path in _indexes(self.folder))
+
+    def clear(self, namespace: str | None = None) -> tuple[int, ...]:
+        """Delete the KV of one namespace, or of all with the indexes; returns how many entries of each tier.
+
+        No file goes that has another name than those we give.
+        """
+        spaces = {namespace} if namespace is not None else {use.namespace for use in self._usage()}
+        dropped = tuple(tier.forget(spaces) for tier in self.tiers)
+        for path in _indexes(self.folder) if namespace is None else ():
+            path.unlink(missing_ok=True)
+        for path in manifests(self.folder.manifests, namespace):
+            path.unlink(missing_ok=True)
+        return dropped
+
+    def left(self, namespace: str | None = None) -> int:
+        """How many entries there are of one namespace, or of all."""
+        return sum(use.entries for use in self._usage() if namespace in (None, use.namespace))
+
+    def others(self) -> tuple[Path, ...]:
+        """What stands between indexes and manifests and is neither."""
+        ours = {*_indexes(self.folder), *manifests(self.folder.manifests)}
+        found = chain(self.folder.indexes.glob("*"), self.folder.manifests.glob("*"))
+        return tuple(path for path in sorted(found) if path not in ours)
+
+    def _usage(self) -> Iterator[Usage]:
+        return chain.from_iterable(tier.usage() for tier in self.tiers)
+
+
+def _unreadable(path: Path, error: OSError) -> RagCacheError:
+    return RagCacheError(f"cannot read {path}: {error.strerror}; choose another --cache")
+
+
+def _tiers(place: Path) -> Iterator[Tier]:
+    if is_disk_tier(place):
+        yield Tier(place)
+    tree = Tier(place / FOLDER)
+    if tree.is_tree and is_disk_tier(tree.path):
+        yield tree
+
+
+def _indexes(folder: CacheFolder) -> list[Path]:
+    files = folder.indexes.glob("*")
+    return [path for path in files if _INDEX_NAME.fullmatch(path.name) and path.is_file()]

@@ -1,0 +1,124 @@
+"""Can this model be linked exactly? The admission check, and one comparison through the public way in."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.workspace import load_checked, load_tokenizer
+from ragcachekit.engine.admission import admit
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope.rotation import LayerRope, Rope
+from ragcachekit.types import Chunk, Prompt, Text
+
+EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
+_PROMPT, _FIRST = 48, 24
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """Whether the library gives what the model computes.
+
+    ``status`` is ``exact``, ``refused`` (the library will not link this model) or ``wrong`` (it would, and
+    the answer is not the model's own: a bug of this library, please report it). ``max_abs_diff`` is relative
+    to the greatest value of its tensor, ``rope`` has one line per run of equal layers.
+    """
+
+    family: str
+    status: str
+    reason: str
+    max_abs_diff: float | None
+    tolerance: float | None
+    rope: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the model can be used."""
+        return self.status == EXACT
+
+
+def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelCheck:
+    """Load the model called ``model`` and check it.
+
+    Raises RagCacheError: it cannot be loaded.
+    """
+    load_tokenizer(model)  # for its errors: a folder that holds no model says so
+    return check(load_checked(model, device, dtype)[0])
+
+
+@torch.no_grad()
+def check(model: Any) -> ModelCheck:
+    """Check a loaded model."""
+    family, lines = type(model).__name__, tuple[str, ...]()
+    try:
+        rope = describe_rope(model)
+        lines = rope_lines(rope)
+        passed = admit(model, rope)
+        difference = max(passed.offset_diff, passed.link_diff, _answer_difference(model))
+    except ModelNotSupported as error:
+        return ModelCheck(family, REFUSED, str(error), None, None, lines)
+    if difference > passed.tolerance:
+        reason = f"an exactly reused chunk changes the next token's logits by {difference:.2g} of the largest"
+        return ModelCheck(family, WRONG, reason, difference, passed.tolerance, lines)
+    return ModelCheck(family, EXACT, "", difference, passed.tolerance, lines)
+
+
+def report(checked: ModelCheck, model: str) -> BenchReport:
+    """The JSON frame, one row."""
+    row = {name: value for name, value in vars(checked).items() if name != "rope"}
+    return BenchReport("check-model", model, 0, ({**row, "rope": list(checked.rope)},))
+
+
+def rope_lines(rope: Rope) -> tuple[str, ...]:
+    """One line per run of layers that rotate alike."""
+    lines, first = [], 0
+    for layer, equal in groupby(rope.layers):
+        last = first + len(list(equal)) - 1
+        where = f"layer {first}" if first == last else f"layers {first}-{last}"
+        lines.append(f"{where}: {_rotation(rope, layer)}")
+        first = last + 1
+    return tuple(lines)
+
+
+def _rotation(rope: Rope, layer: LayerRope) -> str:
+    if layer.table is None:
+        return "no rotation"
+    angles = rope.tables[layer.table].angles(torch.tensor([1]), 2)
+    steps = torch.atan2(angles.sin[0], angles.cos[0]).abs()
+    layout = "interleaved" if layer.interleaved else "half-split"
+    text = f"{layout}, {len(steps)} pairs from dimension {layer.offset}, slowest {float(steps.min()):.3g} rad"
+    text += f", attention scaling {angles.m:.4g}" if angles.m != 1.0 else ""
+    return text + (", frequencies depend on the prompt's length" if rope.depends_on_length else "")
+
+
+@torch.no_grad()
+def _answer_difference(model: Any) -> float:
+    """Next-token logits through store, link and ``generate``, against the model alone.
+
+    A chunk at the prompt's start is exact without recomputing anything, so ``reuse`` must give the
+    model's own answer. Other code than the admission check's, on purpose.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (_PROMPT,), generator=torch.Generator().manual_seed(1))
+    chunk = Chunk(token_ids=tuple(ids[:_FIRST].tolist()))
+    prompt = Prompt([chunk, Text(token_ids=tuple(ids[_FIRST:].tolist()))])
+    own = model(input_ids=ids[None].to(model.device)).logits[0, -1].float()
+    one: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
+        RagCache(model, policy="reuse", cold="now", cache_dir=scratch) as rag,
+    ):
+        rag.generate(prompt, **one)
+        linked = rag.link(prompt)
+        if linked.report.exact_tokens != _FIRST:
+            raise ModelNotSupported(f"the chunk encoded for it was not reused: {linked.report}")
+        out = model.generate(**linked.inputs, **one, output_logits=True, return_dict_in_generate=True)
+    ours = out.logits[0][0].float()
+    return float((ours - own).abs().max()) / (float(own.abs().max()) or 1.0)

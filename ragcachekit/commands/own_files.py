@@ -1,0 +1,104 @@
+"""What the commands over one's own files have in common: their settings, the corpus, the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
+from ragcachekit.commands.workspace import CacheFolder, check_dtype, disk_bytes, explained, load_tokenizer
+from ragcachekit.config import StoreConfig
+from ragcachekit.encode.neighbours import PrecedingChunks
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.model.encoding import Encoding
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.base import KVStore
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """Checked before anything is loaded.
+
+    ``corpus`` is a folder of documents, ``model`` a folder or hub id, ``cache`` the cache folder (None: the
+    user's own), ``chunk_tokens`` the greatest size of a chunk; the rest is as for
+    :class:`~ragcachekit.RagCache`.
+    """
+
+    corpus: str
+    model: str
+    policy: str = "lego:16"
+    encoder: str | None = None
+    cache: str | None = None
+    namespace: str = "default"
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    device: str | None = None
+    dtype: str = "auto"
+    disk_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        open_policy(self.policy)
+        check_dtype(self.dtype)
+        at_least_1(self, "chunk_tokens")
+
+    @property
+    def folder(self) -> CacheFolder:
+        """The cache folder; nothing is created yet."""
+        return CacheFolder.at(self.cache)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Budget of the KV on disk."""
+        return disk_bytes(self.disk_gb)
+
+    def read_corpus(self) -> Corpus:
+        """The corpus, cut as the model's tokenizer counts; long before the model is loaded."""
+        tokenizer = load_tokenizer(self.model)
+        return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
+
+    def open_engine(
+        self,
+        store: StoreConfig | KVStore,
+        corpus: Corpus,
+        *,
+        cache_dir: Path | None = None,
+        cold: Literal["background", "never"] = "background",
+    ) -> RagCache:
+        """The model with its caches over ``store``; ``cache_dir`` where it is not the cache folder.
+
+        For the encoder ``similar:n``, a chunk's neighbours are those before it in its file.
+        """
+        with explained(self.model):
+            return RagCache.from_pretrained(
+                self.model,
+                device=self.device,
+                policy=self.policy,
+                encoder=self.encoder,
+                neighbours=self._neighbours(corpus),
+                store=store,
+                namespace=self.namespace,
+                cold=cold,
+                cache_dir=cache_dir or self.folder.path,
+                dtype=self.dtype,
+            )
+
+    def _neighbours(self, corpus: Corpus) -> PrecedingChunks | None:
+        encoder = self.encoder or open_policy(self.policy).encoder or ""
+        return PrecedingChunks(documents(corpus.chunks)) if encoder.startswith("similar") else None
+
+
+def one_token(model: Any, rope: Rope) -> ChunkKV:
+    """KV of one token over all layers, as the model gives it (layers may differ in width)."""
+    ((_, kv),) = ChunkEncoder(model, rope, ObservedCache).encode([[1]], Encoding("standalone"))
+    return kv
+
+
+def at_least_1(settings: object, *names: str) -> None:
+    """ValueError for numbers below 1 among the named fields."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")

@@ -1,0 +1,75 @@
+"""What a user's model is asked: questions from a file, or probes made from the user's corpus."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, read_questions
+from ragcachekit.commands.calibrate.probes import probes
+from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
+from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.model.pretrained import default_cache_dir
+
+ANSWERS, AGREEMENT = "answers", "agreement"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Questions, how answers to them are judged, and the corpus if there is one."""
+
+    questions: tuple[FidelityQuestion, ...]
+    quality: str = ANSWERS
+    corpus: Corpus | None = None
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A user's model, and what it is asked: ``questions`` from a JSONL file, else ``probes`` from ``corpus``.
+
+    ``policies`` are all that are compared (empty: those of this version); ``chunk_tokens`` is the greatest
+    size of a chunk of the corpus; ``cache_dir`` is as for :class:`~ragcachekit.engine.rag_cache.RagCache`.
+    """
+
+    model: str
+    questions: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    policies: tuple[str, ...] = ()
+    probes: int = 200
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    seed: int = 0
+    max_new_tokens: int = 64
+    device: str | None = None
+    dtype: str = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
+
+    def sample(self) -> Sample:
+        """Read the questions, or make probes; ValueError or CorpusError if neither can be had."""
+        if self.questions is None and self.corpus is None:
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+        corpus = None
+        if self.corpus is not None:
+            tokenizer = load_tokenizer(self.model)
+            corpus = read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
+        if self.questions is not None:
+            return Sample(tuple(read_questions(self.questions)), ANSWERS, corpus)
+        assert corpus is not None
+        return Sample(tuple(probes(corpus.chunks, self.probes, self.seed)), AGREEMENT, corpus)
+
+
+def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours:
+    """Neighbours for ``similar:n``: the chunks before in the corpus's files, or the nearest by MiniLM."""
+    if preceding and sample.corpus is not None:
+        return PrecedingChunks(documents(sample.corpus.chunks))
+    from ragcachekit.commands.embedding import MiniLM  # an extra, and needed here only
+
+    asked = (chunk for question in sample.questions for chunk in question.chunks)
+    texts = list(dict.fromkeys([*(sample.corpus.texts if sample.corpus is not None else ()), *asked]))
+    return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))

@@ -1,0 +1,87 @@
+"""The cache folder of the command line, and loading the models that users name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.pretrained import default_cache_dir, load_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Where ``ask`` and ``precompute`` keep chunk KV (``kv``) and vector indexes (``indexes``)."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str] | None) -> CacheFolder:
+        """The folder named, or the user's own cache folder; nothing is created yet."""
+        return cls(Path(path).expanduser() if path is not None else default_cache_dir())
+
+    @property
+    def kv(self) -> Path:
+        """Folder of the disk tier."""
+        return self.path / "kv"
+
+    @property
+    def indexes(self) -> Path:
+        """Folder of the vector indexes."""
+        return self.path / "indexes"
+
+    @property
+    def manifests(self) -> Path:
+        """Folder of the lists of what ``precompute`` encoded."""
+        return self.path / "precomputed"
+
+
+@contextmanager
+def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Say in one line that the model called ``name`` cannot be loaded, and what to give instead.
+
+    ``kinds``: errors that mean this, beside OSError.
+    """
+    caught: tuple[type[Exception], ...] = (OSError, *kinds)
+    try:
+        yield
+    except caught as error:
+        where = "is no model folder" if Path(name).exists() else "is neither a folder nor a model at hand"
+        raise RagCacheError(
+            f"cannot load the model: {name} {where}; give the folder of a Hugging Face model or a hub id"
+        ) from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The model's tokenizer; long before its weights, so that a corpus is checked first."""
+    from transformers import AutoTokenizer  # half a second that a look into the cache folder does without
+
+    with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
+        if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise FileNotFoundError(name)  # not a hub id: do not ask the hub
+        return AutoTokenizer.from_pretrained(name)
+
+
+def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
+    with explained(name, ValueError):
+        return load_model(name, device, dtype=dtype)
+
+
+def check_dtype(dtype: str) -> None:
+    """ValueError for a dtype that models are not loaded in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+
+
+def disk_bytes(gigabytes: float | None) -> int | None:
+    """A disk budget in bytes; None for the library's default, which the volume decides."""
+    if gigabytes is not None and not gigabytes > 0:
+        raise ValueError(f"the disk budget must be > 0 GB, got {gigabytes}")
+    return None if gigabytes is None else int(gigabytes * 1e9)

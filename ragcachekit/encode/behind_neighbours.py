@@ -1,0 +1,126 @@
+"""The encoder ``similar:n``: a chunk behind other chunks' KV (FusionRAG section 3.1, eq. 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward.linker import link, run_rows
+from ragcachekit.model.encoding import Encoding, NeighbourEncoding
+from ragcachekit.model.extract import Stretch, extract
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
+from ragcachekit.plan.lookup import Fetch
+from ragcachekit.reports import LinkReport
+from ragcachekit.store.base import KVStore
+from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
+from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
+
+
+def ingredients(item: Missing) -> list[tuple[int, Missing]]:
+    """What ``item`` is encoded behind, as entries of their own, and the positions where they begin.
+
+    The system text as ``prefix`` and each neighbour behind that text alone, as ``system`` (without a
+    text: ``standalone``), one behind the other. Empty for encodings that need nothing from the store.
+    """
+    encoding = item.encoding
+    if not isinstance(encoding, NeighbourEncoding):
+        return []
+    system, out, at = encoding.behind, [], 0
+    if system:
+        out.append((0, _entry(item, system, Encoding(ENCODING_PREFIX))))
+        at = len(system)
+    for ids in encoding.neighbours:
+        kind = Encoding("system", system) if system else Encoding("standalone")
+        out.append((at, _entry(item, ids, kind)))
+        at += len(ids)
+    return out
+
+
+def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
+    """``missing`` behind all that it is encoded behind and the store does not hold, each once."""
+    missing = list(missing)
+    needed = {part.key: part for item in missing for _, part in ingredients(item)}
+    absent = {key: part for key, part in needed.items() if key not in store}
+    return list((absent | {item.key: item for item in missing}).values())
+
+
+class NeighbourEncoder:
+    """Encodes chunks behind the KV of a system text and of other chunks.
+
+    The neighbours do not see each other: each is its own ``system`` encoding, rotated to its place.
+    The chunk's rows run in one linked forward over them, and then lose their RoPE. What ``store`` does not
+    hold, ``encoder`` makes; such KV is used once and not stored here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rope: Rope,
+        encoder: ChunkEncoder,
+        store: KVStore,
+        layout: KVLayout | None = None,
+    ) -> None:
+        self._layout = layout
+        self._model = model
+        self._rope = rope
+        self._encoder = encoder
+        self._store = store
+
+    def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Yield every item of a :class:`NeighbourEncoding` with its KV, keys without RoPE, on the host."""
+        for item in items:
+            yield item, self._forward(item, [Piece(at, self._kv(part)) for at, part in ingredients(item)])
+
+    def _kv(self, part: Missing) -> ChunkKV:
+        found = Fetch(self._store, layout=self._layout).get(part.key, len(part.token_ids))
+        if found is not None and isinstance(found.kv, ChunkKV):
+            return found.kv
+        ((_, kv),) = self._encoder.encode([part.token_ids], part.encoding)
+        return kv
+
+    @torch.no_grad()
+    def _forward(self, item: Missing, pieces: list[Piece]) -> ChunkKV:
+        parts = [part.token_ids for _, part in ingredients(item)]
+        ids = tuple(token for part in (*parts, item.token_ids) for token in part)
+        positions = range(len(ids) - len(item.token_ids), len(ids))
+        report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
+        plan = LinkPlan(ids, tuple(pieces), tuple(positions), (), report)
+        sums = _Attended(positions, self._model.device)
+        inputs = link([plan], self._rope, self._model.device, 0, observer=sums)
+        run_rows(self._model, inputs, len(positions))
+        own = Stretch(0, positions.start, positions.stop)
+        (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
+        return ChunkKV(*kv, None, {"attended": sums.sums.cpu()})
+
+
+class _Attended:
+    """Sums, on the device, the attention that the chunk's tokens get from its own rows (:class:`ChunkKV`)."""
+
+    def __init__(self, rows: range, device: torch.device) -> None:
+        self._rows = rows
+        self.sums = torch.zeros(len(rows), device=device)
+
+    def saw(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
+    ) -> None:
+        scores = column_scores(query, key, positions, options)
+        self.sums += scores[self._rows.start : self._rows.stop].float()
+
+
+def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:
+    """An entry of the same model, tenant and epoch as ``item``."""
+    key = item.key
+    context = (chunk_id(encoding.behind, key.namespace),) if encoding.behind else ()
+    own = KVKey(key.fingerprint, key.namespace, chunk_id(ids, key.namespace), encoding.name, context)
+    return Missing(own, ids, encoding, item.epoch)

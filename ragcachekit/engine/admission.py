@@ -1,0 +1,207 @@
+"""The admission check: on the model itself, does linking give what the model would have computed?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.files import make_folder, parse_json, read_regular
+from ragcachekit.forward.attention import install, uninstall
+from ragcachekit.forward.linker import link
+from ragcachekit.model.encoding import Encoding
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan, Piece
+from ragcachekit.reports import LinkReport
+
+log = logging.getLogger(__name__)
+
+CHECK_VERSION = 2
+"""Counts up when the check itself changes."""
+
+CHUNK, PROMPT = 24, 48
+"""Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A passed check: the largest differences seen, relative to the largest value of a tensor.
+
+    ``offset_diff``: K and V of a chunk encoded once and linked at several offsets, against the chunk run
+    there. ``link_diff``: logits, K and V of a prompt with part of its rows kept, and the next token's
+    logits, against its ordinary prefill.
+    """
+
+    offset_diff: float
+    link_diff: float
+    tolerance: float
+
+
+def tolerance_for(dtype: torch.dtype) -> float:
+    """Allowed relative difference: rounding of two different orders of the same sums."""
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 6e-2
+
+
+@torch.no_grad()
+def admit(model: Any, rope: Rope) -> Admission:
+    """Check the model or refuse it.
+
+    Raises
+    ------
+    ModelNotSupported
+        Naming the layer, what differs and by how much.
+    """
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise ModelNotSupported(
+            f"the model is spread over {sorted(map(str, devices))}; load it on one device "
+            "(without device_map='auto')"
+        )
+    install(model)
+    tolerance = tolerance_for(model.dtype)
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
+    try:
+        offset = _check_offsets(model, rope, ids[:CHUNK], tolerance)
+        linked = _check_link(model, rope, ids, tolerance)
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+        uninstall(model)
+        raise ModelNotSupported(
+            f"{type(model).__name__} cannot run a linked forward{_bypass(model)}: {error}"
+        ) from error
+    except ModelNotSupported as error:
+        uninstall(model)
+        raise ModelNotSupported(f"{error}{_bypass(model)}") from error
+    return Admission(offset, linked, tolerance)
+
+
+def _bypass(model: Any) -> str:
+    """For refusals: what the model says about itself."""
+    if getattr(model, "_supports_attention_backend", False):
+        return ""
+    return (
+        " (its attention does not go through the interface of transformers, where linked rows are attended)"
+    )
+
+
+def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
+    worst = 0.0
+    for offset in sorted({1, 37, max(rope.context // 2, 1), max(rope.context - CHUNK, 1)}):
+        length = offset + CHUNK
+        if length > rope.context:
+            continue
+        encoding = Encoding("standalone", length=length if rope.depends_on_length else 0)
+        ((_, chunk),) = ChunkEncoder(model, rope).encode([ids], encoding)
+        positions = torch.arange(offset, length)
+        own = DynamicCache()
+        model.base_model(
+            input_ids=torch.tensor([ids], device=model.device),
+            position_ids=positions[None].to(model.device),
+            past_key_values=own,
+            use_cache=True,
+        )
+        angles = rope.angles(positions, length)
+        for index, layer in enumerate(own.layers):
+            keys, values = rope.place(index, chunk.keys[index], chunk.values[index], angles)
+            for what, ours, theirs in (("keys", keys, layer.keys[0]), ("values", values, layer.values[0])):
+                # The first layer's keys and values come from embeddings and rotation alone.
+                why = "" if index == 0 else "; attention depends on positions and not on distances alone"
+                at = f"layer {index}: {what} at offset {offset}"
+                worst = max(worst, _compare(ours, theirs, tolerance, at, why))
+    return worst
+
+
+def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
+    """Keep exact KV of some rows of an ordinary prefill, compute the others through a linked forward."""
+    device = model.device
+    own = DynamicCache()
+    ordinary = model(
+        input_ids=torch.tensor([ids], device=device), past_key_values=own, use_cache=True
+    ).logits[0]
+    pieces = [_exact_piece(own, rope, start, stop, len(ids)) for start, stop in ((0, 9), (13, 30), (33, 44))]
+    kept = {p for piece in pieces for p in range(piece.start, piece.start + piece.kv.tokens)} - {14, 20, 21}
+    rows = tuple(p for p in range(len(ids)) if p not in kept)
+    report = LinkReport("reuse", "standalone", "", len(ids))
+    inputs = link([LinkPlan(tuple(ids), tuple(pieces), rows, (), report)], rope, device, 0)
+    logits = model(
+        input_ids=inputs.input_ids[:, -len(rows) :],
+        position_ids=inputs.position_ids[:, -len(rows) :],
+        attention_mask=inputs.attention_mask,
+        past_key_values=inputs.cache,
+        use_cache=True,
+    ).logits[0]
+    if any(getattr(layer, "pending", True) for layer in inputs.cache.layers):
+        raise ModelNotSupported("a layer never updated its cache: it shares KV with another layer")
+    worst = 0.0
+    for index, (ours, theirs) in enumerate(zip(inputs.cache.layers, own.layers, strict=True)):
+        worst = max(worst, _compare(ours.keys, theirs.keys, tolerance, f"layer {index}: linked keys"))
+        worst = max(worst, _compare(ours.values, theirs.values, tolerance, f"layer {index}: linked values"))
+    worst = max(worst, _compare(logits, ordinary[list(rows)], tolerance, "logits of the linked forward"))
+    following = {
+        "input_ids": torch.tensor([[ids[0]]], device=device),
+        "position_ids": torch.tensor([[len(ids)]], device=device),
+        "use_cache": True,
+    }
+    after = model(past_key_values=inputs.cache, **following).logits
+    return max(
+        worst,
+        _compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"),
+    )
+
+
+def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length: int) -> Piece:
+    angles = rope.angles(torch.arange(start, stop), length)
+    kv = [
+        rope.strip(i, layer.keys[0, :, start:stop], layer.values[0, :, start:stop], angles)
+        for i, layer in enumerate(cache.layers)
+    ]
+    return Piece(start, ChunkKV(tuple(keys for keys, _ in kv), tuple(values for _, values in kv)))
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str, why: str = "") -> float:
+    exact = theirs.dtype in (torch.float32, torch.float64)
+    if ours.shape != theirs.shape:
+        raise ModelNotSupported(f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
+    size = float(theirs.abs().max()) or 1.0
+    rows = (ours.float() - theirs.float()).abs().transpose(-2, 0).flatten(1).amax(1) / size
+    # In half precision a router that is undecided between two experts sends a token or two another way,
+    # which is no error of linking; a wrong rotation, mask or scale shows in most rows.
+    difference = float(rows.max() if exact else rows.median())
+    if not difference <= tolerance:
+        raise ModelNotSupported(
+            f"{what} differ from the model's own by {difference:.2g} of the largest value "
+            f"(allowed {tolerance:.0e}){why if exact else ''}"
+        )
+    return difference
+
+
+def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
+    """:func:`admit`, skipped if this fingerprint passed under the same versions before.
+
+    The record is a small file in ``folder``; one that cannot be read or written only costs the
+    check's time again.
+    """
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
+    record = folder / "admitted" / f"{fingerprint}.json"
+    try:
+        if parse_json(read_regular(record)) == versions:
+            install(model)
+            return
+    except (OSError, ValueError):
+        pass
+    passed = admit(model, rope)
+    log.info("admitted %s: %s", type(model).__name__, passed)
+    try:
+        make_folder(record.parent)
+        record.write_text(json.dumps(versions))
+    except OSError as error:
+        log.warning("could not note that the model passed its check: %s", error)

@@ -1,0 +1,219 @@
+"""The components of one engine: opened in order, and closed in the opposite one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from ragcachekit.background import flush_all
+from ragcachekit.config import StoreConfig, TreeConfig, check_type
+from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder
+from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.encode.neighbours import by_namespace
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.engine.admission import admit_once
+from ragcachekit.engine.chunk_manager import ChunkManager
+from ragcachekit.engine.generator import Answerer
+from ragcachekit.engine.load_path import LoadPath, load_config
+from ragcachekit.engine.options import EngineSettings
+from ragcachekit.engine.prompt_planner import Preparer
+from ragcachekit.engine.shadow import Shadow, shadow_config
+from ragcachekit.engine.tree_capture import OwnRowsKeeper, TreeKeeper
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
+from ragcachekit.model.identity.fingerprint import fingerprint as fingerprint_of
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.prefill_timing import PrefillCost
+from ragcachekit.model.pretrained import default_cache_dir
+from ragcachekit.model.rope.forward_lock import guard_rotary
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.prefix_match import BeginningReader
+from ragcachekit.plan.variants import recall
+from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.budgets.calibrated import Budgets
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.prefix_tree.factory import open_tree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.eviction.registry import weighs_cost
+from ragcachekit.store.factory import open_store
+from ragcachekit.store.forget_epochs import ForgetEpochs
+
+
+@dataclass(frozen=True, eq=False)
+class EngineComponents:
+    """What one engine is made of; each part was given those that it needs when it was made.
+
+    ``policy`` counts for prompts that bring none of their own. ``forgets`` says what was forgotten since a
+    moment, ``loads`` brings entries from slow tiers, ``prompts`` plans, ``warmer`` encodes what is missing,
+    ``keeper`` copies exact rows into the tree, and ``shadow`` answers some prompts again.
+    """
+
+    policy: SelectionPolicy
+    fingerprint: str
+    store: KVStore
+    tree: KnowledgeTree | None
+    forgets: ForgetEpochs
+    loads: LoadPath
+    prompts: Preparer
+    warmer: Warmer
+    keeper: TreeKeeper | None
+    own_rows: OwnRowsKeeper
+    shadow: Shadow
+    chunks: ChunkManager
+    answerer: Answerer
+    budgets: Budgets
+    opened: ExitStack
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record per tier of the store, then of the tree."""
+        return (*self.store.stats(), *(self.tree.stats() if self.tree is not None else ()))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
+        keeper = [self.keeper.flush] if self.keeper is not None else []
+        own = [self.own_rows.flush, self.warmer.flush, self.loads.flush]
+        return flush_all([*own, *keeper, self.shadow.flush], timeout)
+
+    def close(self) -> None:
+        """End background work, and close the store and the tree that were opened here."""
+        self.opened.close()
+
+
+def open_components(
+    model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
+) -> EngineComponents:
+    """Check the model and open every component for it; closed again if a later one raises.
+
+    ``weights`` is the folder that the model was loaded from. Raises as :class:`ragcachekit.RagCache`.
+    """
+    check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+    if hasattr(model, "_orig_mod"):
+        raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
+    policy, rope = open_policy(settings.policy), describe_rope(model)
+    if rope.depends_on_length:
+        guard_rotary(model)
+    folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
+    fingerprint = fingerprint_of(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+    admit_once(model, rope, fingerprint, folder)
+    use_graphs(model, settings.graphs)
+    forgets, layout = ForgetEpochs(), KVLayout.of(model)
+    with ExitStack() as opened:
+        cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
+        store = _store(settings, cost, opened)
+        loads = LoadPath(store, load_config(settings.load), cost=cost, layout=layout)
+        opened.callback(loads.close)
+        tree = _tree(model, settings, layout, cost, opened)
+        prompts = Preparer(
+            model,
+            tokenizer,
+            rope=rope,
+            store=store,
+            fingerprint=fingerprint,
+            encoder=settings.encoder,
+            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            fetch=loads.fetch,
+            tree=BeginningReader(tree, rope, layout) if tree is not None else None,
+        )
+        if prompts.encodings(policy).name == IN_PROMPT:
+            recall(prompts.variants, store, fingerprint)
+        keeper, when = None, _when(settings)
+        if tree is not None:
+            keeper = TreeKeeper(tree, rope, prompts.unchanged, forgets, when)
+            opened.callback(keeper.close)
+        if not prompts.encodings(policy).similar and prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        encoder = ChunkEncoder(model, rope, ObservedCache)
+        warmer = Warmer(
+            encoder,
+            store,
+            prompts.unchanged,
+            NeighbourEncoder(model, rope, encoder, store, layout),
+            InPromptEncoder(model, rope),
+            prompts.note_stored,
+            forgets,
+        )
+        opened.callback(warmer.close)
+        own_rows = OwnRowsKeeper(warmer, rope, prompts.unchanged, when)
+        opened.callback(own_rows.close)
+        shadow = Shadow(
+            shadow_config(settings.shadow),
+            model,
+            rope,
+            pad=prompts.pad,
+            decode=prompts.decode,
+            unchanged=prompts.unchanged,
+        )
+        opened.callback(shadow.close)
+        budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
+        budgets.resolve(policy, settings.namespace)  # what there is to warn of, warn of now
+        return EngineComponents(
+            policy,
+            fingerprint,
+            store,
+            tree,
+            forgets,
+            loads,
+            prompts,
+            warmer,
+            keeper,
+            own_rows,
+            shadow,
+            ChunkManager(policy, prompts, store, tree, loads, warmer, forgets),
+            Answerer(model, rope, prompts, shadow),
+            budgets,
+            opened.pop_all(),
+        )
+
+
+def _when(settings: EngineSettings) -> Literal["background", "now"]:
+    """When rows are copied out of the caches of answered requests."""
+    return "now" if settings.cold == "now" else "background"
+
+
+def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:
+    """The store that was handed in, or one that is closed with the engine, with profiled costs."""
+    if settings.store is not None and not isinstance(settings.store, StoreConfig):
+        return settings.store
+    config = settings.store or StoreConfig()
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(kv: ChunkKV) -> float:
+        return prefill.seconds(0, kv.tokens, kv.nbytes / budget)
+
+    store = open_store(config, cost=cost if weighs_cost(config.eviction) else None)
+    opened.callback(store.close)
+    return store
+
+
+def _tree(
+    model: Any, settings: EngineSettings, layout: KVLayout, prefill: PrefillCost, opened: ExitStack
+) -> KnowledgeTree | None:
+    """The tree that was handed in, or one that is closed with the engine, with profiled costs."""
+    config = settings.tree
+    if not isinstance(config, TreeConfig):
+        return config
+    disk = settings.store.disk_path if isinstance(settings.store, StoreConfig) else None
+    budget = config.host_bytes or config.gpu_bytes
+
+    def cost(cached: int, new: int) -> float:
+        return prefill.seconds(cached, new, new * layout.token_bytes / budget if budget else 0.0)
+
+    tree = open_tree(
+        config,
+        model.device,
+        folder=None if disk is None else Path(disk),
+        cost=cost if weighs_cost(config.eviction) else None,
+    )
+    opened.callback(tree.close)
+    return tree

@@ -1,0 +1,75 @@
+"""Options of an engine: their types for callers, their defaults, and what can be checked of them at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, TypedDict
+
+from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.base import KVStore
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments of :class:`ragcachekit.RagCache`, which describes them."""
+
+    policy: str | SelectionPolicy
+    encoder: str | None
+    neighbours: Neighbours | Mapping[str, Neighbours] | None
+    store: StoreConfig | KVStore | None
+    namespace: str
+    cold: Literal["background", "now", "never"]
+    shadow: float | ShadowConfig | None
+    load: Literal["auto", "always"] | LoadConfig
+    tree: TreeConfig | KnowledgeTree | None
+    graphs: Literal["auto", "off"] | GraphConfig
+    cache_dir: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The same with their defaults; checked as far as that needs no model."""
+
+    policy: str | SelectionPolicy = "lego:16"
+    encoder: str | None = None
+    neighbours: Neighbours | Mapping[str, Neighbours] | None = None
+    store: StoreConfig | KVStore | None = None
+    namespace: str = "default"
+    cold: Literal["background", "now", "never"] = "background"
+    shadow: float | ShadowConfig | None = None
+    load: Literal["auto", "always"] | LoadConfig = "auto"
+    tree: TreeConfig | KnowledgeTree | None = None
+    graphs: Literal["auto", "off"] | GraphConfig = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.cold not in ("background", "now", "never"):
+            raise ValueError(f"cold must be 'background', 'now' or 'never', got {self.cold!r}")
+        none = type(None)
+        check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
+        stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"
+        check_type("store", self.store, (StoreConfig, KVStore, none), stores)
+        share = "a share of the requests such as 0.02, or None"
+        check_type("shadow", self.shadow, (Real, ShadowConfig, none), share)
+        check_type(
+            "tree", self.tree, (TreeConfig, KnowledgeTree, none), "TreeConfig(host_bytes=...), or None"
+        )
+        check_type("cache_dir", self.cache_dir, (str, os.PathLike, none), "a folder's path, or None")
+
+
+def checked_namespace(namespace: str) -> str:
+    """The namespace, or a ValueError for an empty one (everybody's) and one that has no digest."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"namespace must be text, got {namespace!r}: the lone surrogate at {error.start} is no character"
+        ) from error
+    return namespace

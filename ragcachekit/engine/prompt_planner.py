@@ -1,0 +1,248 @@
+"""From what the user gave as a prompt to a plan: segment, tokenise, look up, choose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragcachekit.encode.neighbours import Neighbours, TokenNeighbours
+from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
+from ragcachekit.errors import PromptTooLong
+from ragcachekit.model.encoding import Ids
+from ragcachekit.model.identity.fingerprint import ModelWatch
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings
+from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.plan import make_plan
+from ragcachekit.plan.prefetch_keys import Upcoming, is_chunk_id, upcoming_keys
+from ragcachekit.plan.prefix_match import BeginningReader
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.variants import open_pool
+from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.prompt.altered import Retrieved
+from ragcachekit.prompt.registry import Registered
+from ragcachekit.store.base import KVStore
+from ragcachekit.types import Chunk, KVKey, Prompt
+
+log = logging.getLogger(__name__)
+
+MODEL_CHANGED = (
+    "the model changed since this RagCache was made (weights, adapter, dtype or attention "
+    "implementation); make a new RagCache around it"
+)
+
+
+class Preparer(PromptSegmenter):
+    """Plans prompts for one model and one store.
+
+    Parameters
+    ----------
+    model, tokenizer
+        As :class:`ragcachekit.RagCache` takes them.
+    encoder : str or None
+        The encoder asked for; None for what the policy wants.
+    neighbours : mapping, optional
+        Namespace to where its chunks' neighbours come from, for the encoder ``similar:n``.
+    fetch : callable, optional
+        Gives what finds one prompt's entries; by default they are read from ``store`` as they are found.
+    tree : BeginningReader, optional
+        Knows the exact beginnings of past prompts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        rope: Rope,
+        store: KVStore,
+        fingerprint: str,
+        encoder: str | None,
+        neighbours: Mapping[str, Neighbours] | None = None,
+        fetch: Callable[[], Fetch] | None = None,
+        tree: BeginningReader | None = None,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.retrieved = Retrieved()
+        self.context = rope.context
+        self._rope = rope
+        self._fetch = fetch or (lambda: Fetch(store))
+        self._tree = tree
+        self._upcoming = Upcoming()
+        self._fingerprint = fingerprint
+        self._encoder = encoder
+        self.variants = open_pool(store)
+        self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
+        self._bos = self.bos(model)
+        self._watch = ModelWatch(model)
+        self._identity = self._watch.state()
+
+    def unchanged(self) -> bool:
+        """Whether the model still is the one whose fingerprint was taken."""
+        return self._watch.state() == self._identity
+
+    def encodings(
+        self, policy: SelectionPolicy, near: Callable[[Ids], Sequence[Ids]] = lambda _: ()
+    ) -> Encodings:
+        """The encodings that ``policy`` works on; ``near`` gives a chunk's neighbours as token ids."""
+        if policy.encoder and self._encoder not in (None, policy.encoder):
+            raise ValueError(
+                f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
+            )
+        encodings = Encodings(policy.encoder or self._encoder or "standalone", self._rope, self._bos, near)
+        if encodings.similar and not self.neighbours:
+            raise ValueError(
+                f"the encoder {encodings.name} needs neighbours=, such as SimilarChunks(texts, embeddings)"
+            )
+        return encodings
+
+    def register(self, space: str, texts: Sequence[str]) -> Registered:
+        """Search the namespace's prompts for these texts."""
+        self.special_tokens.add(space, texts)
+        return self.registry.add(space, texts)
+
+    def note_retrieved(self, space: str, texts: Sequence[str]) -> None:
+        """These texts were retrieved for a prompt that will come."""
+        self.special_tokens.add(space, texts)
+        self.retrieved.saw(space, texts)
+
+    def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
+        """An entry is in the store now."""
+        if key.encoding.partition("@")[0] == IN_PROMPT:
+            self.variants.add(key, kv)
+
+    def request(
+        self, prompt: PromptLike, space: str, policy: SelectionPolicy, epoch: int = 0
+    ) -> PromptRequest:
+        """Segment and tokenise one prompt, and find its chunks' keys; ``epoch`` is that of the forgets.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For an empty prompt or one of another type.
+        PromptTooLong
+        """
+        segmentation = self.segment(prompt, space)
+        texts: dict[Ids, str] = {}
+        notes: list[str] = []
+        # Chat templates write their own BOS; a string or segments of text get the tokenizer's.
+        segments = self.tokenise(segmentation.prompt, isinstance(prompt, str | Prompt), texts)
+        count = sum(len(segment.token_ids) for segment in segments)
+        if count == 0:
+            raise ValueError("the prompt is empty")
+        if count >= self.context:
+            raise PromptTooLong(
+                f"the prompt has {count} tokens, the model's context is {self.context}; "
+                "retrieve fewer or shorter chunks"
+            )
+        self._upcoming.saw(space, segments)
+        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), space, notes))
+        fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
+        if fallback is not None or not policy.reads_cache:
+            request = PromptRequest(tuple(segments), policy, encodings.name, space, fallback=fallback)
+        else:
+            request = PromptRequest.of(
+                segments, policy, encodings, self._fetch(), self._fingerprint, space, self._tree
+            )
+            notes += self._not_found(prompt, segmentation.prompt, space)
+        return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
+
+    def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+        """The complete plan of a request; ``without`` are entries that turned out not to come."""
+        return make_plan(request, self.variants, without)
+
+    def _not_found(self, given: PromptLike, prompt: Prompt, space: str) -> tuple[str, ...]:
+        """Which retrieved chunks were not found, or why the prompt has none at all."""
+        altered = self.retrieved.altered(space, prompt)
+        has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
+        if altered or has_chunks or isinstance(given, Prompt):
+            return altered
+        return (self.registry.nothing_found(space),)
+
+    def upcoming(
+        self, chunks: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+    ) -> list[KVKey]:
+        """Keys that a prompt of these chunks, texts or ids, would look up.
+
+        What stands before them is ``system``, or the last system text that was seen in the namespace.
+        """
+        before = self._upcoming.last(space)
+        if system is not None:
+            before = self.text_before(system)
+        known: dict[Ids, str] = {}
+        items: list[Ids | str] = []
+        for chunk in chunks:
+            items.append(chunk if is_chunk_id(chunk) else self.chunk_ids(chunk))
+            if not isinstance(items[-1], str):
+                known[items[-1]] = chunk
+        encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
+        return upcoming_keys(items, encodings, before, self._fingerprint, space, self.variants)
+
+    def forget(self, space: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
+        """Forget chunks and their texts; with None all of the namespace, and what its prompts were."""
+        self.neighbours.forget(space, ids)
+        self.retrieved.forget(space)
+        if ids is not None:
+            self.registry.discard(space, texts)
+            self.special_tokens.discard(space, texts)
+            return
+        self.registry.clear(space)
+        self.special_tokens.clear(space)
+        self._upcoming.forget(space)
+
+    def missing(
+        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None, epoch: int = 0
+    ) -> list[Missing]:
+        """What to encode for each text, stored already or not; the work on it began at ``epoch``.
+
+        Raises
+        ------
+        ValueError
+            For an empty chunk, one longer than the model's context, or a ``system`` that is needed
+            and not there.
+        """
+        chunks = [self.chunk_ids(text) for text in texts]
+        known = dict(zip(chunks, texts, strict=True))
+        encodings = self.encodings(
+            policy, lambda ids: self.neighbours.of(known[ids], space) if ids in known else ()
+        )
+        behind = self._behind(encodings, system)
+        out = []
+        for number, ids in enumerate(chunks):
+            encoding, context = encodings.encoding(ids, behind)
+            width = len(encoding.behind) + len(ids)
+            if not ids:
+                raise ValueError(f"chunk {number} is empty; drop it before encoding")
+            if width > self.context:
+                raise ValueError(
+                    f"chunk {number} has {len(ids)} tokens, more than the model's context ({self.context}); "
+                    "cut it into smaller ones"
+                )
+            key = encodings.key(ids, encoding, context, self._fingerprint, space, width)
+            out.append(Missing(key, ids, encoding, epoch))
+        return out
+
+    def _behind(self, encodings: Encodings, system: str | None) -> Ids:
+        """The system text's ids, where chunks are encoded behind it."""
+        if not encodings.behind_system:
+            return ()
+        if system is None:
+            raise ValueError(
+                f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"
+            )
+        return self.text_before(system)
+
+    def _near(self, text: str | None, space: str, notes: list[str]) -> Sequence[Ids]:
+        """Neighbours of a prompt's chunk. An index that fails costs the better encoding, not the answer."""
+        if text is None:
+            return ()
+        try:
+            return self.neighbours.of(text, space)
+        except Exception as error:
+            log.warning("the neighbours of a chunk could not be looked up", exc_info=True)
+            notes.append(f"a chunk's neighbours could not be looked up ({error!r}): taken to have none")
+            return ()

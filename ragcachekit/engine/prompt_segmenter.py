@@ -1,0 +1,133 @@
+"""From what the user gave as a prompt to tokenised segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from ragcachekit.model.encoding import Ids
+from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.plan.segments import TokenSegment
+from ragcachekit.prompt.base import Segmentation
+from ragcachekit.prompt.messages import segment_messages
+from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.segment import blanks_outside, body, segment_text
+from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
+from ragcachekit.types import Chunk, Prompt, Segment, Text
+
+PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
+"""A prompt: a string, chat messages, or explicit segments."""
+
+_CERTAIN = "chat messages tell them from the template's own for certain"
+
+
+class PromptSegmenter:
+    """Finds registered chunks in prompts and tokenises segments one by one.
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase or None
+        Without one, prompts are segments of token ids.
+
+    Attributes
+    ----------
+    registry : ChunkRegistry
+        Texts that prompts are searched for.
+    special_tokens : SpecialTokenTexts
+        Texts of the tokenizer's special tokens that stand in retrieved text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
+        self.registry = ChunkRegistry()
+        self.special_tokens = SpecialTokenTexts(self._tokens.special_tokens if self._tokens else ())
+
+    @property
+    def tokens(self) -> SegmentTokenizer:
+        """The tokenizer, or a ValueError that says what to do."""
+        if self._tokens is None:
+            raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
+        return self._tokens
+
+    @property
+    def pad(self) -> int:
+        """An id for padding."""
+        return self._tokens.pad if self._tokens else 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids; empty without a tokenizer."""
+        return self._tokens.decode(ids) if self._tokens else ""
+
+    def bos(self, model: Any) -> int | None:
+        """The BOS token id; without a tokenizer that of the model's configuration."""
+        found: int | None = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
+        return found
+
+    def chunk_ids(self, text: str) -> Ids:
+        """A chunk's ids without the blanks at its end, which chains strip or keep: one entry serves both."""
+        return self.tokens.chunk(body(text))
+
+    def text_before(self, system: str) -> Ids:
+        """Ids of a system text as they stand before a prompt's first chunk."""
+        if not system:  # then all that stands there is what the tokenizer puts there
+            return self.tokens.leading
+        return self.tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
+
+    def segment(self, prompt: PromptLike, namespace: str) -> Segmentation:
+        """The prompt's segments: as given, or by the registered chunks that stand in it."""
+        if isinstance(prompt, Prompt):
+            return self._split(Segmentation(prompt), namespace)
+        if isinstance(prompt, str):
+            return self._split(segment_text(prompt, self.registry, namespace), namespace)
+        if isinstance(prompt, Sequence):
+            messages = cast(Sequence[Mapping[str, Any]], prompt)
+            return segment_messages(
+                messages, self.tokens.render, self.registry, namespace, self.special_tokens
+            )
+        raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
+
+    def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
+        """With what may come from retrieved texts read as plain text, and a note of it."""
+        prompt = segmentation.prompt
+        segments = self.special_tokens.split(namespace, prompt.segments)
+        count = plain_count(segments) - plain_count(prompt.segments)
+        notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
+        return replace(segmentation, prompt=Prompt(segments, (*prompt.notes, *notes)))
+
+    def tokenise(
+        self, prompt: Prompt, leading: bool, texts: dict[Ids, str] | None = None
+    ) -> list[TokenSegment]:
+        """Ids per segment; ``leading``: behind what the tokenizer puts in front of plain text (BOS).
+
+        ``texts`` is filled with the chunks' texts by their ids.
+        """
+        segments: list[TokenSegment] = []
+        for segment in blanks_outside(prompt.segments):
+            ids = self._ids(segment, first=not segments)
+            is_chunk = isinstance(segment, Chunk)
+            if texts is not None and is_chunk and segment.text is not None:
+                texts[ids] = segment.text
+            if ids and segments and not is_chunk and not segments[-1].is_chunk:
+                # One text: the prefix, and what a chunk is encoded behind, go up to the first chunk.
+                segments[-1] = TokenSegment(segments[-1].token_ids + ids, False)
+            elif ids:
+                segments.append(TokenSegment(ids, is_chunk))
+        if not leading or not segments or prompt.segments[0].token_ids is not None:
+            return segments
+        bos = self.tokens.leading
+        if segments[0].token_ids[: len(bos)] == bos:
+            return segments
+        if segments[0].is_chunk:
+            return [TokenSegment(bos, False), *segments]
+        return [TokenSegment(bos + segments[0].token_ids, False), *segments[1:]]
+
+    def _ids(self, segment: Segment, first: bool) -> Ids:
+        if segment.token_ids is not None:
+            return segment.token_ids
+        text = segment.text or ""
+        if isinstance(segment, Chunk):
+            return self.chunk_ids(text)
+        if isinstance(segment, Text) and segment.split_special_tokens:
+            return self.tokens.chunk(text)
+        return self.tokens.text(text, first=first)

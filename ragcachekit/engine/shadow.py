@@ -1,0 +1,287 @@
+"""Shadow mode: some requests are answered a second time in full, to see what reuse does to answers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragcachekit.background import Background
+from ragcachekit.cancellation import raise_if_cancelled
+from ragcachekit.config import ShadowConfig
+from ragcachekit.engine.answer_comparison import Comparison, Tally, divergence, token_f1
+from ragcachekit.errors import Cancelled
+from ragcachekit.generate.answer import answer_of
+from ragcachekit.generate.hooks import FirstScores
+from ragcachekit.generate.run import effective, run_generate
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan, plain_plan
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.segments import TokenSegment
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.reports import Answer, ShadowReport
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 32
+"""Shadow prefills that may wait; what comes when so many do is dropped, and counted."""
+
+_USERS_CODE = ("stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")
+_SAMPLING = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h"),
+    *("epsilon_cutoff", "eta_cutoff", "max_time"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ShadowJob:
+    """A request to answer again.
+
+    ``answer`` is None where only the first token's distribution is compared.
+    """
+
+    namespace: str
+    tally: Tally
+    token_ids: tuple[int, ...]
+    log_probs: torch.Tensor
+    answer: Answer | None
+    options: Mapping[str, Any]
+    stop: tuple[str, ...]
+
+
+class Shadow:
+    """Draws requests, runs them in full behind their answers, and watches the difference.
+
+    Nothing that happens here reaches an answer that was given: errors are logged and counted. Once
+    ``unchanged`` says that the model is another one, there is nothing to compare. The others are as
+    :func:`ragcachekit.generate.run.run_generate` takes them.
+    """
+
+    def __init__(
+        self,
+        config: ShadowConfig,
+        model: Any,
+        rope: Rope,
+        *,
+        pad: int,
+        decode: Callable[[Sequence[int]], str],
+        unchanged: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self._model, self._rope, self._pad = model, rope, pad
+        self._decode, self._unchanged = decode, unchanged
+        self._lock = threading.Lock()
+        self._working = threading.Lock()
+        self._seen = 0
+        self._tallies: dict[str, Tally] = {}
+        self._background = Background[ShadowJob](self._work, MOST_WAITING, "ragcachekit-shadow")
+
+    # -- the way of a request --------------------------------------------------------------------
+
+    def fallback(self, namespace: str) -> str | None:
+        """Why prompts of this namespace are to be computed in full; None where they are not."""
+        tally = self._tallies.get(namespace)
+        return tally.fallback if tally is not None else None
+
+    def draw(self, count: int, options: Mapping[str, Any]) -> FirstScores | None:
+        """Decide which of the next ``count`` requests are shadowed; None if none is.
+
+        Requests that bring code of their own (stopping criteria, logits processors) are not: it may keep
+        state, and a second run would change it.
+        """
+        if self.config.share == 0:
+            return None
+        with self._lock:
+            start, self._seen = self._seen, self._seen + count
+        items = [i for i in range(count) if drawn(self.config.seed, start + i, self.config.share)]
+        config = options.get("generation_config")
+        own = any(options.get(name) or getattr(config, name, None) for name in _USERS_CODE)
+        return FirstScores(items) if items and not own else None
+
+    def follow(
+        self,
+        plans: Sequence[LinkPlan],
+        answers: Sequence[Answer],
+        first: FirstScores | None,
+        options: Mapping[str, Any],
+        stop: Sequence[str],
+    ) -> None:
+        """Run those that were drawn and approximately reused: now or in the background."""
+        if self.config.share:
+            for answer in answers:
+                self._count(answer.report.link.namespace, "requests")
+        if first is None:
+            return
+        for item in first.items:
+            if not answers[item].report.link.approximate_tokens:
+                continue
+            try:
+                job = self._job(plans[item], answers[item], first, item, options, stop)
+                if self.config.when == "after":
+                    self._work(job)
+                elif not self._background.submit(job):
+                    with self._lock:
+                        job.tally.counts["dropped"] += 1
+            except Exception:
+                # Nobody's answer may hang on what is only watched.
+                log.warning("a request could not be shadowed", exc_info=True)
+                self._count(answers[item].report.link.namespace, "failed")
+
+    # -- what it shows -----------------------------------------------------------------------------
+
+    def report(self, namespace: str | None = None) -> ShadowReport:
+        """What was seen since the last :meth:`reset`, in one namespace or (None) in all together."""
+        with self._lock:
+            tallies = [t for name, t in self._tallies.items() if namespace in (None, name)]
+            counts = sum((t.counts for t in tallies), Counter[str]())
+            shadowed, compared = counts["shadowed"], counts["compared"]
+            return ShadowReport(
+                requests=counts["requests"],
+                shadowed=shadowed,
+                compared=compared,
+                agreement=counts["agreed"] / compared if compared else None,
+                f1=sum(t.f1_sum for t in tallies) / compared if compared else None,
+                mean_kl=sum(t.kl_sum for t in tallies) / shadowed if shadowed else None,
+                max_kl=max(t.kl_max for t in tallies) if shadowed else None,
+                recent_disagreement=max((sum(t.recent) for t in tallies), default=0) / self.config.window,
+                waiting=self._background.waiting,
+                dropped=counts["dropped"],
+                failed=counts["failed"],
+                falling_back=any(t.fallback for t in tallies),
+            )
+
+    def reset(self, namespace: str | None = None) -> None:
+        """Begin anew, in one namespace or in all; what waits or is in work is not counted."""
+        with self._lock:
+            for name in list(self._tallies) if namespace is None else [namespace]:
+                self._tallies.pop(name, None)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for shadow prefills; False if ``timeout`` seconds did not suffice."""
+        return self._background.flush(timeout)
+
+    def close(self) -> None:
+        """End the one in work before its next layer, drop those that wait."""
+        self._background.close()
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _job(
+        self,
+        plan: LinkPlan,
+        answer: Answer,
+        first: FirstScores,
+        item: int,
+        options: Mapping[str, Any],
+        stop: Sequence[str],
+    ) -> ShadowJob:
+        cut = answer.report.finish_reason == "cancelled" or effective(self._model, options, "max_time")
+        whole = not (cut or effective(self._model, options, "do_sample"))
+        return ShadowJob(
+            plan.report.namespace,
+            self._tally(plan.report.namespace),
+            plan.token_ids,
+            first.log_probs[item],
+            answer if whole else None,
+            _greedy(options, None if whole else 1),
+            tuple(stop) if whole else (),
+        )
+
+    def _work(self, job: ShadowJob) -> None:
+        if not self._unchanged():
+            return
+        try:
+            with self._working:  # one at a time, also after answers in several threads
+                found = self._compare(job)
+        except Cancelled:
+            with self._lock:
+                job.tally.counts["dropped"] += 1
+            return
+        except Exception:
+            log.warning("a shadow prefill failed", exc_info=True)
+            with self._lock:
+                job.tally.counts["failed"] += 1  # not the namespace's present one: it may have been reset
+            return
+        self._add(job, found)
+
+    def _compare(self, job: ShadowJob) -> Comparison:
+        segments = (TokenSegment(job.token_ids, False),)
+        plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
+        first, begun = FirstScores(), time.perf_counter()
+        generated = run_generate(
+            self._model,
+            self._rope,
+            [plan],
+            job.options,
+            pad=self._pad,
+            stop=job.stop,
+            decode=self._decode,
+            first=first,
+        )
+        raise_if_cancelled()
+        kl = divergence(first.log_probs[0], job.log_probs)
+        if job.answer is None:
+            return Comparison(kl)
+        full = answer_of(generated, 0, begun, job.stop, job.options, self._decode)
+        same = full.text == job.answer.text
+        if not full.text and not job.answer.text:  # no tokenizer, or no text
+            same = full.token_ids == job.answer.token_ids
+        return Comparison(kl, same, token_f1(job.answer.token_ids, full.token_ids))
+
+    def _add(self, job: ShadowJob, found: Comparison) -> None:
+        with self._lock:
+            tally = job.tally
+            tally.add(found)
+            wrong, bound = sum(tally.recent), self.config.bound * self.config.window
+            if wrong <= bound or tally.warned:
+                return
+            tally.warned = True
+            reason = (
+                f"{wrong} of the last {len(tally.recent)} shadowed requests were answered differently by a "
+                f"full prefill; the bound is {bound:g} of {self.config.window}"
+            )
+            tally.fallback = f"shadow mode: {reason}" if self.config.fall_back else None
+        then = "prompts are computed in full from now on" if self.config.fall_back else "reuse goes on"
+        log.warning("namespace %r: %s; %s", job.namespace, reason, then)
+
+    def _count(self, namespace: str, what: str) -> None:
+        tally = self._tally(namespace)
+        with self._lock:
+            tally.counts[what] += 1
+
+    def _tally(self, namespace: str) -> Tally:
+        with self._lock:
+            return self._tallies.setdefault(namespace, Tally(self.config.window))
+
+
+def shadow_config(shadow: float | ShadowConfig | None) -> ShadowConfig:
+    """A share alone stands for its configuration, None for none of the requests."""
+    return shadow if isinstance(shadow, ShadowConfig) else ShadowConfig(shadow or 0.0)
+
+
+def drawn(seed: int, number: int, share: float) -> bool:
+    """Whether request ``number`` (from 0) is one of the share that is shadowed."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _greedy(options: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+    """The same options without chance and without the user's streamer; ``tokens`` to be that short."""
+    out = {name: value for name, value in options.items() if name not in (*_SAMPLING, "streamer")}
+    if (config := copy.deepcopy(out.get("generation_config"))) is not None:
+        for name in _SAMPLING:
+            setattr(config, name, None)
+        config.do_sample = False
+        if tokens:
+            out.pop("max_new_tokens", None)
+            config.max_new_tokens = tokens
+        return {**out, "generation_config": config}
+    return {**out, "do_sample": False, **({"max_new_tokens": tokens} if tokens else {})}

@@ -1,0 +1,191 @@
+"""Attention function of linked models: linked forwards attend by position, all others as before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ragcachekit.cancellation import raise_if_cancelled
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward.attention_sums import attention_sums
+from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows, captured_rows
+from ragcachekit.forward.link_rows import LinkRows, linked_rows
+from ragcachekit.forward.tagged_keys import unmarked
+from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions
+
+PREFIX = "ragcachekit_"
+
+
+def install(model: Any) -> str:
+    """Route the model's attention through ours and return the implementation's name; idempotent.
+
+    The name contains the implementation that the model had (``ragcachekit_sdpa``). That one, with its own
+    mask function, still runs every forward that is not a linked one.
+
+    Raises
+    ------
+    ModelNotSupported
+        If a layer attends within fixed chunks of the context.
+    """
+    config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        # The admission check is shorter than such a chunk and would not see it.
+        raise ModelNotSupported(
+            f"{type(model).__name__} has layers that attend within fixed chunks of the context "
+            "(attention_chunk_size); only full and sliding-window attention can be linked"
+        )
+    before = str(config._attn_implementation)
+    if is_installed(model):
+        return before
+    name = PREFIX + before
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, _forward_over(before))
+        if before in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            AttentionMaskInterface.register(name, _mask_over(ALL_MASK_ATTENTION_FUNCTIONS[before]))
+    model.set_attn_implementation(name)
+    return name
+
+
+def is_installed(model: Any) -> bool:
+    """Whether linked forwards of this model reach our attention function."""
+    return str(model.config.get_text_config()._attn_implementation).startswith(PREFIX)
+
+
+def uninstall(model: Any) -> None:
+    """Restore the model's own attention implementation; for models that are refused."""
+    name = str(model.config.get_text_config()._attn_implementation)
+    if is_installed(model):
+        model.set_attn_implementation(name.removeprefix(PREFIX))
+
+
+def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        # Only a linked forward has no keys in its cache, and its attention needs no mask.
+        return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
+
+    return mask
+
+
+def _forward_over(before: str) -> Callable[..., Any]:
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
+        if captured is None and not torch.compiler.is_compiling():
+            # Every layer of every forward calls this; a cancelled capture would count as failed.
+            raise_if_cancelled()
+        query, key, value = unmarked(query), unmarked(key), unmarked(value)
+        if rows is not None:
+            return _linked(module, query, key, value, rows, **kwargs), None
+        if captured is not None:
+            return _captured(module, query, key, value, captured, **kwargs), None
+        if sums is not None:
+            sums.saw(query, key, _options(module, query, **kwargs))
+        result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return result
+
+    return forward
+
+
+def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
+    if before != "eager":
+        return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
+    # Eager attention is each model's own function (Gemma 2 soft-caps there, gpt-oss adds its sinks).
+    own: Callable[..., Any] | None = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
+    if own is None:
+        raise ModelNotSupported(f"{type(module).__name__} has no eager_attention_forward to fall back to")
+    return own
+
+
+def _masked_window(module: torch.nn.Module) -> int | None:
+    """Window of layers that apply it in the mask only and do not pass it on (Qwen 2 MoE, PhiMoE).
+
+    The admission check cannot find it: its prompt fits into the window.
+    """
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return window if not kinds or index is None or kinds[index] == "sliding_attention" else None
+
+
+def _options(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> AttentionOptions:
+    """Options of our kernels from the keyword arguments of an attention function of transformers."""
+    return AttentionOptions(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window or _masked_window(module),
+        softcap=softcap,
+        sinks=s_aux if s_aux is not None else getattr(module, "sinks", None),
+    )
+
+
+def _linked(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
+) -> torch.Tensor:
+    """Attention of a linked forward, ``[batch, rows, heads, value_head_dim]``."""
+    options, mixed = _options(module, query, **kwargs), []
+    for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
+        if len(positions) > query.shape[2]:
+            # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
+            positions = positions[-query.shape[2] :]
+        own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
+        if rows.observer is not None:
+            rows.observer.saw(int(module.layer_idx), own, keys, positions, options)
+        out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, options)
+        mixed.append(out.transpose(0, 1).contiguous())
+    if len(mixed) == 1:
+        return mixed[0][None]
+    padded = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    for item, one in enumerate(mixed):
+        padded[item, query.shape[2] - len(one) :] = one
+    return padded
+
+
+def _captured(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    captured: CapturedRows,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """As :func:`_linked`, over the KV whose addresses are in the table at the time of the replay."""
+    captured.check(query, key, value)
+    out = dispatch.sparse_attention_at(
+        query[0],
+        captured.table,
+        captured.layer,
+        key.shape[1],
+        value.shape[-1],
+        captured.rows,
+        _options(module, query, **kwargs),
+        tokens=captured.tokens,
+    )
+    return out.transpose(0, 1).contiguous()[None]

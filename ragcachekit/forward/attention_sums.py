@@ -1,0 +1,145 @@
+"""A cache that sums, while chunks are encoded, the attention that each of their tokens gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ragcachekit.forward.tagged_keys import mark_of, marked
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
+
+
+class AttentionSums:
+    """Sums over layers, heads and rows, per chunk of a batch; collected one layer at a time.
+
+    They stay on the device until they are asked for: copying each would wait for its layer.
+
+    Parameters
+    ----------
+    stretches : sequence of (int, int)
+        Per batch item, where its chunk's rows begin and end.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
+        self._stretches = tuple(stretches)
+        self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
+        self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
+
+    @property
+    def attended(self) -> list[torch.Tensor]:
+        """Per batch item ``[tokens]`` float32, on the host."""
+        return [sums.cpu() for sums in self._attended]
+
+    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
+        for item, (start, stop) in enumerate(self._stretches):
+            rows = self._rows[item]
+            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, options)
+            self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
+
+
+class ContextSums(AttentionSums):
+    """What chunks of one prompt attend to, segment by segment (Cache-Craft section 3.1, inter and intra).
+
+    Parameters
+    ----------
+    chunks : sequence of sequence of int
+        Per chunk, the lengths of the segments before it, from the prompt's start on, then its own.
+    first : sequence of int, optional
+        Per chunk, the place of its first row among the rows that run, where these are not all of the prompt.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
+        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
+        self._lengths = [tuple(lengths) for lengths in chunks]
+        self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._outward = [torch.zeros_like(attended) for attended in self._attended]
+
+    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
+        for number, (start, stop) in enumerate(self._stretches):
+            at = self._first[number]
+            rows, keys = query[0, :, at : at + stop - start], key[0, :, :stop]
+            mass = context_mass(rows, keys, self._rows[number], self._lengths[number], options)
+            self._inter[number].append(mass.inter)
+            self._intra[number].append(mass.intra)
+            self._outward[number] = self._outward[number].to(mass.outward.device) + mass.outward
+            self._attended[number] = self._attended[number].to(mass.columns.device) + mass.columns[start:]
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [
+            {
+                "attended": attended,
+                "inter": torch.stack(inter).cpu(),
+                "intra": torch.stack(intra).cpu(),
+                "behind": torch.tensor(lengths[:-1]).float(),
+                "outward": (outward / len(inter)).cpu(),
+            }
+            for attended, inter, intra, lengths, outward in zip(
+                self.attended, self._inter, self._intra, self._lengths, self._outward, strict=True
+            )
+        ]
+
+
+def attention_sums(keys: torch.Tensor) -> AttentionSums | None:
+    """What the layer that made ``keys`` wants its attention summed into, if anything."""
+    mark = mark_of(keys)
+    return mark if isinstance(mark, AttentionSums) else None
+
+
+class _ObservedLayer(DynamicLayer):  # type: ignore[misc]
+    def __init__(self, sums: AttentionSums) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return marked(keys, self._sums), values
+
+
+class ObservedCache(Cache):  # type: ignore[misc]
+    """An ordinary dynamic cache for one forward of chunks on a model whose attention is ours.
+
+    Parameters
+    ----------
+    stretches : sequence of (int, int)
+        As for :class:`AttentionSums`.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
+        self._sums = AttentionSums(stretches)
+        super().__init__(layer_class_to_replicate=partial(_ObservedLayer, self._sums))
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per batch item; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [{"attended": attended} for attended in self._sums.attended]
+
+
+class ContextCache(Cache):  # type: ignore[misc]
+    """An ordinary dynamic cache for one forward of a prompt on a model whose attention is ours.
+
+    Parameters
+    ----------
+    chunks : sequence of sequence of int
+        As for :class:`ContextSums`.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
+        self._sums = ContextSums(chunks)
+        super().__init__(layer_class_to_replicate=partial(_ObservedLayer, self._sums))
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return self._sums.sums

@@ -1,0 +1,200 @@
+"""The model's forward, which runs linked prompts as CUDA graphs where it can and says why where not."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ragcachekit.cancellation import raise_if_cancelled
+from ragcachekit.config import GraphConfig
+from ragcachekit.forward.attention import is_installed
+from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.cuda_graphs.capture import Capture, capture_for, has_graphs
+from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
+from ragcachekit.forward.cuda_graphs.model_state import ModelState
+from ragcachekit.forward.cuda_graphs.runner import CaptureFailed, GraphRunner
+
+log = logging.getLogger(__name__)
+
+_READ = {
+    "input_ids",
+    "position_ids",
+    "past_key_values",
+    "attention_mask",
+    "logits_to_keep",
+    "use_cache",
+    "return_dict",
+}
+"""Arguments of the forward that a captured one follows, or that say nothing new to it."""
+
+
+class GraphedForward:
+    """Stands where the model's ``forward`` does; acts for linked prefills of one prompt, for nothing else.
+
+    An eager forward of 32 layers keeps the host busy for 15 to 25 ms, which is several times what a GPU
+    needs for the few rows of a linked prompt. Transformers documents replacing an instance's ``forward``
+    (``model.forward = torch.compile(model.forward)``); this is the same. A copy of the model, deep or
+    pickled, gets its own forward and not this one.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Not kept alive.
+    config : GraphConfig
+    """
+
+    def __init__(self, model: Any, config: GraphConfig) -> None:
+        self.config = config
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self._before = vars(model).get("forward")
+        self._own = _own_forward(self._model, self._before)
+        self._choosing = threading.Lock()
+        self._runner: GraphRunner | None = None
+        self._state: ModelState | None = None
+        self._refused: str | None = None
+        # transformers looks up which arguments there are. Not functools.wraps: it would keep the model.
+        self.__signature__ = inspect.signature(model.forward)
+        self.__name__, self.__doc__ = "forward", model.forward.__doc__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), "forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, LinkedCache) or not cache.pending or torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        why = self._unfit(cache, args, kwargs)
+        if why is None:
+            try:
+                return self._graphed(cache, kwargs)
+            except NotCapturable as reason:
+                why = str(reason)
+        cache.forward = f"eager: {why}"
+        return self._own(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the model the forward back that it had, unless somebody has put another over this one."""
+        own = vars(self._model())
+        if own.get("forward") is self:
+            del own["forward"]
+            if self._before is not None:
+                own["forward"] = self._before
+
+    def _unfit(self, cache: LinkedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call is not one for a captured forward; None if it is."""
+        other = [n for n, v in kwargs.items() if n not in _READ and v is not None and v is not False]
+        rows = cache.pending_rows
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        if args or other:
+            return f"the forward is given {', '.join(other) or 'positional arguments'}"
+        if ids is None or positions is None or ids.shape[0] != 1 or rows.offsets != (0,):
+            return "it is not one prompt's ids and positions"
+        if ids.shape != positions.shape or ids.shape[1] != len(rows.positions[0]):
+            return "ids or positions are not those of the rows"
+        if rows.observer is not None or cache.narrowing is not None:
+            return "the policy watches the forward or narrows its rows"
+        keep, fields = kwargs.get("logits_to_keep"), kwargs.get("return_dict")
+        if not isinstance(keep, int) or keep != 1 or not kwargs.get("use_cache") or fields is False:
+            return "more than the last row's logits is asked for"
+        if len(rows.positions[0]) > self.config.max_rows:
+            return f"more than {self.config.max_rows} rows"
+        if cache.coming > self.config.max_coming:
+            return "its KV is still on its way to the device"
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
+            return "gradients or autocast are on"
+        return None
+
+    def _graphed(self, cache: LinkedCache, kwargs: dict[str, Any]) -> Any:
+        runner = self._current()
+        cache.settle()  # what does not come is not the model's fault: raises LoadFailed
+        raise_if_cancelled()  # a graph, once begun, runs to its end
+        try:
+            out = runner.run(cache, kwargs["input_ids"], kwargs["position_ids"])
+        except CaptureFailed as error:
+            self._refused = str(error)
+            log.warning("linked forwards of %s run without graphs: %s", type(self._model()).__name__, error)
+            raise
+        cache.forward = "graph"
+        return out
+
+    def _current(self) -> GraphRunner:
+        """What was captured of the model as it is now.
+
+        Raises
+        ------
+        NotCapturable
+            If it cannot be.
+        """
+        with self._choosing:
+            if self._state is None or self._state.changed():
+                self._renew(self._model())
+            if self._refused is not None or self._runner is None:
+                raise NotCapturable(self._refused or "the model's device has no graphs")
+            return self._runner
+
+    def _renew(self, model: Any) -> None:
+        """Forget the graphs. New ones have a pool of their own; the model may be on another device now."""
+        self._state = ModelState(model)
+        self._refused = self._state.obstacle or self._lack()
+        capture = cast("Capture | None", self.config.capture or capture_for(model.device))
+        vocab = model.config.get_text_config().vocab_size
+        self._runner = None if capture is None else GraphRunner(self._own, capture, model.device, vocab)
+
+    def _lack(self) -> str | None:
+        if "logits_to_keep" in self.__signature__.parameters:
+            return None
+        return "the model's forward has no logits_to_keep"
+
+
+def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
+    """Have linked forwards of ``model`` run as captured ones, or not; the last call counts.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Admitted.
+    graphs : {"auto", "off"} or GraphConfig
+        ``auto``: the defaults, where the model is on a device that has graphs.
+    """
+    config = graph_config(graphs)
+    present = vars(model).get("forward")
+    if isinstance(present, GraphedForward):
+        if present.config == config:
+            return
+        present.remove()
+    if config is None or not is_installed(model):
+        return
+    if config.capture is not None or has_graphs(model.device):
+        model.forward = GraphedForward(model, config)
+
+
+def graph_config(graphs: str | GraphConfig) -> GraphConfig | None:
+    """What ``graphs=`` means; None for off.
+
+    Raises
+    ------
+    ValueError
+        For anything else.
+    """
+    if isinstance(graphs, GraphConfig):
+        return graphs
+    if graphs not in ("auto", "off"):
+        raise ValueError(f"graphs must be 'auto', 'off' or a GraphConfig, got {graphs!r}")
+    return GraphConfig() if graphs == "auto" else None
+
+
+def _own_forward(model: weakref.ref[Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The forward that the model had, without keeping the model (or whoever replaces its forward)."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own: Any = model()
+        return type(own).forward(own, *args, **kwargs)
+
+    return before or forward

@@ -1,0 +1,87 @@
+"""Let a guided policy choose: run the question over the linked cache and watch what it attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ragcachekit.forward.linker import Buffers, assemble, link, run_rows
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.apply_selection import apply_selection
+from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.policies.base import GuidedPolicy
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores
+
+
+class _Seen(Exception):
+    """Every watched layer was seen: the rest of the forward is of no interest."""
+
+
+class _Watcher:
+    """An observer that keeps, per watched layer, what each key got from the question's rows.
+
+    Sums stay on the device until the forward is over: copying each would wait for its layer.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[int],
+        spans: Sequence[tuple[int, int]] | None,
+        question: Sequence[int],
+    ) -> None:
+        self._wanted = wanted
+        self._spans = None if spans is None else Spans(tuple(spans))
+        self._question = Rows(tuple(question))
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def saw(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
+    ) -> None:
+        if layer in self._wanted:
+            rows = query[:, -len(self._question) :]  # the question stands last
+            sums = column_scores(rows, key, self._question, options, self._spans)
+            self._sums[layer] = sums.float()
+        if layer == max(self._wanted):
+            raise _Seen
+
+    def attention(self) -> list[torch.Tensor]:
+        return list(torch.stack([self._sums[layer] for layer in self._wanted]).cpu())
+
+
+@torch.no_grad()
+def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, Buffers | None]:
+    """Decide an open plan; a decided one passes through.
+
+    Rows that are computed anyway run over the linked cache at their real positions, up to the attention
+    of the last layer watched. The buffers that this assembled come back, for :func:`link`.
+
+    Raises
+    ------
+    ValueError
+        If the policy watches a layer that the model does not have.
+    """
+    policy = plan.policy
+    if not isinstance(policy, GuidedPolicy):
+        return plan, None
+    spans = [(c.start, c.stop) for c in plan.placed if not c.exempt] if policy.look.per_chunk else None
+    watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
+    buffers = assemble([plan], rope, model.device)
+    inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
+    with suppress(_Seen):
+        run_rows(model, inputs, len(plan.rows))
+    return apply_selection(plan, policy.choose(plan.placed, watcher.attention())), buffers
+
+
+def _watched(policy: GuidedPolicy, layers: int) -> list[int]:
+    wanted = policy.look.layers if policy.look.layers is not None else tuple(range(layers))
+    if not wanted or not all(-layers <= layer < layers for layer in wanted):
+        raise ValueError(f"policy {policy.name} watches layers {wanted}; the model has {layers}")
+    return [layer % layers for layer in wanted]

@@ -1,0 +1,143 @@
+"""Digests of weights, streamed: of the files they were loaded from, or of the tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.files import parse_json
+from ragcachekit.model.identity.file_digests import FileDigests
+
+PIECE_BYTES = 32 << 20
+"""Largest copy of weights held at a time, in bytes."""
+
+_MAX_HEADER_BYTES = 100 << 20
+_log = logging.getLogger(__name__)
+
+
+def state_digest(model: nn.Module) -> str:
+    """SHA-256 over the state dict: name, dtype, shape and bytes of every tensor, sorted by name.
+
+    Tensors that share memory (tied embeddings) are read once. ModelNotSupported if a tensor has no readable
+    bytes (meta device: weights offloaded to disk).
+    """
+    hasher = hashlib.sha256()
+    seen: dict[tuple[object, ...], str] = {}
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, torch.Tensor):
+            _frame(hasher, f"{name} {value!r}")
+            continue
+        where = _place(value)
+        same = seen.setdefault(where, name)
+        _frame(hasher, f"{name} {value.dtype} {tuple(value.shape)} {same if same != name else ''}")
+        if same == name:
+            hash_tensor(hasher, value, name)
+    return hasher.hexdigest()
+
+
+def hash_tensor(hasher: Any, tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Feed a tensor's bytes (row-major) to ``hasher``, in pieces of at most ``PIECE_BYTES`` or one row."""
+    if tensor.is_meta:
+        raise ModelNotSupported(
+            f"{name} is on the meta device: load the whole model into memory, not offloaded"
+        )
+    try:
+        for piece in _pieces(tensor.detach()):
+            hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        kind = type(tensor).__name__
+        raise ModelNotSupported(
+            f"the bytes of {name} ({kind}, {tensor.dtype}) cannot be read: {error}"
+        ) from error
+
+
+def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str | None:
+    """SHA-256 over the folder's safetensors files; None unless they hold exactly the model's state dict.
+
+    Every tensor must be in them under its own name and shape, or share memory with one that is.
+    """
+    files = _safetensors_files(folder)
+    if not files:
+        return None
+    try:
+        shapes = {name: shape for file in files for name, shape in _shapes(file)}
+        if not _all_from(model, shapes):
+            return None
+        hashed = hashlib.sha256()
+        for file in files:
+            _frame(hashed, digests.get(file))
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "cannot read the weights files in %s (%s); hashing the loaded weights instead", folder, error
+        )
+        return None
+    return hashed.hexdigest()
+
+
+def _frame(hasher: Any, text: str) -> None:
+    raw = text.encode()
+    hasher.update(len(raw).to_bytes(8, "little") + raw)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Memory of a tensor: equal for equal views of the same memory."""
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # tensor subclasses without storage
+        pointer = 0
+    if not pointer:
+        return (id(tensor),)
+    return (pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    if not tensor.numel():
+        return
+    row_bytes = tensor.element_size() * (tensor.numel() // tensor.shape[0])
+    rows = max(1, PIECE_BYTES // row_bytes)
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows].reshape(-1)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Files that transformers loads from the folder, by its own preference."""
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    try:
+        index = parse_json((folder / "model.safetensors.index.json").read_bytes())
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes from a safetensors header: 8 bytes of length, then JSON."""
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= _MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is not a safetensors file")
+        header = parse_json(handle.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is not a safetensors file")
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"])
+
+
+def _all_from(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> bool:
+    state = model.state_dict()
+    if not all(isinstance(value, torch.Tensor) and not value.is_meta for value in state.values()):
+        return False
+    stored = {_place(value) for name, value in state.items() if shapes.get(name) == tuple(value.shape)}
+    return all(_place(value) in stored for value in state.values())

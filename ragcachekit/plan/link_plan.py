@@ -1,0 +1,148 @@
+"""A planned prompt: its cached pieces, the rows to compute and what was missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ragcachekit.model.encoding import Encoding
+from ragcachekit.plan.prefix_match import Beginning
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
+from ragcachekit.reports import LinkReport
+from ragcachekit.store.loading.load import AnyKV, LoadingKV
+from ragcachekit.types import KVKey
+
+COMPUTED = "computed"
+"""The source of what is not cached."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An entry that this prompt would have used: what to encode, and under which key to keep it.
+
+    ``epoch`` is the number of forgets when the work on it began (:class:`ForgetEpochs`): a later one that
+    concerns its key keeps it from being stored. 0 is before all of them.
+    """
+
+    key: KVKey
+    token_ids: tuple[int, ...]
+    encoding: Encoding
+    epoch: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A cached stretch of the prompt: ``kv``, or its first ``keep`` tokens, belongs at ``start``."""
+
+    start: int
+    kv: AnyKV
+    keep: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are used."""
+        return self.kv.tokens if self.keep is None else self.keep
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token."""
+        return self.start + self.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class LinkPlan:
+    """One prompt with its rows; complete as it is, and never changed.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        The whole prompt, in order.
+    pieces : tuple of Piece
+        Cached stretches, in order, not overlapping.
+    rows : tuple of int
+        Ascending positions to compute: recomputed, missing and new ones. The last position of the
+        prompt is always among them.
+    report : LinkReport
+        Of a plan that has a ``policy``, as if that selected nothing more.
+    placed : tuple of PlacedChunk
+        The cached chunks that ``pieces`` hold.
+    policy : SelectionPolicy or None
+        Selects among the cached rows during a forward; None once everything is selected.
+    cold : tuple of PlacedChunk
+        Chunks that are computed as they were not found, or not worth loading.
+    question : tuple of int
+        Positions of the question: what is computed behind the last chunk. Only for such a policy.
+    request : PromptRequest or None
+        What this is a plan of; None for one made by hand, which cannot be planned again.
+    without : frozenset of KVKey
+        Entries that were given up for it.
+    skipped : tuple of KVKey
+        Entries that were found and not taken, as computing their rows is quicker than loading them.
+    resident : int
+        Layers that should be there before a forward on an accelerator begins.
+    """
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    rows: tuple[int, ...]
+    missing: tuple[Missing, ...]
+    report: LinkReport
+    placed: tuple[PlacedChunk, ...] = ()
+    policy: SelectionPolicy | None = None
+    question: tuple[int, ...] = ()
+    request: PromptRequest | None = None
+    without: frozenset[KVKey] = frozenset()
+    skipped: tuple[KVKey, ...] = ()
+    resident: int = 0
+    cold: tuple[PlacedChunk, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[PlacedChunk, ...]:
+        """The chunks of the prompt in order, cached or not."""
+        return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """What the knowledge tree has of the prompt; None without a tree."""
+        return None if self.request is None else self.request.beginning
+
+    @property
+    def loads(self) -> tuple[LoadingKV, ...]:
+        """The entries among its pieces that are, or were, read while it is at work."""
+        return tuple(piece.kv for piece in self.pieces if isinstance(piece.kv, LoadingKV))
+
+    @property
+    def kept(self) -> int:
+        """Number of rows taken from the cache as they are."""
+        return len(self.token_ids) - len(self.rows)
+
+    def with_note(self, note: str) -> LinkPlan:
+        """The plan with one more note in its report."""
+        return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
+
+    def without_last(self) -> LinkPlan:
+        """The same plan for the prompt without its last token (linked ahead of generate, not inside it)."""
+        last = len(self.token_ids) - 1
+        pieces = tuple(
+            piece if piece.stop <= last else replace(piece, keep=last - piece.start)
+            for piece in self.pieces
+            if piece.start < last
+        )
+        return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=pieces)
+
+
+def plain_plan(request: PromptRequest) -> LinkPlan:
+    """A plan that reuses nothing: an ordinary prefill."""
+    ids, has_chunk = request.token_ids, any(segment.is_chunk for segment in request.segments)
+    report = LinkReport(
+        request.label or request.policy.name,
+        request.encoder,
+        request.namespace,
+        prompt_tokens=len(ids),
+        computed_tokens=len(ids),
+        # By definition full recomputes all that could have been cached.
+        recompute_ratio=1.0 if request.policy.name == "full" and has_chunk else 0.0,
+        fallback=request.fallback,
+        notes=request.notes,
+    )
+    return LinkPlan(ids, (), tuple(range(len(ids))), (), report, request=request)

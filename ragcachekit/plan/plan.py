@@ -1,0 +1,188 @@
+"""Decide, for one prompt, which rows are kept, which are recomputed and which were never cached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ragcachekit.plan.apply_selection import apply_selection
+from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
+from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
+from ragcachekit.plan.prefix_match import TURN
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.row_cost import Use, guide_of, use_of
+from ragcachekit.plan.segments import TokenSegment, Wanted
+from ragcachekit.plan.variants import VariantPool, look_up
+from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
+from ragcachekit.reports import ChunkUse, LinkReport
+from ragcachekit.types import ENCODING_PREFIX, KVKey
+
+
+def make_plan(
+    request: PromptRequest, variants: VariantPool | None = None, without: Collection[KVKey] = ()
+) -> LinkPlan:
+    """Look every cacheable segment up, decide what to load, and let the policy select among cached rows.
+
+    Parameters
+    ----------
+    variants : VariantPool, optional
+        What chunks of the encoder ``in-prompt`` may use in other contexts than their own.
+    without : collection of KVKey
+        Entries that count as not found: those that an earlier plan of this request waited for in vain.
+    """
+    if not request.reads_cache:
+        return plain_plan(request)
+    begun = time.perf_counter()
+    lost = frozenset(without)
+    fetch, ids = request.fetch.without(lost), request.token_ids
+    serving = _serving(request)
+    entries = look_up(request.wanted, request.policy, fetch, variants)
+    if request.beginning is not None:
+        entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
+    decision = _decision(request, fetch, entries, len(ids))
+    parts = _parts(request, decision)
+    report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
+    useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
+    plan = LinkPlan(
+        ids,
+        tuple(parts.pieces),
+        (),
+        tuple(item for item in parts.missing.values() if item.key in useful),
+        report,
+        tuple(parts.placed),
+        cold=tuple(parts.cold),
+        request=request,
+        without=lost,
+        skipped=decision.skipped,
+        resident=decision.resident,
+    )
+    return _selected(plan, request)
+
+
+def _serving(request: PromptRequest) -> list[bool]:
+    """Per wanted segment, whether an entry of the chunk store can be of use to the policy.
+
+    Not to one that keeps exact rows alone where it would not be exact. With a tree, not where its keys
+    were rotated back and forth: computed in place it goes into the tree, with all behind it.
+    """
+    if not isinstance(request.policy, ExactPolicy):
+        return [True] * len(request.wanted)
+    no_tree = request.beginning is None
+    return [want.exact and (no_tree or want.encoding.name == ENCODING_PREFIX) for want in request.wanted]
+
+
+def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | None], total: int) -> Decision:
+    """What to load, and what to compute although it is there."""
+    wanted, beginning = request.wanted, request.beginning
+    found = sum(len(want.token_ids) for want, entry in zip(wanted, entries, strict=True) if entry)
+    new = total - found - (beginning.tokens if beginning is not None else 0)
+
+    def use(number: int) -> Use:
+        entry = entries[number]
+        assert entry is not None, "only what was found is used"
+        return use_of(request.policy, _placed(wanted[number], entry), entry.found.kv.layers)
+
+    guide = guide_of(request.policy, new, beginning.placed if beginning is not None else ())
+    return fetch.decide(entries, use, total, new, guide)
+
+
+@dataclass
+class _Parts:
+    """What became of the segments that were looked up, in order."""
+
+    placed: list[PlacedChunk]
+    pieces: list[Piece]
+    missing: dict[KVKey, Missing]
+    uses: list[ChunkUse]
+    cold: list[PlacedChunk]
+
+
+def _parts(request: PromptRequest, decision: Decision) -> _Parts:
+    """Place what was found. What is in the store and was skipped is not missing there."""
+    out, beginning = _Parts([], [], {}, [], []), request.beginning
+    if beginning is not None:
+        out.placed += beginning.placed
+        out.uses += beginning.uses
+        out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
+    for want, entry in zip(request.wanted, decision.entries, strict=True):
+        if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
+            out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding, request.epoch)
+        if entry is None:
+            chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False, cached=False)
+            out.cold.append(chunk)
+            out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, COMPUTED))
+            continue
+        chunk = _placed(want, entry)
+        out.placed.append(chunk)
+        out.pieces.append(Piece(want.start, entry.found.kv))
+        out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, entry.found.tier, exact=chunk.exempt))
+    return out
+
+
+def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
+    kv = entry.found.kv
+    return PlacedChunk(
+        want.key.chunk_id,
+        want.start,
+        len(want.token_ids),
+        want.exact and entry.key == want.key and not kv.quantised,
+        attended=kv.sums.get("attended"),
+        before=want.before,
+        behind=entry.key.context,
+        sums=kv.sums,
+    )
+
+
+def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
+    """The report before any selection; a request that loads from a slow tier waited to open it."""
+    sources = [use.source for use in parts.uses if use.source != COMPUTED]
+    slow = {
+        id(piece.kv): piece.kv.nbytes
+        for piece, source in zip(parts.pieces, sources, strict=True)
+        if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
+    }
+    known = request.beginning
+    prefix = parts.uses[:1] if _begins_with_prefix(request.segments, parts.uses) else []
+    load_ms += known.ms if known is not None else 0.0
+    return LinkReport(
+        request.label or request.policy.name,
+        request.encoder,
+        request.namespace,
+        prompt_tokens=tokens,
+        chunks=tuple(parts.uses[len(prefix) :]),
+        prefix=prefix[0] if prefix else None,
+        load_ms=load_ms,
+        wait_ms=request.waited_ms + (load_ms if slow else 0.0),
+        loaded_bytes=sum(slow.values()),
+        tree_tokens=known.match.tokens if known is not None else 0,
+        notes=request.notes,
+    )
+
+
+def _begins_with_prefix(segments: Sequence[TokenSegment], uses: Sequence[ChunkUse]) -> bool:
+    """Whether the first use is the text before the first chunk, and not a chunk or a past turn."""
+    first = next((segment for segment in segments if segment.token_ids), None)
+    return first is not None and not first.is_chunk and bool(uses) and uses[0].source != TURN
+
+
+def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
+    """The plan with its rows; with the policy in it, where that has more to say during a forward."""
+    length, policy = len(plan.token_ids), request.policy
+    # The turn before this one may hold the beginning of the question: those rows do not run again.
+    begin = max([_end_of_chunks(request.segments), *(piece.stop for piece in plan.pieces)])
+    question = tuple(range(begin, length)) or (length - 1,)
+    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in plan.placed):
+        return replace(apply_selection(plan, ()), policy=policy, question=question)
+    chosen = policy.select(plan.placed)
+    if not (isinstance(policy, LayerwisePolicy) and chosen):
+        return apply_selection(plan, chosen)
+    return replace(apply_selection(plan, chosen), policy=policy, question=question)
+
+
+def _end_of_chunks(segments: Sequence[TokenSegment]) -> int:
+    at = end = 0
+    for segment in segments:
+        at += len(segment.token_ids)
+        end = at if segment.is_chunk else end
+    return end

@@ -1,0 +1,199 @@
+"""What the knowledge tree knows of a prompt: its exact beginning, up to where the alternative path begins."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.segments import TokenSegment, Wanted
+from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.prefix_tree.base import Match, Root, Step
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.reports import ChunkUse
+from ragcachekit.types import chunk_id
+
+log = logging.getLogger(__name__)
+
+TURN = "turn"
+"""The source of rows that come from the turn before this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Rows of an earlier turn, all of them exact or none."""
+
+    kv: ChunkKV
+    chunk_id: str
+    exact: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """The known beginning of one prompt: exact nodes, then rows of its last turn.
+
+    The nodes are pinned as long as this is held.
+
+    Attributes
+    ----------
+    match : Match
+        Of the prompt's path; empty where the tree knows nothing of it.
+    ms : float
+        Milliseconds that the look-up took.
+    layerwise : bool
+        Whether the request's rows get fewer from layer to layer.
+    past : tuple of Stretch
+        What the turn before this one has behind that, in order.
+    members : frozenset of str
+        Ids of the prompt's segments up to its last chunk, and the members of the turn that ``past`` is of.
+    epoch : int
+        Of the turns, when this was read.
+    """
+
+    match: Match
+    ms: float = 0.0
+    layerwise: bool = False
+    past: tuple[Stretch, ...] = ()
+    members: frozenset[str] = frozenset()
+    epoch: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Rows that are here: chunks behind them come from the chunk store, if at all."""
+        return self.match.tokens + sum(stretch.kv.tokens for stretch in self.past)
+
+    @property
+    def kvs(self) -> list[ChunkKV]:
+        """Nodes and stretches, in order; ``start`` says where they belong."""
+        return [reused.kv for reused in self.match.found] + [stretch.kv for stretch in self.past]
+
+    @property
+    def placed(self) -> list[PlacedChunk]:
+        """Nodes and stretches as chunks; no policy recomputes the exact ones."""
+        out: list[PlacedChunk] = []
+        before: tuple[str, ...] = ()
+        for reused in self.match.found:
+            ids, start = reused.step.ids, reused.kv.start or 0
+            behind = (*before, *ids[:-1])
+            out.append(PlacedChunk(ids[-1], start, reused.step.tokens, True, before=behind, behind=behind))
+            before = (*before, *ids)
+        for past in self.past:
+            placed = PlacedChunk(past.chunk_id, past.kv.start or 0, past.kv.tokens, past.exact, before=before)
+            out.append(placed)
+            before = (*before, past.chunk_id)
+        return out
+
+    @property
+    def uses(self) -> list[ChunkUse]:
+        """Nodes and stretches as the report names them."""
+        return [
+            ChunkUse(reused.step.ids[-1], reused.step.tokens, reused.tier, exact=True)
+            for reused in self.match.found
+        ] + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
+
+
+class BeginningReader:
+    """Asks one tree about the prompts of one model; ``layout`` is as of :class:`.lookup.Fetch`."""
+
+    def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
+        self._layout = layout
+        self.tree = tree
+        self._rope = rope
+
+    def read(
+        self,
+        segments: Sequence[TokenSegment],
+        wanted: Sequence[Wanted],
+        fingerprint: str,
+        namespace: str,
+        *,
+        layerwise: bool = False,
+    ) -> Beginning:
+        """Look a prompt up; ``wanted`` is all of it that could come from the chunk store."""
+        begun = time.perf_counter()
+        epoch = self.tree.turns.epoch
+        length = sum(len(segment.token_ids) for segment in segments)
+        regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
+        match = self._match(Root(fingerprint, namespace, regime), path_of(segments, wanted))
+        past, former = self._past(match, segments, namespace)
+        members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
+        ms = (time.perf_counter() - begun) * 1e3
+        return Beginning(match, ms, layerwise, past, members, epoch)
+
+    def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
+        """What the tree knows, without nodes that cannot be this model's; those leave it if they can."""
+        match = self.tree.match(root, path)
+        if (wrong := self._first_misfit(match)) is None:
+            return match
+        try:
+            self.tree.discard(root, path[: wrong + 1])
+        except Exception:
+            log.warning("a node of another shape cannot be dropped from the knowledge tree", exc_info=True)
+        match = self.tree.match(root, path)
+        wrong = self._first_misfit(match)  # one that cannot be deleted is found again
+        return match if wrong is None else replace(match, found=match.found[:wrong])
+
+    def _first_misfit(self, match: Match) -> int | None:
+        if self._layout is None:
+            return None
+        for number, reused in enumerate(match.found):
+            if reason := self._layout.misfit(reused.kv, reused.step.tokens):
+                log.warning("a node of the knowledge tree is not used: %s", reason)
+                return number
+        return None
+
+    def _past(
+        self, match: Match, segments: Sequence[TokenSegment], namespace: str
+    ) -> tuple[tuple[Stretch, ...], frozenset[str]]:
+        """What the last turn has behind the match, its exact rows first, and that turn's members."""
+        nothing: tuple[tuple[Stretch, ...], frozenset[str]] = ((), frozenset())
+        turns = self.tree.turns
+        if not turns.budget or self._rope.depends_on_length:
+            return nothing
+        ids = tuple(i for segment in segments for i in segment.token_ids)
+        found = turns.longest(match.root, ids)
+        if found is None:
+            return nothing
+        stop = _not_inside_a_chunk(min(found.tokens, len(ids) - 1), segments)
+        middle = min(max(found.turn.exact, match.tokens), stop)
+        past = tuple(
+            Stretch(found.turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
+            for a, b, exact in ((match.tokens, middle, True), (middle, stop, False))
+            if a < b
+        )
+        return (past, found.turn.members) if past else nothing
+
+
+def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:
+    """That position, or the beginning of the chunk that it is inside of: the store may have all of that."""
+    start = 0
+    for segment in segments:
+        stop = start + len(segment.token_ids)
+        if start < position < stop and segment.is_chunk:
+            return start
+        start = stop
+    return position
+
+
+def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted]) -> tuple[Step, ...]:
+    """The prompt as steps of the tree: the system text, then every chunk with the fixed text before it.
+
+    What stands behind the last chunk, the question, is in no step. The segments' ids are those that were
+    hashed for ``wanted``: doing it twice would cost more than the look-up.
+    """
+    if not any(segment.is_chunk and segment.token_ids for segment in segments):
+        return ()
+    names = iter((*wanted[-1].before, wanted[-1].key.chunk_id))
+    steps: list[Step] = []
+    ids: tuple[str, ...] = ()
+    tokens = 0
+    for segment, name in zip((s for s in segments if s.token_ids), names, strict=False):
+        ids, tokens = (*ids, name), tokens + len(segment.token_ids)
+        if segment.is_chunk or not steps:
+            steps.append(Step(ids, tokens, document=segment.is_chunk))
+            ids, tokens = (), 0
+    return tuple(steps)

@@ -1,0 +1,88 @@
+"""One prompt as it is planned: its segments, and everything that belongs to the request and not to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Self
+
+from ragcachekit.model.encoding import Ids
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.prefix_match import Beginning, BeginningReader
+from ragcachekit.plan.segments import TokenSegment, Wanted
+from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
+from ragcachekit.store.null import NullStore
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRequest:
+    """A segmented prompt with all that planning it needs, also where it is planned again.
+
+    Attributes
+    ----------
+    segments : tuple of TokenSegment
+        The whole prompt, in order.
+    wanted : tuple of Wanted
+        What may come from the chunk store: cacheable segments behind ``beginning``.
+    beginning : Beginning or None
+        What the knowledge tree has of the prompt; None without a tree.
+    fetch : Fetch
+        Looks entries up, each once for all plans of the request.
+    label : str
+        Name of the policy in the report, where that is not its own (``budget:0.01 -> lego:4``).
+    notes, fallback
+        What the report says beside the figures, and why the prompt is prefilled in full, where it is.
+    epoch : int
+        The number of forgets when the prompt came; 0 is before all of them.
+    waited_ms : float
+        Milliseconds that earlier plans waited for entries that did not come.
+    """
+
+    segments: tuple[TokenSegment, ...]
+    policy: SelectionPolicy
+    encoder: str
+    namespace: str
+    wanted: tuple[Wanted, ...] = ()
+    beginning: Beginning | None = None
+    fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
+    label: str = ""
+    notes: tuple[str, ...] = ()
+    fallback: str | None = None
+    epoch: int = 0
+    waited_ms: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        segments: Sequence[TokenSegment],
+        policy: SelectionPolicy,
+        encodings: Encodings,
+        fetch: Fetch,
+        fingerprint: str,
+        namespace: str,
+        tree: BeginningReader | None = None,
+    ) -> Self:
+        """The request of a prompt whose cached rows may be used.
+
+        What ``tree`` has of the prompt's beginning is exact. Only what stands behind it is looked up
+        chunk by chunk (FusionRAG section 4.1, alternative path).
+        """
+        wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
+        beginning = None
+        if tree is not None:
+            layerwise = isinstance(policy, LayerwisePolicy)
+            beginning = tree.read(segments, wanted, fingerprint, namespace, layerwise=layerwise)
+            wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
+        return cls(tuple(segments), policy, encodings.name, namespace, wanted, beginning, fetch)
+
+    @property
+    def token_ids(self) -> Ids:
+        """The whole prompt."""
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def reads_cache(self) -> bool:
+        """False for an ordinary prefill."""
+        return self.fallback is None and self.policy.reads_cache

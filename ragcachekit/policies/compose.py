@@ -1,0 +1,77 @@
+"""Policies put together: what any of them chooses is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
+from ragcachekit.policies.budgets.budget import Budget
+
+
+@dataclass(frozen=True)
+class Union:
+    """``lego:4+query:0.1``: the union of its parts' choices."""
+
+    parts: tuple[SelectionPolicy, ...]
+
+    @property
+    def name(self) -> str:
+        """The parts' names, joined by ``+``."""
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def encoder(self) -> str | None:
+        """What the parts insist on."""
+        return next((part.encoder for part in self.parts if part.encoder), None)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Always: see :func:`union`."""
+        return True
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """What any part selects."""
+        return sorted({p for part in self.parts for p in part.select(chunks)})
+
+
+@dataclass(frozen=True)
+class GuidedUnion(Union):
+    """A union with parts that watch the question."""
+
+    look: Look
+
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+        """What any part chooses."""
+        chosen: set[int] = set()
+        for part in self.parts:
+            if isinstance(part, GuidedPolicy):
+                chosen.update(part.choose(chunks, attention))
+            else:
+                chosen.update(part.select(chunks))
+        return sorted(chosen)
+
+
+def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:
+    """Compose policies.
+
+    Raises
+    ------
+    ValueError
+        For parts that cannot be composed: ``full``, layer-wise ones, ones that insist on different
+        encoders or watch different things.
+    """
+    if any(not part.reads_cache for part in parts):
+        raise ValueError("full recomputes everything; there is nothing to add to it")
+    if any(isinstance(part, Budget) for part in parts):
+        raise ValueError("a budget stands for a whole calibrated policy and stands alone")
+    if any(isinstance(part, LayerwisePolicy) for part in parts):
+        raise ValueError("a layer-wise policy (cacheblend) chooses inside its forward and stands alone")
+    if len({part.encoder for part in parts if part.encoder}) > 1:
+        raise ValueError("the parts insist on different encoders")
+    looks = {part.look for part in parts if isinstance(part, GuidedPolicy)}
+    if len(looks) > 1:
+        raise ValueError("the parts watch the question in different ways; use one of them")
+    return GuidedUnion(tuple(parts), looks.pop()) if looks else Union(tuple(parts))

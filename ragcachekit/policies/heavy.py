@@ -1,0 +1,41 @@
+"""Heavy hitters: the tokens that got most attention while their chunk was encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragcachekit.policies.base import PlacedChunk, check_ratio, share, top
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """Recomputes in every chunk the share ``ratio`` of its tokens that were attended to most.
+
+    Causal sums favour early tokens, as those of H2O do. A chunk without recorded sums is taken
+    from its beginning.
+    """
+
+    ratio: float
+    encoder: str | None = None
+    reads_cache = True
+
+    def __post_init__(self) -> None:
+        check_ratio("heavy", self.ratio)
+
+    @property
+    def name(self) -> str:
+        """``heavy:r``."""
+        return f"heavy:{self.ratio:g}"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """The top share of every chunk that is not exempt."""
+        chosen: list[int] = []
+        for chunk in chunks:
+            if not chunk.exempt:
+                sums = chunk.attended if chunk.attended is not None else -torch.arange(chunk.tokens)
+                positions = range(chunk.start, chunk.stop)
+                chosen += top(positions, sums, share(self.ratio, chunk.tokens))
+        return chosen

@@ -1,0 +1,41 @@
+"""LegoLink-k (EPIC section 4.2): the first k tokens of every chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcachekit.policies.base import PlacedChunk
+
+
+@dataclass(frozen=True)
+class Lego:
+    """Recomputes the first ``k`` tokens of every non-exempt chunk.
+
+    A chunk encoded alone grows an attention sink on its first tokens; recomputing them lets them
+    see that they are not the start of the prompt.
+    """
+
+    k: int
+    encoder: str | None = None
+    reads_cache = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(
+                f"lego:k needs k >= 1, got {self.k}; lego:0 without recomputation is called lego0"
+            )
+
+    @property
+    def name(self) -> str:
+        """``lego:k``."""
+        return f"lego:{self.k}"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """The first ``k`` positions of each chunk that is not exempt."""
+        return [
+            position
+            for chunk in chunks
+            if not chunk.exempt
+            for position in range(chunk.start, min(chunk.start + self.k, chunk.stop))
+        ]

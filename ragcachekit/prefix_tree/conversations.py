@@ -1,0 +1,139 @@
+"""Last turns of conversations: KV of prompt and answer as linked, exact or approximate."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.prefix_tree.base import Root
+from ragcachekit.prefix_tree.longest_prefix import Beginnings, packed
+from ragcachekit.store.base import StoreStats
+from ragcachekit.store.counters import Counters
+
+LEAST_TOKENS = 16
+"""Shortest common beginning that counts as a continued conversation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """KV of one turn. Rows from ``exact`` on are approximate, and stay so when reused."""
+
+    root: Root
+    token_ids: tuple[int, ...]  # prompt and answer, as far as there is KV of them
+    kv: ChunkKV  # of these tokens, rotated from position 0 on
+    exact: int  # rows from the start that equal those of an ordinary prefill
+    members: frozenset[str]  # ids of the prompt's segments; ``forget`` of any of them drops the turn
+
+    def rows(self, start: int, stop: int) -> ChunkKV:
+        """View of some of its rows."""
+        return ChunkKV(
+            tuple(k[:, start:stop] for k in self.kv.keys),
+            tuple(v[:, start:stop] for v in self.kv.values),
+            start,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """A turn whose first ``tokens`` tokens a prompt repeats."""
+
+    turn: Turn
+    tokens: int
+
+
+class Turns:
+    """Turns within a byte budget, evicted least recently used first. Thread safe.
+
+    Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none.
+    """
+
+    def __init__(self, budget: int) -> None:
+        if budget < 0:
+            raise ValueError(f"turns_bytes must be >= 0, got {budget}")
+        self.budget = budget
+        self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()
+        self._beginnings: dict[Root, Beginnings] = {}
+        self._nbytes = 0
+        self._number = 0
+        self._epoch = 0
+        self._lock = Lock()
+        self._counters = Counters("tree:turns")
+
+    @property
+    def epoch(self) -> int:
+        """Number of ``forget`` calls; a turn begun before one is not kept after it."""
+        return self._epoch
+
+    def longest(self, root: Root, token_ids: Sequence[int]) -> Past | None:
+        """Turn with the longest beginning in common, the latest of several; None below ``LEAST_TOKENS``."""
+        if not self.budget:
+            return None
+        asked = packed(token_ids)
+        with self._lock:
+            beginnings = self._beginnings.get(root)
+            tokens, best = beginnings.longest(asked) if beginnings is not None else (0, 0)
+            if tokens < LEAST_TOKENS:
+                self._counters.count("misses")
+                return None
+            self._counters.count("hits")
+            self._turns.move_to_end(best)
+            return Past(self._turns[best][0], tokens)
+
+    def keep(self, turn: Turn, epoch: int) -> bool:
+        """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
+        known = packed(turn.token_ids)
+        with self._lock:
+            if epoch != self._epoch:
+                return False
+            if turn.kv.nbytes > self.budget:
+                self._counters.count("failed_writes")
+                return False
+            for number in list(self._beginnings.get(turn.root, Beginnings()).begun_by(known)):
+                self._remove(number)
+            while self._nbytes + turn.kv.nbytes > self.budget:
+                self._remove(next(iter(self._turns)))
+                self._counters.count("evictions")
+            self._number += 1
+            self._turns[self._number] = (turn, known)
+            self._beginnings.setdefault(turn.root, Beginnings()).add(known, self._number)
+            self._nbytes += turn.kv.nbytes
+            return True
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """Drop turns whose prompt had one of these segments; ``None`` drops the namespace's."""
+        with self._lock:
+            self._epoch += 1
+            doomed = [
+                number
+                for number, (turn, _) in self._turns.items()
+                if turn.root.namespace == namespace
+                and (chunk_ids is None or not chunk_ids.isdisjoint(turn.members))
+            ]
+            for number in doomed:
+                self._remove(number)
+            return len(doomed)
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record; none where no turns are kept."""
+        if not self.budget:
+            return ()
+        with self._lock:
+            entries, nbytes = len(self._turns), self._nbytes
+        return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
+
+    def clear(self) -> None:
+        """Drop all turns."""
+        with self._lock:
+            self._turns.clear()
+            self._beginnings.clear()
+            self._nbytes = 0
+
+    def _remove(self, number: int) -> None:
+        turn, known = self._turns.pop(number)
+        self._nbytes -= turn.kv.nbytes
+        self._beginnings[turn.root].remove(known)
+        if not self._beginnings[turn.root]:
+            del self._beginnings[turn.root]

@@ -1,0 +1,60 @@
+"""From a configuration to a knowledge tree."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ragcachekit.config import TreeConfig
+from ragcachekit.prefix_tree.base import Cost
+from ragcachekit.prefix_tree.disk import FOLDER
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.eviction.registry import open_eviction
+
+
+def open_tree(
+    config: TreeConfig, device: torch.device, *, folder: Path | None = None, cost: Cost | None = None
+) -> KnowledgeTree:
+    """A tree with the tiers that ``config`` asks for.
+
+    Parameters
+    ----------
+    config : TreeConfig
+    device : torch.device
+        The model's; ``gpu_bytes`` are left out where that is a CPU.
+    folder : Path, optional
+        Of the chunk store's disk tier; the tree's entries go to ``tree`` in it.
+    cost : callable, optional
+        As for :class:`~ragcachekit.prefix_tree.knowledge_tree.KnowledgeTree`.
+
+    Raises
+    ------
+    ValueError
+        For an unknown eviction policy, or a disk tier without a folder.
+    StoreError
+        If the folder cannot be used.
+    """
+    policy = partial(open_eviction, config.eviction)
+    policy()  # a typo is an error even where no tier needs one
+    disk: KVStore | None = None
+    if config.disk_bytes:
+        if folder is None:
+            raise ValueError("the tree's disk_bytes need a StoreConfig with a disk_path")
+        from ragcachekit.store.disk.disk_store import DiskStore  # POSIX only; a tree in memory works anywhere
+
+        disk = DiskStore(folder / FOLDER, config.disk_bytes)
+    on_gpu = device.type != "cpu"
+    return KnowledgeTree(
+        gpu_bytes=config.gpu_bytes if on_gpu else 0,
+        host_bytes=config.host_bytes,
+        device=device,
+        disk=disk,
+        policy=policy,
+        cost=cost,
+        keep_first=config.keep_first,
+        replicate_bytes=config.replicate_bytes if on_gpu else 0,
+        turns_bytes=config.turns_bytes,
+    )

@@ -1,0 +1,204 @@
+"""Nodes of the tree in memory, and their copies in its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.prefix_tree.base import Path, Reused, Root, Step
+from ragcachekit.prefix_tree.memory_tier import MOVED, MemoryTier
+from ragcachekit.prefix_tree.node import Node
+from ragcachekit.prefix_tree.replicas import Replicas
+from ragcachekit.store.eviction.base import HIT, Access
+
+Leave = Callable[[Node, ChunkKV], object]
+"""Called with KV that leaves memory."""
+
+
+class Levels:
+    """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
+
+    Invariants (:meth:`check`): every node is in some tier; a node in the GPU tier has its parent there.
+    ``replicate_bytes`` of the host tier hold copies that stay. ``leave`` is called with each node that leaves
+    memory and was not forgotten. Not thread safe: the tree's lock protects it.
+    """
+
+    def __init__(
+        self, gpu: MemoryTier | None, host: MemoryTier | None, replicate_bytes: int, leave: Leave
+    ) -> None:
+        self.gpu, self.host = gpu, host
+        self.tiers = [tier for tier in (gpu, host) if tier is not None]
+        self._replicas = Replicas(replicate_bytes, host) if host is not None and replicate_bytes else None
+        self._leave = leave
+        self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
+
+    def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
+        """Nodes along a path, as far as they exist and at most ``most``."""
+        children = self._roots.get(root, {})
+        for step in islice(path, most):
+            node = children.get(step.ids)
+            if node is None:
+                return
+            yield node
+            children = node.children
+
+    def child(self, root: Root, parent: Node | None, step: Step) -> Node | None:
+        """Node of ``step`` below ``parent`` (None: at the start of the prompt)."""
+        return self._siblings(root, parent).get(step.ids)
+
+    def holds(self, node: Node) -> bool:
+        """Whether the node is still in the tree."""
+        return self.child(node.root, node.parent, node.step) is node
+
+    def copy(self, node: Node) -> tuple[ChunkKV, MemoryTier]:
+        """KV of the node in its fastest tier."""
+        return next((kv, tier) for tier in self.tiers if (kv := tier.get(node)) is not None)
+
+    def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
+        """Uppermost nodes of a namespace with one of these ids (None: all)."""
+        roots = [children for root, children in self._roots.items() if root.namespace == namespace]
+        stack, out = [node for children in roots for node in children.values()], []
+        while stack:
+            node = stack.pop()
+            if chunk_ids is None or not chunk_ids.isdisjoint(node.step.ids):
+                out.append(node)
+            else:
+                stack.extend(node.children.values())
+        return out
+
+    def __iter__(self) -> Iterator[Node]:
+        tops = [node for children in self._roots.values() for node in children.values()]
+        return (node for top in tops for node in top.subtree())
+
+    def use(self, node: Node, access: Access = HIT) -> Reused:
+        """Count an access and return the node's fastest copy."""
+        node.uses += 1
+        if not access.hit:
+            node.missed = access
+        copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
+        return Reused(node.step, *copies[0])
+
+    def count(self, asked: int, found: Sequence[Reused]) -> None:
+        """Count hits and misses of a look-up of ``asked`` steps, tier by tier."""
+        names = [reused.tier for reused in found]
+        for tier in self.tiers:
+            here = names.count(tier.name)
+            tier.counters.count("hits", here)
+            tier.counters.count("misses", asked - here)
+            asked -= here
+
+    def pin(self, node: Node, by: int = 1) -> None:
+        """Change the number of requests that hold the node."""
+        before, node.pins = node.pins, node.pins + by
+        if not before or not node.pins:
+            for tier in self.tiers:
+                tier.settle(node)
+
+    def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
+        """Insert a node, pinned, into the fastest tier with room, or None; the parent must be pinned."""
+        node = Node(root, parent, step, kv.nbytes)
+        node.uses, node.missed, node.pins = 1, access, 1
+        for tier in self.tiers:
+            beside = tier is self.host or parent is None or parent in tier
+            if beside and self._take(tier, node, kv, access):
+                for other in self.tiers:
+                    if other is not tier:
+                        other.use(node, access)
+                siblings = self._roots.setdefault(root, {}) if parent is None else parent.children
+                siblings[step.ids] = node
+                return node
+        return None
+
+    def promote(self, path: Sequence[Node]) -> None:
+        """Copy pinned nodes to GPU memory while there is room, from the top, and replicate them."""
+        if self.gpu is None:
+            return
+        for node in path:
+            if node not in self.gpu and not self._take(self.gpu, node, self.copy(node)[0]):
+                break
+        if self._replicas is None or self.host is None:
+            return
+        for node in self._replicas.choose(path):
+            if node not in self.host and not self._take(self.host, node, self.copy(node)[0]):
+                break
+            self._replicas.add(node)
+
+    def drop(self, top: Node, *, forgotten: bool = True) -> int:
+        """Remove a node and its subtree from the tree; returns how many nodes."""
+        nodes = list(top.subtree())
+        for node in reversed(nodes):
+            # A tier keeps the uses of an evicted node, unless the node is forgotten.
+            here = [tier for tier in self.tiers if forgotten or node in tier]
+            if here and not forgotten:
+                self._leave(node, self.copy(node)[0])
+            for tier in here:
+                tier.remove(node)
+            if self._replicas is not None:
+                self._replicas.discard(node)
+            node.children.clear()
+        self._unlink(top)
+        return len(nodes)
+
+    def lose(self, tier: MemoryTier) -> int:
+        """Remove all copies from a tier; returns how many nodes are left nowhere."""
+        nodes = list(tier)
+        for node in nodes:
+            tier.remove(node)
+            if tier is self.host and self._replicas is not None:
+                self._replicas.discard(node)
+        lost = 0
+        for node in nodes:
+            if not node.copies and self.holds(node):
+                lost += self.drop(node, forgotten=False)
+        return lost
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        nodes = list(self)
+        for node in nodes:
+            assert node.copies == sum(node in tier for tier in self.tiers) > 0
+            if self.gpu is not None and node in self.gpu:
+                assert node.parent is None or node.parent in self.gpu
+        for tier in self.tiers:
+            assert set(tier) <= set(nodes)
+            tier.check()
+        if self._replicas is not None:
+            self._replicas.check()
+
+    def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
+        return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)
+
+    def _make_room(self, tier: MemoryTier, nbytes: int) -> bool:
+        if nbytes > tier.budget:
+            tier.counters.count("failed_writes")
+            return False
+        while not tier.spare(nbytes):
+            if not self._evict(tier):
+                return False  # all of it is in use
+        return True
+
+    def _evict(self, tier: MemoryTier) -> bool:
+        """Evict one node (Algorithm 1): copied to the host the first time, later only dropped."""
+        evicted = tier.evict()
+        if evicted is None:
+            return False
+        victim, kv = evicted
+        host = self.host if tier is self.gpu else None
+        if host is not None and victim not in host and self._make_room(host, victim.nbytes):
+            host.add(victim, kv)
+        if not victim.copies:
+            self._leave(victim, kv)
+            for child in list(victim.children.values()):
+                self.drop(child, forgotten=False)
+            self._unlink(victim)
+        return True
+
+    def _unlink(self, node: Node) -> None:
+        siblings = self._siblings(node.root, node.parent)
+        del siblings[node.step.ids]
+        if node.parent is None and not siblings:
+            del self._roots[node.root]
+
+    def _siblings(self, root: Root, parent: Node | None) -> dict[tuple[str, ...], Node]:
+        return parent.children if parent is not None else self._roots.get(root, {})

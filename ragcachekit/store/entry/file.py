@@ -1,0 +1,240 @@
+"""One immutable safetensors file per entry: written once, verified at every read.
+
+Plain reads into memory of our own, never a memory map. There is no safe use of one here: a file cut
+short under a map is a SIGBUS for whoever touches it, a private (copy-on-write) map not excepted, since
+pages that were not written to still belong to the file; and a byte that was verified in a map can change
+afterwards. Reading costs one copy, which checking the CRC then finds in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import google_crc32c
+import torch
+
+from ragcachekit.files import NO_FOLLOW, OpenFile, read_into, write_all
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.entry.buffers import Buffers
+from ragcachekit.store.entry.header import (
+    EntryDamaged,
+    EntryHeader,
+    decode_header,
+    encode_header,
+    header_size,
+    set_crcs,
+)
+from ragcachekit.store.entry.image import outline
+from ragcachekit.store.entry.tensors import RawLayers, as_tensor, split
+from ragcachekit.types import KVKey
+
+At = Callable[[str], None]
+"""Hears the name of each step worth being interrupted at."""
+
+_PROBE = 8192  # bytes of the first read: most headers
+_BATCH = 1 << 21  # bytes
+_FRESH = Buffers(idle=0)
+
+
+def entry_name(digest: str) -> str:
+    """Of the file that holds the entry whose key has this digest."""
+    return f"{digest}.safetensors"
+
+
+def nowhere(step: str) -> None:
+    """The :data:`At` that does nothing."""
+
+
+class EntryImage:
+    """An entry as it will stand in its file: sealed header and the raw bytes of the tensors.
+
+    Raises
+    ------
+    TypeError
+        For KV of a dtype that safetensors does not know.
+    """
+
+    def __init__(self, key: KVKey, kv: ChunkKV) -> None:
+        header, self._sums = outline(key, kv)
+        self._header, self._layers = encode_header(header), RawLayers(kv, header.layout)
+        self.nbytes = len(self._header) + header.nbytes
+        """Size of the file in bytes."""
+
+    def write(self, fd: int, at: At = nowhere) -> None:
+        """Write the whole image to an open, empty file; the header, with the sums over the layers, last."""
+        end = len(self._header)
+        for piece in self._layers:
+            end = write_all(fd, [raw.data for raw in piece], end)
+        at("half written")
+        write_all(fd, [raw.data for raw in self._sums], end)
+        set_crcs(self._header, self._layers.crcs)
+        write_all(fd, [self._header])
+        at("written")
+
+
+class EntryReader:
+    """An open entry file whose header and sums are verified; layers are read and verified one by one.
+
+    Used by one thread at a time; any number of readers may have the same file open. Whoever made it
+    closes it. A file that is evicted meanwhile can still be read to its end.
+
+    Parameters
+    ----------
+    path : Path or str
+    buffers : Buffers, optional
+        Where memory for the tensors comes from.
+
+    Attributes
+    ----------
+    header : EntryHeader
+    sums : dict of str to torch.Tensor
+    status : os.stat_result
+        Of the file when it was opened.
+
+    Raises
+    ------
+    EntryDamaged
+        Unless every byte of the header and of the sums is as it was written.
+    OSError
+        If the file cannot be read.
+    """
+
+    def __init__(self, path: Path | str, buffers: Buffers = _FRESH) -> None:
+        self._buffers = buffers
+        self._file = OpenFile(path, os.O_RDONLY | NO_FOLLOW)
+        try:
+            self.status = os.fstat(self._file.fd)
+            self.header, self._start = self._read_header()
+            size = self._start + self.header.nbytes
+            if size != self.status.st_size:
+                raise EntryDamaged(f"{self.status.st_size} bytes instead of {size}")
+            self.sums = self._read_sums() if self.header.sums else {}
+        except BaseException as error:
+            if isinstance(error, EntryDamaged):
+                error.seen = self.status
+            self.close()
+            raise
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, in memory of their own.
+
+        Raises
+        ------
+        EntryDamaged
+            Unless every byte is as it was written.
+        OSError
+            If the file cannot be read.
+        """
+        (keys,), (values,) = self._layers(number, number + 1)
+        return keys, values
+
+    def kv(self) -> ChunkKV:
+        """All of it; raises as :meth:`layer`."""
+        layers, first = self.header.layout.layers, self.header.layout.offsets[1]
+        # Several small layers at a time: a read and a buffer have costs of their own.
+        step = max(1, _BATCH // first) if first else layers
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for begin in range(0, layers, step):
+            some = self._layers(begin, min(begin + step, layers))
+            keys += some[0]
+            values += some[1]
+        header = self.header  # whose layout says that the shapes agree
+        return ChunkKV.checked(tuple(keys), tuple(values), header.start, self.sums, header.quantised)
+
+    def _layers(self, begin: int, end: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        layout, crcs = self.header.layout, self.header.crcs
+        first = layout.offsets[begin]
+        raw = self._read(self._start + first, layout.offsets[end] - first)
+        if google_crc32c.extend(crcs[begin - 1] if begin else 0, raw.numpy()) != crcs[end - 1]:
+            last = f" to {end - 1}" if end - begin > 1 else ""
+            raise EntryDamaged(f"layer {begin}{last} does not match its CRC")
+        return split(raw, layout, begin, end)
+
+    def close(self) -> None:
+        """Close the file; also twice."""
+        self._file.close()
+
+    def __enter__(self) -> EntryReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_header(self) -> tuple[EntryHeader, int]:
+        if not stat.S_ISREG(self.status.st_mode):
+            raise EntryDamaged("not a regular file")
+        first = self._read_bytes(min(_PROBE, self.status.st_size))
+        size = header_size(first[:8], self.status.st_size)
+        if size > len(first):
+            first = self._read_bytes(size)
+        return decode_header(first[:size]), size
+
+    def _read_sums(self) -> dict[str, torch.Tensor]:
+        sums, offset = {}, self._start + self.header.layout.nbytes
+        for sealed in self.header.sums:
+            raw = self._read(offset, sealed.nbytes)
+            if google_crc32c.value(raw.numpy()) != sealed.crc32c:
+                raise EntryDamaged(f"{sealed.name} does not match its CRC")
+            sums[sealed.name] = as_tensor(raw, sealed.tensor)
+            offset += sealed.nbytes
+        return sums
+
+    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
+        try:
+            raw = self._buffers.take(nbytes)
+        except RuntimeError as error:  # as torch says it
+            raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
+        self._fill(raw.numpy().data, offset)
+        return raw
+
+    def _read_bytes(self, nbytes: int) -> bytes:
+        raw = bytearray(nbytes)
+        self._fill(memoryview(raw), 0)
+        return bytes(raw)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < view.nbytes:
+            got = read_into(self._file.fd, view[done:], offset + done)
+            if not got:
+                raise EntryDamaged("the file ends early")
+            done += got
+
+
+def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> EntryReader:
+    """A reader of the file at ``path``, which must be that of ``key``; raises as :class:`EntryReader`."""
+    reader = EntryReader(path, buffers)
+    if reader.header.key != key:
+        reader.close()
+        error = EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")
+        error.seen = reader.status
+        raise error
+    return reader
+
+
+def read_entry(path: Path, key: KVKey) -> ChunkKV:
+    """The KV in the file at ``path``, which must be that of ``key``; raises as :class:`EntryReader`."""
+    with open_entry(path, key) as reader:
+        return reader.kv()
+
+
+def read_key(path: Path) -> KVKey:
+    """Whose entry the file is, from its verified header; the layers are not read.
+
+    Raises
+    ------
+    EntryDamaged
+        If the header is damaged, or the file's length or name does not belong to it.
+    OSError
+        If the file cannot be read.
+    """
+    with EntryReader(path) as reader:
+        key = reader.header.key
+    if key.digest() != path.stem:
+        raise EntryDamaged(f"{path.name} holds the entry of another key")
+    return key

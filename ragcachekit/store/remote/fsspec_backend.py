@@ -1,0 +1,191 @@
+"""The objects of the bulk tier within this process's byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from threading import Lock
+
+from fsspec.spec import AbstractFileSystem
+
+from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.remote.base import Left, Saved, Usage, hashed
+from ragcachekit.store.remote.fsspec_objects import Objects, name_of
+from ragcachekit.types import KVKey
+
+_MOST_WRITTEN = 1 << 16  # entries whose last write is remembered
+_HOPELESS = 8  # failed deletions in a row before the rest is not tried
+
+
+class FsspecBackend:
+    """Objects on a file system; sizes and the order of use in memory, from one listing on.
+
+    The objects are the truth: a read asks for the object whatever the index says, and ``forget`` lists.
+    Objects that other processes write count from their first read here. Another process may finish writing
+    an entry after it was forgotten here, so what was forgotten is a miss until this process writes it again.
+
+    ``root`` is a folder of the file system, without protocol. A write waits ``patience`` seconds for another
+    one to end.
+    """
+
+    def __init__(
+        self, fs: AbstractFileSystem, root: str, budget: int, quotas: Mapping[str, int], patience: float
+    ) -> None:
+        self._objects = Objects(fs, root)
+        self._budget, self._patience = budget, patience
+        self._quotas = {hashed(name): quota for name, quota in quotas.items() if name != "*"}
+        self._other_quota = quotas.get("*")
+        self._index: Ranking[str] = Ranking(Lru(), groups=True)
+        self._lock = Lock()  # around the index, never while waiting for the file system
+        self._changing = Lock()  # around writes and forgets
+        self._listed = False
+        self._forgets = ForgetEpochs()
+        self._written: dict[str, int] = {}  # name → epoch of the last write here
+
+    def load(self, key: KVKey) -> bytes | None:
+        name = name_of(key)
+        if self._hidden(key):
+            return None
+        try:
+            blob = self._objects.read(name)
+        except FileNotFoundError:
+            self._gone(name)
+            return None
+        with self._lock:
+            if name in self._index:
+                self._index.touch(name)
+            elif self._index.nbytes + len(blob) <= self._budget:  # another process's, if there is room
+                self._add(name, len(blob))
+        return blob
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
+        name = name_of(key)
+        with self._alone():
+            self._list()
+            evicted = self._make_room(name, len(blob))
+            if not wanted():
+                return Saved(False, evicted)
+            try:
+                self._objects.write(key, blob)
+            except BaseException:
+                if name not in self._index:
+                    with self._lock:
+                        self._add(name, len(blob))  # what may be there now counts until it is deleted
+                    with suppress(Exception):
+                        self._discard(name)
+                raise
+            self._wrote(name)
+            with self._lock:
+                self._add(name, len(blob))
+            return Saved(True, evicted + self._make_room(name, len(blob)))  # reads may have added some
+
+    def delete(self, key: KVKey) -> None:
+        self._discard(name_of(key))
+
+    def exists(self, key: KVKey) -> bool:
+        return not self._hidden(key) and self._objects.exists(name_of(key))
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+        left: Exception | None = None
+        in_a_row = 0
+        with self._alone():
+            self._forgets.add(namespace, chunk_ids)
+            for name in self._objects.concerned(namespace, chunk_ids):
+                try:
+                    self._discard(name)
+                except Exception as error:  # it keeps no other
+                    left, in_a_row = error, in_a_row + 1
+                    if in_a_row == _HOPELESS:
+                        raise
+                else:
+                    in_a_row = 0
+                    dropped.add(name.partition("/")[2])
+        if left is not None:
+            raise Left(f"{type(left).__name__}: {left}") from left
+
+    def usage(self) -> Usage:
+        if not self._listed:
+            self.open()
+        with self._lock:
+            return Usage(len(self._index), self._index.nbytes)
+
+    def open(self) -> int:
+        """List what is there and delete what exceeds the budget; returns how many."""
+        with self._alone():
+            return self._list()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._changing.acquire(timeout=self._patience):
+            raise TimeoutError("an earlier write has not ended")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+    def _hidden(self, key: KVKey) -> bool:
+        """Whether the entry was forgotten after this process last wrote it."""
+        return self._forgets.forgot(key, self._written.get(name_of(key), 0))
+
+    def _wrote(self, name: str) -> None:
+        self._written[name] = self._forgets.now()
+        if len(self._written) > _MOST_WRITTEN:
+            self._written.pop(next(iter(self._written)), None)
+
+    def _make_room(self, name: str, nbytes: int) -> int:
+        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
+        evicted = 0
+        while (victim := self._victim(name, nbytes)) is not None:
+            try:
+                self._discard(victim)  # it counts until the object has gone
+            except BaseException:
+                with self._lock:
+                    self._index.touch(victim)  # one that cannot be deleted is not tried every time
+                raise
+            evicted += 1
+        return evicted
+
+    def _victim(self, name: str, nbytes: int) -> str | None:
+        """The next entry to evict for ``nbytes`` under ``name``; None once they fit."""
+        group = _group_of(name)
+        quota = self._quotas.get(group, self._other_quota)
+        with self._lock:
+            self._index.touch(name)  # now last in line: what it has now is not evicted for itself
+            own = self._index.size(name) if name in self._index else 0
+            if quota and self._index.nbytes_of(group) - own + nbytes > quota:
+                return self._index.lowest(group)
+            if self._index.nbytes - own + nbytes > self._budget:
+                return self._index.lowest()
+            return None
+
+    def _add(self, name: str, nbytes: int) -> None:
+        self._index.add(name, nbytes, group=_group_of(name))
+
+    def _gone(self, name: str) -> None:
+        with self._lock:
+            self._index.remove(name)
+
+    def _discard(self, name: str) -> None:
+        self._objects.remove(name)
+        self._gone(name)
+
+    def _list(self) -> int:
+        """Add what earlier runs left, oldest first; once."""
+        if self._listed:
+            return 0
+        found = self._objects.listing()
+        with self._lock:
+            for name, nbytes in found.items():
+                self._add(name, nbytes)
+        self._listed = True  # also if not all that is too much can be deleted: the next write goes on
+        return self._make_room("", 0)
+
+
+def _group_of(name: str) -> str:
+    """The hash of the namespace that an object belongs to."""
+    return name.partition("/")[0]

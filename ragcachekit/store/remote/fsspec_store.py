@@ -1,0 +1,73 @@
+"""The bulk tier: one object per entry on any fsspec file system."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.remote_store import PATIENCE, RemoteStore
+from ragcachekit.store.remote.seal import Seal
+
+
+class FsspecStore(RemoteStore):
+    """Chunk KV as objects in a folder of a local, network or object store.
+
+    The budget is this process's own: it lists the folder when it is opened, and counts what it writes and
+    reads from then on. Several writers on one folder can together exceed their budgets; give each its own
+    folder, or its share of the bytes.
+
+    Parameters
+    ----------
+    url : str
+        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other that fsspec knows.
+    budget : int
+        Bytes of sealed entries; > 0.
+    key : bytes, str or None
+        What entries are signed with: bytes, or the name of an environment variable.
+    deadline : float
+        Seconds per operation, in which a large entry is read and verified.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take; ``*`` stands for every other one.
+    options : mapping
+        For the file system (``endpoint_url`` of S3 and the like).
+
+    Raises
+    ------
+    ValueError
+        For a budget, url or key that cannot be used.
+    StoreError
+        If fsspec, or what it needs for this url, is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        budget: int,
+        *,
+        key: bytes | str | None,
+        deadline: float = 2.0,
+        quotas: Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if budget <= 0:
+            raise ValueError(
+                f"the bulk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
+            )
+        seal = Seal(key)
+        try:
+            from fsspec.core import url_to_fs
+
+            from ragcachekit.store.remote.fsspec_backend import FsspecBackend
+
+            fs, root = url_to_fs(url, **dict(options or {}))
+        except ImportError as error:
+            raise StoreError(
+                f"the bulk tier needs fsspec and what it names for this url ({error}): "
+                "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
+            ) from error
+        guard = Guard("bulk", deadline)
+        backend = FsspecBackend(fs, root, budget, dict(quotas or {}), deadline)
+        super().__init__("bulk", backend, seal, guard, budget, quotas=quotas)
+        guard.run(backend.open, 0, PATIENCE * deadline)

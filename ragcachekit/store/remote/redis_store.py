@@ -1,0 +1,175 @@
+"""The Redis tier: small entries that several machines share. Valkey speaks the same protocol."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store.base import quota_of
+from ragcachekit.store.remote.base import Saved, Usage, hashed
+from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
+from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.store.remote.seal import Seal
+from ragcachekit.types import KVKey
+
+DEFAULT_ENTRY_BYTES = 1 << 20
+_LARGEST = 256 << 20  # Redis takes strings of up to 512 MB
+_READ = 1 << 20  # reading a megabyte at once is ten times as fast as redis-py's 64 KiB
+_AT_ONCE = 500  # entries per forgetting step: other clients wait that long
+
+
+class RedisStore(RemoteStore):
+    """Chunk KV in a Redis or Valkey server, within a byte budget that all processes share.
+
+    The server must not evict by itself (``maxmemory-policy noeviction``, the default of Redis). It needs
+    memory for the budget, some hundred bytes per entry, and the entry being written. If the server is down,
+    opening succeeds and everything is a miss.
+
+    Parameters
+    ----------
+    url : str
+        ``redis://[user:password@]host:port/0``, ``rediss://`` over TLS, ``unix://``.
+    budget : int
+        Bytes of sealed entries; > 0. All processes should give the same.
+    key : bytes, str or None
+        What entries are signed with: bytes, or the name of an environment variable.
+    entry_bytes : int
+        Larger entries are not kept here.
+    deadline : float
+        Seconds per operation.
+    prefix : str
+        What all keys on the server begin with; one per budget.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take; ``*`` stands for every other one.
+    failures, cooldown, clock
+        As in :class:`~ragcachekit.store.remote.circuit_breaker.Breaker`.
+
+    Raises
+    ------
+    ValueError
+        For a budget, url or key that cannot be used.
+    StoreError
+        If redis-py is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        budget: int,
+        *,
+        key: bytes | str | None,
+        entry_bytes: int = DEFAULT_ENTRY_BYTES,
+        deadline: float = 0.2,
+        prefix: str = "ragcachekit",
+        quotas: Mapping[str, int] | None = None,
+        failures: int = 3,
+        cooldown: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget <= 0:
+            raise ValueError(
+                f"the redis tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
+            )
+        if not 0 < entry_bytes <= _LARGEST:
+            raise ValueError(f"entry_bytes must be from 1 to {_LARGEST}, got {entry_bytes}")
+        seal = Seal(key)
+        guard = Guard("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
+        backend = RedisBackend(url, prefix, budget, dict(quotas or {}), deadline)
+        super().__init__("redis", backend, seal, guard, budget, largest=entry_bytes, quotas=quotas)
+        guard.run(backend.trim, 0)  # the budget may be smaller than last time
+
+
+class RedisBackend:
+    """Entries, their sizes and the order of use, all on the server."""
+
+    def __init__(
+        self, url: str, prefix: str, budget: int, quotas: Mapping[str, int], deadline: float
+    ) -> None:
+        self._client = connect(url, deadline)
+        self._root = "{" + prefix + "}"
+        self._budget, self._quotas = budget, quotas
+        self._tokens: dict[str, str] = {}
+
+    def load(self, key: KVKey) -> bytes | None:
+        digest = key.digest()
+        both = self._client.pipeline(transaction=False)
+        both.get(self._blob(digest))
+        # The script's text each time, not its hash, which a restarted server does not know.
+        both.eval(TOUCH, 1, self._root, digest)
+        blob, known = both.execute()
+        return blob if known else None
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
+        namespace = hashed(key.namespace)
+        quota = quota_of(self._quotas, key.namespace) or 0
+        ids = sorted({hashed(name) for name in (key.chunk_id, *key.context)})
+        token = self._tokens.get(namespace, "")
+        for _ in range(2):
+            # Asked after the token was read: if it is that of a later forget, this is False.
+            if not wanted():
+                break
+            reply = self._eval(SAVE, key.digest(), namespace, token, blob, self._budget, quota, *ids)
+            if reply[0] >= 0:
+                return Saved(True, reply[0])
+            token = self._tokens[namespace] = reply[1].decode()
+        return Saved(False)
+
+    def delete(self, key: KVKey) -> None:
+        self._eval(DROP, key.digest())
+
+    def exists(self, key: KVKey) -> bool:
+        return bool(self._client.exists(self._blob(key.digest())))
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+        if chunk_ids is not None and not chunk_ids:
+            return
+        ids = sorted(hashed(name) for name in chunk_ids or ())
+        token = secrets.token_hex(8)
+        while digests := self._eval(FORGET, hashed(namespace), token, _AT_ONCE, *ids):
+            dropped.update(digest.decode() for digest in digests)
+
+    def usage(self) -> Usage:
+        both = self._client.pipeline(transaction=True)
+        both.hlen(f"{self._root}:info")
+        both.hget(f"{self._root}:sums", "all")
+        entries, nbytes = both.execute()
+        return Usage(entries, int(nbytes or 0))
+
+    def trim(self) -> int:
+        """Evict what exceeds the budget."""
+        return int(self._eval(TRIM, self._budget))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _blob(self, digest: str) -> str:
+        return f"{self._root}:e:{digest}"
+
+    def _eval(self, script: str, *arguments: Any) -> Any:
+        return self._client.eval(script, 1, self._root, *arguments)
+
+
+def connect(url: str, deadline: float) -> Any:
+    """A client whose every wait ends after ``deadline`` seconds; it does not connect yet."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            "the redis tier needs redis-py: pip install 'ragcachekit[redis]', or use redis_url=None"
+        ) from error
+    # Once more only where the connection broke (the server was restarted), never after a time-out.
+    again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=deadline,
+        socket_connect_timeout=deadline,
+        socket_read_size=_READ,
+        retry=again,
+        protocol=2,
+    )

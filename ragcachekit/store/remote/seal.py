@@ -1,0 +1,116 @@
+"""The seal of entries on services that others can write to: HMAC-SHA256 over the entry and its name.
+
+The key never leaves the deployment's processes. The seal gives no confidentiality.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragcachekit.store.entry.header import EntryDamaged
+
+_MAGIC = b"rck-seal"
+_DIGEST = "sha256"
+_ID_BYTES, _MAC_BYTES = 8, 32
+OVERHEAD = len(_MAGIC) + _ID_BYTES + _MAC_BYTES
+"""Bytes that a seal adds to an entry."""
+_SHORTEST = 16
+
+_HOW = (
+    "make one with `openssl rand -hex 32`, give every process of the deployment the same one in an "
+    "environment variable, and name that variable in remote_key="
+)
+
+
+class OtherKey(EntryDamaged):
+    """The entry was sealed with the key of another deployment, or an earlier key of this one."""
+
+
+def load_key(source: bytes | str | None) -> bytes:
+    """The key: ``source`` if it is bytes, else the value of the environment variable of that name.
+
+    Raises
+    ------
+    ValueError
+        If there is no key or it is shorter than 16 bytes. The message does not repeat ``source``, which
+        might be the key, given by mistake in place of a name.
+    """
+    if source is None:
+        raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
+    if isinstance(source, str):
+        value = os.environ.get(source)
+        if value is None:
+            raise ValueError(
+                f"remote_key= is the name of an environment variable, and that one is not set: {_HOW}"
+            )
+        source = value.encode()
+    if len(source) < _SHORTEST:
+        raise ValueError(
+            f"the key of the remote tier has {len(source)} bytes, fewer than {_SHORTEST}: {_HOW}"
+        )
+    return bytes(source)
+
+
+class Seal:
+    """Signs entries and verifies them.
+
+    Parameters
+    ----------
+    key : bytes, str or None
+        As in :func:`load_key`.
+    """
+
+    def __init__(self, key: bytes | str | None) -> None:
+        self._key = load_key(key)
+        # Distinguishes entries of another key from damaged ones; reveals nothing about the key.
+        self._id = hmac.digest(self._key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
+
+    def __repr__(self) -> str:
+        return f"Seal(id={self._id.hex()})"
+
+    def sealed(self, digest: str, parts: Sequence[bytes | memoryview]) -> memoryview:
+        """The seal and ``parts`` in one buffer, to be stored under the name ``digest``."""
+        head = _MAGIC + self._id + self._mac(digest, parts)
+        blob = np.empty(len(head) + sum(len(part) for part in parts), np.uint8)
+        at = 0
+        for part in (head, *parts):
+            # By numpy, which releases the GIL while it copies; joining bytes does not.
+            blob[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        return blob.data
+
+    def opened(self, digest: str, blob: bytes | bytearray | memoryview) -> memoryview:
+        """The entry in ``blob``, verified for the name ``digest``.
+
+        Raises
+        ------
+        OtherKey
+            If it was sealed with another key.
+        EntryDamaged
+            If a byte is not as it was sealed, or if it was sealed under another name.
+        """
+        view = memoryview(blob).toreadonly()
+        image = body(view)
+        if view[len(_MAGIC) : len(_MAGIC) + _ID_BYTES] != self._id:
+            raise OtherKey("sealed with another key")
+        if not hmac.compare_digest(view[OVERHEAD - _MAC_BYTES : OVERHEAD], self._mac(digest, (image,))):
+            raise EntryDamaged("the entry does not match its seal")
+        return image
+
+    def _mac(self, digest: str, parts: Sequence[bytes | memoryview]) -> bytes:
+        # The name has a fixed length, so that no byte can move from it into the entry or back.
+        mac = hmac.new(self._key, _MAGIC + digest.encode(), _DIGEST)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+def body(view: memoryview) -> memoryview:
+    """The entry behind the seal, not verified; EntryDamaged if there is no seal."""
+    if len(view) < OVERHEAD or view[: len(_MAGIC)] != _MAGIC:
+        raise EntryDamaged("no sealed entry")
+    return view[OVERHEAD:]

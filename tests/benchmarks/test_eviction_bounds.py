@@ -1,0 +1,100 @@
+"""Bounds against the true optimum, found by trying every way to run a tiny cache."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from benchmarks.eviction.bounds import most_hits, most_token_hits, next_uses
+
+
+def optimum(requests, tokens, capacity, value, parents=None):
+    """Best sum of ``value`` over hits: all sets that a cache may hold after each access are tried.
+
+    With ``parents``, a set must hold the parent of everything it holds, and the accesses of a request
+    hit only behind hits, as in a knowledge tree.
+    """
+    states = {frozenset(): 0.0}
+    for request in requests:
+        following = {}
+        for kept, score in states.items():
+            gained, intact = score, True
+            for entry in request:
+                intact = entry in kept and (intact or parents is None)
+                gained += value(entry) if intact else 0.0
+            for size in range(len(kept | set(request)) + 1):
+                for held in itertools.combinations(sorted(kept | set(request)), size):
+                    chosen = frozenset(held)
+                    fits = sum(tokens[e] for e in held) <= capacity
+                    closed = parents is None or all(parents[e] in (-1, *chosen) for e in held)
+                    if fits and closed and following.get(chosen, -1.0) < gained:
+                        following[chosen] = gained
+        states = following
+    return max(states.values())
+
+
+def drawn(seed, entries=6, length=22):
+    draw = random.Random(seed)
+    return [min(draw.randrange(entries), draw.randrange(entries)) for _ in range(length)]
+
+
+def test_next_uses():
+    assert next_uses([7, 8, 7, 7]) == [2, float("inf"), 3, float("inf")]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_for_equal_sizes_it_is_the_optimum(seed):
+    accesses, capacity = drawn(seed), 3 * random.Random(seed).randint(1, 4) + 2
+    best = optimum([[a] for a in accesses], [3] * 6, capacity, lambda _: 1)
+    assert most_hits(accesses, [3] * 6, capacity) == best
+    assert best > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_for_unequal_sizes_nothing_exceeds_it(seed):
+    draw = random.Random(seed)
+    accesses, tokens = drawn(seed), [draw.randint(1, 9) for _ in range(6)]
+    capacity = draw.randint(3, 20)
+    single = [[a] for a in accesses]
+    hits = optimum(single, tokens, capacity, lambda _: 1)
+    assert hits <= most_hits(accesses, tokens, capacity) <= len(accesses)
+    found = optimum(single, tokens, capacity, lambda entry: tokens[entry])
+    assert found <= most_token_hits(accesses, tokens, capacity) + 1e-9
+
+
+def test_the_bounds_are_not_loose_by_much():
+    """Over 40 tiny traces: documents within 35 % of the true optimum on average, tokens within 15 %."""
+    loose, loose_tokens = [], []
+    for seed in range(40):
+        draw = random.Random(1000 + seed)
+        accesses, tokens = drawn(seed), [draw.randint(3, 6) for _ in range(6)]
+        single = [[a] for a in accesses]
+        best = optimum(single, tokens, 14, lambda _: 1)
+        best_tokens = optimum(single, tokens, 14, lambda entry: tokens[entry])  # noqa: B023
+        loose.append(most_hits(accesses, tokens, 14) / best)
+        loose_tokens.append(most_token_hits(accesses, tokens, 14) / best_tokens)
+    assert 1 <= sum(loose) / 40 < 1.35
+    assert 1 <= sum(loose_tokens) / 40 < 1.15
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_on_a_tree_of_equal_sizes_it_is_the_optimum_of_the_tree(seed):
+    """Entries 0 and 1 stand first; 2, 3 behind 0; 4, 5 behind 1. A request is a path."""
+    draw, parents = random.Random(seed), [-1, -1, 0, 0, 1, 1]
+    paths = [(0,), (0, 2), (0, 3), (1, 4), (1, 5), (1,)]
+    requests = [draw.choice(paths) for _ in range(14)]
+    capacity = draw.randint(1, 4)
+    best = optimum(requests, [1] * 6, capacity, lambda _: 1, parents)
+    accesses = [entry for request in requests for entry in request]
+    assert most_hits(accesses, [1] * 6, capacity) == best
+
+
+def test_what_fits_never_hits_and_what_all_fits_always_does():
+    accesses = [0, 1, 0, 1, 2, 0]
+    assert most_hits(accesses, [5, 50, 5], 10) == 2
+    assert most_hits(accesses, [5, 50, 5], 1000) == 3
+    assert most_token_hits(accesses, [5, 50, 5], 1000) == 5 + 50 + 5
+    assert most_hits([0], [5], 10) == 0
+    assert most_hits([0, 1], [5, 6], 0) == 0

@@ -1,0 +1,132 @@
+"""The traces have the shares that they claim, and a user's file is read or refused by line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.eviction.traces import TRACES, TraceShape, exponent, open_trace, read_trace
+
+SHAPE = TraceShape(documents=1000, requests=6000, mean_tokens=400)
+
+
+def share_of_top(docs, count):
+    counts = Counter(docs)
+    return sum(n for _, n in counts.most_common(count)) / sum(counts.values())
+
+
+def test_three_percent_of_documents_take_sixty_percent_of_requests():
+    s = exponent(1000)
+    weights = [rank**-s for rank in range(1, 1001)]
+    assert sum(weights[:30]) / sum(weights) == pytest.approx(0.6, abs=1e-6)
+    trace = open_trace("zipf", SHAPE, 0)
+    assert share_of_top([request[0] for request in trace.requests], 30) == pytest.approx(0.6, abs=0.05)
+    every = [doc for request in trace.requests for doc in request]
+    assert share_of_top(every, 30) == pytest.approx(0.6, abs=0.12)
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_every_trace_has_its_size_and_no_document_twice_in_a_request(name, top_k):
+    shape = TraceShape(documents=100, requests=240, top_k=top_k)
+    trace = open_trace(name, shape, 3)
+    assert trace.name == name
+    assert len(trace.requests) == 240
+    assert all(len(set(request)) == len(request) <= top_k for request in trace.requests)
+    assert max(map(len, trace.requests)) == top_k
+    assert all(0 <= doc < len(trace.tokens) for request in trace.requests for doc in request)
+    assert min(trace.tokens) >= 1
+    assert trace.corpus_tokens == sum(trace.tokens[:100])
+    assert open_trace(name, shape, 3) == trace
+    assert open_trace(name, shape, 4) != trace
+
+
+def test_sizes_are_unequal_around_their_mean_or_equal():
+    tokens = open_trace("zipf", SHAPE, 1).tokens
+    assert sum(tokens) / len(tokens) == pytest.approx(400, rel=0.1)
+    assert max(tokens) > 5 * min(tokens)
+    assert set(open_trace("zipf-equal", SHAPE, 1).tokens) == {400}
+
+
+def test_shifting_has_other_favourites_in_every_quarter():
+    trace = open_trace("shifting", SHAPE, 0)
+    tops = []
+    for quarter in range(4):
+        firsts = [request[0] for request in trace.requests[quarter * 1500 : (quarter + 1) * 1500]]
+        tops.append({doc for doc, _ in Counter(firsts).most_common(10)})
+    assert max(len(tops[a] & tops[a + 1]) for a in range(3)) <= 2
+    firsts = [[r[0] for r in open_trace("zipf", SHAPE, 0).requests[h : h + 3000]] for h in (0, 3000)]
+    stays = [{doc for doc, _ in Counter(half).most_common(10)} for half in firsts]
+    assert len(stays[0] & stays[1]) >= 6
+
+
+def test_a_scan_asks_for_a_quarter_once_in_three_runs():
+    trace = open_trace("scan", SHAPE, 0)
+    scanned = [min(request) >= SHAPE.documents for request in trace.requests]
+    assert sum(scanned) == 1500
+    assert sum(now and not before for before, now in zip([False, *scanned], scanned, strict=False)) == 3
+    docs = [doc for request, scan in zip(trace.requests, scanned, strict=True) for doc in request if scan]
+    assert len(set(docs)) == len(docs)
+
+
+def test_local_repeats_recent_requests():
+    def repeated(name):
+        requests = open_trace(name, SHAPE, 0).requests
+        return sum(requests[at] in requests[max(0, at - 100) : at] for at in range(len(requests))) / 6000
+
+    assert repeated("local") > repeated("zipf") + 0.15
+
+
+@pytest.mark.parametrize(("documents", "top_k"), [(0, 2), (3, 2), (100, 0)])
+def test_impossible_shapes_are_refused(documents, top_k):
+    with pytest.raises(ValueError, match="top_k"):
+        TraceShape(documents=documents, top_k=top_k)
+
+
+def test_an_unknown_trace_lists_the_known():
+    with pytest.raises(ValueError, match="known: zipf, zipf-equal, local, shifting, scan"):
+        open_trace("uniform", SHAPE, 0)
+
+
+def test_a_file_of_ids_and_sizes(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        '{"docs": ["a", {"id": "b", "tokens": 70}], "question": "ignored"}\n\n{"docs": ["b", "c", 4]}\n'
+        '{"docs": [{"id": "a", "tokens": 30}]}\n'
+    )
+    trace = read_trace(path, default_tokens=500)
+    assert trace.name == "mine"
+    assert trace.requests == ((0, 1), (1, 2, 3), (0,))
+    assert trace.tokens == (30, 70, 500, 500)
+    assert trace.corpus_tokens == 1100
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: "),
+        ("[1]", 'line 2: expected {"docs"'),
+        ('{"docs": []}', "line 2: expected"),
+        ('{"docs": "a"}', "line 2: expected"),
+        ('{"docs": [null]}', "line 2: a document is"),
+        ('{"docs": [{"tokens": 4}]}', "line 2: a document is"),
+        ('{"docs": [{"id": "a", "tokens": 0}]}', "line 2: tokens of 'a' must be"),
+        ('{"docs": [{"id": "a", "tokens": "4"}]}', "line 2: tokens of 'a' must be"),
+        ('{"docs": [{"id": "x", "tokens": 4}]}', "line 2: 'x' has 4 tokens here and 3 further up"),
+        ('{"docs": ["a", "a"]}', "line 2: a document stands there twice"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"docs": [{"id": "x", "tokens": 3}]}\n' + line + "\n")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        read_trace(path, 10)
+    assert says in str(caught.value)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no requests"):
+        read_trace(path, 10)

@@ -1,0 +1,150 @@
+"""The families table: ten families run, and neither check lets a wrong rotation or a dropped window pass."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+from benchmarks.families import check as check_families
+from benchmarks.families import second_check
+from benchmarks.families.families import Family, build, families
+from ragcachekit.engine.admission import admit
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward import attention
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope.rotation import Rope
+
+FAMILIES = {family.name: family for family in families()}
+TEN = (
+    "llama",
+    "qwen2_moe",  # sliding windows that only the mask knows
+    "gemma2",  # soft-capping
+    "gemma4_text (shared KV)",
+    "gpt_oss",  # attention sinks
+    "glm4",  # interleaved, partial rotary
+    "nanochat",  # rotates backwards
+    "jetmoe",  # repeats keys between cache and attention
+    "deepseek_v3",  # multi-head latent attention
+    "phi3 (longrope)",
+)
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    with check_families._quiet():
+        yield
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_the_family_is_exact(name):
+    checked = check_families.check_family(FAMILIES[name])
+    assert (checked.status, checked.reason) == ("exact", "")
+    assert checked.max_abs_diff is not None
+    assert 0 < checked.max_abs_diff < second_check.KV
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt2", "uses no rotary module"),
+        ("mamba", "linear_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("llama4_text", "attention_chunk_size"),
+        ("falcon", "does not go through the interface"),
+        ("ministral3", "attention depends on positions"),
+        ("hunyuan_v1_dense", "no rotation of its key"),
+    ],
+)
+def test_refused_with_a_reason(name, reason, tmp_path):
+    with pytest.raises(ModelNotSupported, match=reason):
+        RagCache(build(FAMILIES[name]), cache_dir=tmp_path)
+    checked = check_families.check_family(FAMILIES[name])
+    assert checked.status == "refused"
+    assert reason in checked.reason
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4", "nanochat", "deepseek_v3"])
+def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
+    model, oracle = build(FAMILIES[name]), build(FAMILIES[name], oracle=True)
+    rope = describe_rope(model)
+    monkeypatch.setattr(Rope, "place", lambda self, layer, keys, values, angles: (keys, values))
+    with pytest.raises(ModelNotSupported, match="layer 0"):
+        admit(model, rope)
+    assert _wrong(model, oracle, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("gpt_oss", "sinks"), ("mistral", "window"), ("gemma2", "softcap")]
+)
+def test_dropped_attention_options_are_caught(name, option, monkeypatch):
+    own = attention._options
+    monkeypatch.setattr(attention, "_options", lambda *a, **k: {**own(*a, **k), option: None})
+    assert _wrong(build(FAMILIES[name]), build(FAMILIES[name]), monkeypatch)
+
+
+def _wrong(model, oracle, monkeypatch) -> list[second_check.Difference]:
+    """What the second check finds, the admission check switched off."""
+    monkeypatch.setattr(
+        "ragcachekit.engine.components.admit_once", lambda model, *_: attention.install(model)
+    )
+    return [found for found in second_check.compare(model, oracle) if found.wrong]
+
+
+def test_the_oracle_is_another_model_with_the_same_weights():
+    model, oracle = build(FAMILIES["llama"]), build(FAMILIES["llama"], oracle=True)
+    assert model is not oracle
+    pairs = list(zip(model.parameters(), oracle.parameters(), strict=True))
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
+
+
+def test_every_family_is_in_the_table_once():
+    names = [family.name for family in families()]
+    assert len(names) == len(set(names)) > 150
+    assert {"llama (dynamic)", "deepseek_v2", "qwen3"} <= set(names)
+
+
+def test_a_family_that_breaks_does_not_end_the_sweep(monkeypatch):
+    def broken(model, oracle):
+        raise KeyError("gone")
+
+    odd = Family("odd", FAMILIES["llama"].config, {"hidden_size": 63})
+    huge = Family("huge", FAMILIES["llama"].config, {"vocab_size": 10**6})
+    refused = check_families.run([odd, huge], progress=False)
+    assert [row.status for row in refused] == ["refused", "refused"]
+    assert all(row.reason.startswith("not built: ") for row in refused)
+    monkeypatch.setattr(check_families, "compare", broken)
+    (row,) = check_families.run([FAMILIES["llama"]], progress=False)
+    assert (row.status, row.reason) == ("wrong", "KeyError: 'gone'")
+
+
+def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
+    few = (FAMILIES["llama"], FAMILIES["gpt2"])
+    monkeypatch.setattr(check_families, "families", lambda: few)
+    arguments = ["families", "--json", str(tmp_path / "f.json")]
+    result = CliRunner().invoke(app, [*arguments, "--markdown", str(tmp_path / "models.md")])
+    assert result.exit_code == 0
+    assert "1 exact, 1 refused, 0 wrong" in result.stdout
+    frame = json.loads((tmp_path / "f.json").read_text())
+    assert [(row["family"], row["status"]) for row in frame["rows"]] == [
+        ("llama", "exact"),
+        ("gpt2", "refused"),
+    ]
+    page = (tmp_path / "models.md").read_text()
+    assert frame["versions"]["transformers"] in page
+    assert "| llama | exact |  |" in page
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_half_precision_routing_is_no_error_but_a_missing_rotation_is(name, monkeypatch):
+    """An undecided router sends single tokens another way in bfloat16; that must not refuse the family."""
+    model = build(FAMILIES[name]).to(torch.bfloat16)
+    rope = describe_rope(model)
+    assert admit(model, rope).link_diff < 6e-2
+    monkeypatch.setattr(Rope, "place", lambda self, layer, keys, values, angles: (keys, values))
+    with pytest.raises(ModelNotSupported, match="layer 0"):
+        admit(model, rope)

@@ -1,0 +1,161 @@
+"""The kernel bench at small sizes: what it refuses to report, and whether its figures belong together."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.kernels import assembly as kernel_assembly
+from benchmarks.kernels import attention as kernel_attention
+from benchmarks.kernels import baselines as kernel_baselines
+from benchmarks.kernels import device_timing
+from benchmarks.kernels import run as kernels
+from ragcachekit.errors import RagCacheError
+from ragcachekit_kernels import dispatch
+
+SMALL = kernels.KernelSettings(
+    tokens=(192,), heads=4, kv_heads=2, head_dim=16, layers=2, dtype="float32", runs=3, device="cpu"
+)
+COLUMNS = ["kernel", "case", "ms", "achieved", "ceiling", "share", "speedup_over"]
+
+
+@pytest.fixture(scope="module")
+def report():
+    with pytest.MonkeyPatch.context() as patch:
+        best = device_timing.Ceilings(2.0, 10.0)
+        patch.setattr(kernels, "ceilings", lambda *_: best)
+        return kernels.run(SMALL)
+
+
+def test_rows_are_those_of_the_design(report):
+    assert all(set(COLUMNS) <= set(row) for row in report.rows)
+    ours = [(row["kernel"], row["case"]) for row in report.rows if row["kernel"] != "baseline"]
+    assert ours == [
+        *(("sparse_attention", name) for name in ("15%", "lego:16", "question", "full")),
+        ("column_scores", "log-sum-exp given, 2 layers"),
+        ("column_scores", "all keys, 2 layers"),
+        ("column_scores", "per chunk, 2 layers"),
+        ("assembly", "as computed, 2 layers"),
+        ("assembly", "from int8, 2 layers"),
+        ("kv_deviation", "all tokens, 1 layer"),
+    ]
+
+
+def test_figures_belong_together(report):
+    median = {row["case"]: row["ms"] for row in report.rows if row["kernel"] == "sparse_attention"}
+    for row in report.rows:
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["ceiling"] == {"TFLOP/s": 2.0, "GB/s": 10.0}[row["unit"]]
+        assert row["share"] == pytest.approx(row["achieved"] / row["ceiling"])
+        if row["kernel"] == "baseline":
+            case = row["case"].split(":")[0]
+            case = "lego:16" if case == "lego" else case
+            assert row["speedup_over"] == pytest.approx(row["ms"] / median[case])
+        else:
+            assert row["error"] < 1e-5
+            assert row["speedup_over"] is None
+
+
+def test_the_work_is_what_the_rows_need():
+    sizes = kernels._sizes(SMALL, 192)
+    cases = {case.name: case for case in kernel_attention.attention_cases(sizes)}
+    pairs = sum(1 for row in cases["lego:16"].rows for key in range(192) if key <= row)
+    assert cases["lego:16"].work == 2 * (16 + 16) * pairs * 4  # two products per pair, head by head
+    assert cases["question"].work == 2 * 2 * 192 * 16 * 4
+    assert set(range(16)) | set(range(128, 192)) == set(cases["lego:16"].rows)
+
+
+@pytest.mark.parametrize("kernel", ["sparse_attention", "column_scores"])
+def test_a_wrong_kernel_gets_no_figure(monkeypatch, kernel):
+    right = getattr(dispatch, kernel)
+    monkeypatch.setattr(dispatch, kernel, lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
+    with pytest.raises(RagCacheError, match="off by"):
+        kernels.run(replace(SMALL, kernels=(kernel,)))
+
+
+def test_late_rows_that_are_zero_get_no_figure(monkeypatch):
+    """Their values are small next to those of the first rows; they count as much."""
+
+    def forgetful(*args, **kwargs):
+        out = right(*args, **kwargs)
+        out[:, 20:] = 0
+        return out
+
+    right = dispatch.sparse_attention
+    monkeypatch.setattr(dispatch, "sparse_attention", forgetful)
+    with pytest.raises(RagCacheError, match="off by 1"):
+        kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+
+
+def test_a_baseline_that_does_not_run_leaves_a_row(monkeypatch):
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    other = kernel_baselines.Baseline("other", broken)
+    monkeypatch.setattr(kernels, "full_baselines", lambda sizes: [other])
+    report = kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+    (row,) = [row for row in report.rows if row["case"] == "question: other"]
+    assert (row["ms"], row["failed"]) == (None, "RuntimeError: no such kernel")
+    report.table("kernels")
+
+
+def test_an_output_that_was_not_written_gets_no_figure(monkeypatch):
+    def unwritten(*args, **kwargs):
+        out = right(*args, **kwargs)
+        out[0, 1] = float("nan")
+        return out
+
+    right = dispatch.sparse_attention
+    monkeypatch.setattr(dispatch, "sparse_attention", unwritten)
+    with pytest.raises(RagCacheError, match="off by nan"):
+        kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+
+
+def test_an_assembly_that_does_not_rotate_gets_no_figure(monkeypatch):
+    right = kernel_assembly._angles
+    turned = partial(right, replace(kernels._sizes(SMALL, 192), tokens=193))
+    monkeypatch.setattr(dispatch, "assembly", partial(_with_table, dispatch.assembly, turned))
+    with pytest.raises(RagCacheError, match="assembly"):
+        kernels.run(replace(SMALL, kernels=("assembly",)))
+
+
+def _with_table(assembly, table, planes, places, chunks, _tables, **kwargs):
+    cos, sin = table()
+    return assembly(planes, places, chunks, [(cos[1:].contiguous(), sin[1:].contiguous())], **kwargs)
+
+
+def test_a_baseline_that_computes_something_else_is_no_baseline(monkeypatch):
+    def shifted(sizes, positions):
+        return right(sizes, [max(p - 1, 0) for p in positions])
+
+    right = kernel_baselines.row_baselines
+    monkeypatch.setattr(kernels, "row_baselines", shifted)
+    with pytest.raises(RagCacheError, match="differ"):
+        kernels.run(replace(SMALL, kernels=("sparse_attention",)))
+
+
+def test_ceilings_count_both_ways(monkeypatch):
+    monkeypatch.setattr(device_timing, "timed", lambda calls, runs, device: device_timing.Samples((2.0,)))
+    best = device_timing.ceilings(torch.device("cpu"), torch.float32, 1, 0)
+    assert best.tflops == pytest.approx(2 * 1024**3 / 2e-3 / 1e12)
+    assert best.gb_per_s == pytest.approx(2 * 2**27 / 2e-3 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernels": ("nonsense",)}, "unknown kernels"),
+        ({"tokens": (64,)}, "at least 128 tokens"),
+        ({"heads": 5}, "cannot share"),
+        ({"dtype": "int4"}, "unknown dtype"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_there_is_nothing_to_tune_without_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="nothing to tune on cpu"):
+        kernels.tune(SMALL, tmp_path / "tuned.json")

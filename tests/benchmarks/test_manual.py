@@ -1,0 +1,154 @@
+"""The manual of the standard library as chunks."""
+
+import os
+import sys
+
+import pytest
+
+from benchmarks.demo import manual
+
+PAGES = [
+    ("one", "\n\n".join(f"part {n} of one" for n in range(5))),
+    ("two", "the second"),
+    ("three", "a\n\nb c"),
+]
+
+
+def words(text):
+    """Wordpieces, as a tokenizer with two special tokens counts them, one for each word."""
+    return 2 + len(text.split())
+
+
+@pytest.fixture(scope="module")
+def pages():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANUAL_SECRET", "value-of-the-secret")
+        return manual.pages()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(manual, "pages", lambda: PAGES)
+
+
+def test_the_manual_is_that_of_the_running_python(pages):
+    by_name = dict(pages)
+    assert len(by_name) > 150
+    assert "Command-line parsing library" in by_name["argparse"]
+    assert "class ElementTree" in by_name["xml.etree.ElementTree"]
+    top = {name.partition(".")[0] for name in by_name}
+    assert top <= sys.stdlib_module_names
+    assert not top & manual.SKIPPED
+    assert not any(name.startswith("_") for name in top)
+
+
+def test_pages_say_nothing_about_this_machine_or_process(pages):
+    text = "\n".join(page for _, page in pages)
+    assert "value-of-the-secret" not in text
+    assert sys.executable not in text
+    assert os.path.dirname(os.__file__) not in text
+    assert " at 0x" not in text
+
+
+def test_rendering_again_gives_the_same_pages_and_imports_nothing_here(pages):
+    before = set(sys.modules)
+    names = ("ast", "locale", "no_such_module", "os", "platform", "re", "statistics", "tokenize")
+    assert manual.pages(*names) == [(name, page) for name, page in pages if name in names]
+    assert set(sys.modules) <= before
+
+
+def test_clean_drops_sections_bars_and_rules():
+    page = "\n".join(
+        [
+            "NAME",
+            "    m - does things",
+            "",
+            "CLASSES",
+            "     |  f(x=<object object at 0x7f00>)",
+            "     |  " + "-" * 70,
+            "     |      deeper",
+            "",
+            "DATA",
+            "    environ = {'KEY': 'secret'}",
+            "",
+            "FUNCTIONS",
+            "    g()",
+            "",
+            "FILE",
+            "    /somewhere/m.py",
+        ]
+    )
+    expected = "NAME\n    m - does things\n\nCLASSES\nf(x=<object object>)\n    deeper\n\nFUNCTIONS\n    g()"
+    assert manual.clean(page) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b c\n\nd e f\n\ng h i j k l",
+        "one two three four five six seven eight nine ten eleven twelve thirteen\nfourteen",
+        "w " * 50,
+        "one\n\n\n\ntwo\n",
+    ],
+)
+@pytest.mark.parametrize("size", [11, 14, 100])
+def test_pieces_fit_and_lose_nothing(text, size):
+    pieces = list(manual.cut("m", text, words, size))
+    assert all(words(piece.text) <= size for piece in pieces)
+    assert [piece.number for piece in pieces] == list(range(len(pieces)))
+    assert all(piece.text.startswith("m\n") for piece in pieces)
+    said = " ".join(piece.text.removeprefix("m\n") for piece in pieces)
+    assert said.split() == text.split()
+
+
+def test_a_word_that_is_too_long_is_cut():
+    def letters(text):
+        return 2 + len("".join(text.split()))
+
+    pieces = list(manual.cut("m", "x" * 40, letters, 15))
+    assert "".join(piece.text.removeprefix("m\n").strip() for piece in pieces) == "x" * 40
+    assert [letters(piece.text) for piece in pieces] == [15, 15, 15, 7]
+
+
+def test_cuts_come_between_paragraphs_where_they_can():
+    pieces = list(manual.cut("m", "a b c d\n\ne f g h\n\ni j k l", words, 11))
+    assert [piece.text for piece in pieces] == ["m\na b c d\n\ne f g h", "m\ni j k l"]
+
+
+@pytest.mark.usefixtures("few")
+def test_every_module_gives_its_first_chunk_before_any_gives_its_second():
+    found = manual.chunks(words, limit=4, size=11)
+    assert [(chunk.module, chunk.number) for chunk in found] == [
+        ("one", 0),
+        ("one", 1),
+        ("two", 0),
+        ("three", 0),
+    ]
+    assert len(manual.chunks(words, limit=2, size=11)) == 2
+
+
+@pytest.mark.usefixtures("few")
+def test_full_is_everything():
+    everything = manual.chunks(words, full=True, limit=1, size=11)
+    assert everything == manual.chunks(words, limit=100, size=11)
+    assert [chunk.module for chunk in everything] == ["one"] * 3 + ["two", "three"]
+
+
+def test_the_same_text_is_kept_once(monkeypatch):
+    monkeypatch.setattr(manual, "pages", lambda: [("m", "a b c d e f g h\n\na b c d e f g h")])
+    assert [chunk.number for chunk in manual.chunks(words, size=11)] == [1]
+
+
+@pytest.mark.parametrize(("options", "what"), [({"limit": 0}, "limit"), ({"size": 5}, "no room")])
+@pytest.mark.usefixtures("few")
+def test_sizes_that_leave_nothing_are_refused(options, what):
+    with pytest.raises(ValueError, match=what):
+        manual.chunks(words, **options)
+
+
+def test_a_child_that_fails_is_named(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('no pages today')")
+    monkeypatch.setattr(manual, "__file__", str(broken))
+    with pytest.raises(RuntimeError, match="no pages today"):
+        manual.pages()

@@ -1,0 +1,102 @@
+"""The reader: its tokenizer loses nothing, its template adds nothing, and it reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import benchmarks.world.world as world_module
+from benchmarks.world.world import PREFIXES, World, make_world, messages, system_text, variants
+
+FOLDER = Path(world_module.__file__).parent / "reader"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+
+
+def _plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_every_word_of_every_world_is_known(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [chunk for article in world.articles for chunk in article.chunks]
+    texts += [text for question in world.questions for text in (question.text, question.answer)]
+    texts += [*PREFIXES, system_text([])]
+    texts += [text for seed in (7, 8) for q in make_world(seed).questions for text in (q.text, q.answer)]
+    assert all(tokenizer.unk_token_id not in ids for ids in tokenizer(texts)["input_ids"])
+
+
+def test_text_survives_the_round_trip(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
+    chunks = [chunk for article in world.articles[:40] for chunk in article.chunks]
+    questions = [text for question in world.questions[:40] for text in variants(question.text)]
+    for text in (*chunks, *questions, system_text(chunks[:8])):
+        assert tokenizer.decode(_plain(tokenizer, text)) == text
+
+
+def test_pieces_are_tokenised_as_they_are_within_the_whole(
+    world: World, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chunks = [chunk for article in world.articles[:4] for chunk in article.chunks]
+    whole = system_text(chunks)
+    pieces = [system_text([]), *(piece for chunk in chunks for piece in ("\n\n", chunk))]
+    assert "".join(pieces) == whole
+    assert [i for piece in pieces for i in _plain(tokenizer, piece)] == _plain(tokenizer, whole)
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_the_chat_template_keeps_the_content_and_starts_once(
+    tokenizer: PreTrainedTokenizerFast, ask: bool
+) -> None:
+    chat = [*messages([" Two  spaces. "], "Why?"), {"role": "assistant", "content": "Yes."}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=ask)
+    body = f"<|system|>{system_text([' Two  spaces. '])}</s><|user|>Why?</s><|assistant|>Yes.</s>"
+    assert text == f"<s>{body}" + "<|assistant|>" * ask
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=ask)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer("Why?")["input_ids"] == [tokenizer.bos_token_id, *_plain(tokenizer, "Why?")]
+
+
+def test_the_chat_template_refuses_other_roles(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(Exception, match="system, user and assistant only"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_the_weights_are_small_and_plain(model: LlamaForCausalLM) -> None:
+    assert (FOLDER / "model.safetensors").stat().st_size <= 20_000_000
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("kind", "least"), [("a", 0.95), ("b", 0.95), ("c", 0.95)])
+def test_it_answers_through_ordinary_generate(
+    world: World, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, kind: str, least: float
+) -> None:
+    by_title = {article.title: article for article in world.articles}
+    asked = [question for question in world.questions if question.kind == kind][::17][:24]
+    right = 0
+    for number, question in enumerate(asked):
+        others = [a for a in world.articles[number:] if a.title not in question.articles]
+        articles = [by_title[title] for title in question.articles]
+        articles = (articles + others)[:4]
+        articles = articles[number % 4 :] + articles[: number % 4]
+        chunks = [chunk for article in articles for chunk in article.chunks]
+        inputs = tokenizer.apply_chat_template(
+            messages(chunks, question.text), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += answer == question.answer
+    assert right / len(asked) >= least

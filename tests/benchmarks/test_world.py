@@ -1,0 +1,109 @@
+"""The sample world: repeatable, unambiguous, and answerable from the chunks that it names."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from benchmarks.world.world import (
+    INSTRUCTION,
+    PREFIXES,
+    Question,
+    World,
+    make_world,
+    messages,
+    system_text,
+    variants,
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world()
+
+
+def test_the_same_seed_gives_the_same_world(world: World) -> None:
+    assert make_world() == world
+    assert make_world(seed=1) != world
+
+
+def test_the_corpus_is_large_and_its_titles_are_unique(world: World) -> None:
+    titles = [article.title for article in world.articles]
+    assert len(titles) >= 300
+    assert len(set(titles)) == len(titles)
+    last_words = [title.split()[-1] for title in titles]
+    assert len(set(last_words)) == len(last_words)
+    chunks = [chunk for article in world.articles for chunk in article.chunks]
+    assert len(set(chunks)) == len(chunks)
+
+
+def test_every_article_has_chunks_of_a_fair_size_and_links_that_exist(world: World) -> None:
+    titles = {article.title for article in world.articles}
+    for article in world.articles:
+        assert len(article.chunks) >= 2
+        assert titles.issuperset(article.links)
+        assert all(link in " ".join(article.chunks) for link in article.links)
+        for chunk in article.chunks:
+            assert 20 <= len(re.findall(r"\w+|[^\w\s]", chunk)) <= 45
+
+
+def test_only_the_first_chunk_names_its_subject(world: World) -> None:
+    for article in world.articles:
+        first, *others = article.chunks
+        assert article.title in first
+        for chunk in others:
+            assert article.title not in chunk
+            assert f"his {article.kind}" in chunk
+
+
+def test_every_kind_of_question_is_asked_often(world: World) -> None:
+    counts = Counter(question.kind for question in world.questions)
+    assert set(counts) == {"a", "b", "c"}
+    assert min(counts.values()) >= 500
+    assert len({question.text for question in world.questions}) == len(world.questions)
+
+
+def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world: World) -> None:
+    by_title = {article.title: article for article in world.articles}
+    for question in world.questions:
+        chunks = [by_title[title].chunks[index] for title, index in question.evidence]
+        assert question.articles == tuple(title for title, _ in question.evidence)
+        assert question.articles[0] in question.text
+        assert question.answer.split()[-1] in re.findall(r"\w+", chunks[-1])
+        assert _place(question) == {"a": (1, 0), "b": (1, 1), "c": (2, 0)}[question.kind]
+        if question.kind == "c":
+            assert question.articles[1] in chunks[0]
+            assert question.articles[1] not in question.text
+            assert question.answer.split()[0] == question.articles[1]
+
+
+def _place(question: Question) -> tuple[int, int]:
+    return len(question.articles), question.evidence[-1][1]
+
+
+def test_variants_put_distinct_prefixes_before_the_question() -> None:
+    made = variants("Where was Anna Baird born?", 4)
+    assert made == variants("Where was Anna Baird born?", 4)
+    assert len(set(made)) == 4
+    assert all(text.endswith(" Where was Anna Baird born?") for text in made)
+    assert all(text.startswith(PREFIXES) for text in made)
+
+
+@pytest.mark.parametrize("n", [0, -1, len(PREFIXES) + 1])
+def test_an_impossible_number_of_variants_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match="n must be between"):
+        variants("Where?", n)
+
+
+@pytest.mark.parametrize("sizes", [{"people": 0}, {"companies": 10_000}, {"towns": -1}])
+def test_an_impossible_size_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be between"):
+        make_world(**sizes)
+
+
+def test_the_prompt_holds_the_instruction_and_the_chunks_in_order() -> None:
+    assert system_text(["One.", "Two."]) == f"{INSTRUCTION}\n\nOne.\n\nTwo."
+    assert messages(["One."], "Why?") == [
+        {"role": "system", "content": f"{INSTRUCTION}\n\nOne."},
+        {"role": "user", "content": "Why?"},
+    ]

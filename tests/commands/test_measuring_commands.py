@@ -1,0 +1,240 @@
+"""check-model, bench, and what the bare command does."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.commands import check_model
+from ragcachekit.commands.bench import report
+
+
+def test_the_reader_is_exact(command, tmp_path):
+    result = command("check-model", READER, "--json", tmp_path / "check.json")
+    assert result.exit_code == 0
+    assert "exact" in result.stdout
+    assert "layers 0-5: half-split, 16 pairs" in result.stdout
+    frame = json.loads((tmp_path / "check.json").read_text())
+    (row,) = frame["rows"]
+    assert (frame["bench"], row["family"], row["status"]) == ("check-model", "LlamaForCausalLM", "exact")
+    assert 0 <= row["max_abs_diff"] <= row["tolerance"]
+
+
+def test_a_model_with_learned_positions_is_refused(command, reader_copy):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = reader_copy(None)
+    (folder / "model.safetensors").unlink()
+    config = GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, n_positions=256, vocab_size=1099, bos_token_id=1, eos_token_id=2
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    result = command("check-model", folder)
+    assert result.exit_code == 1
+    assert "refused" in result.stdout
+    assert "uses no rotary module" in " ".join(result.stdout.split())
+
+
+def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
+    monkeypatch.setattr(check_model, "_answer_difference", lambda model: 0.5)
+    result = command("check-model", READER)
+    assert result.exit_code == 1
+    assert "wrong" in result.stdout
+    assert "by 0.5 of the largest" in result.stdout
+
+
+def test_the_second_look_sees_what_the_model_does():
+    """The comparison must fail when the linked cache is not what the model computed."""
+    from ragcachekit.model.kv import ChunkKV
+    from ragcachekit.model.pretrained import load_model
+    from ragcachekit.store.memory.host import HostStore
+
+    model, _ = load_model(READER, "cpu")
+    assert check_model._answer_difference(model) < 1e-4
+    get = HostStore.get
+
+    def shifted(store, key, worth=1.0):
+        found = get(store, key, worth)
+        if found is None:
+            return None
+        return type(found)(ChunkKV(found.kv.keys, tuple(v + 1 for v in found.kv.values)), found.tier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostStore, "get", shifted)
+        assert check_model._answer_difference(model) > 1e-3
+
+
+def test_a_missing_model_is_an_error(command, tmp_path):
+    result = command("check-model", tmp_path)
+    assert result.exit_code == 2
+    assert "cannot load the model" in result.output
+
+
+def test_bench_ttft_writes_json_and_plot(command, tmp_path):
+    result = command(
+        *("bench", "ttft", "--shape", "tiny", "--prompt-tokens", "200", "--chunk-tokens", "50"),
+        *("--question-tokens", "16", "--policies", "lego:4, reuse", "--runs", "1"),
+        *("--json", tmp_path / "t.json", "--plot", tmp_path / "t.png"),
+    )
+    assert result.exit_code == 0
+    assert "random weights" in result.stdout
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert {"full", "lego:4", "reuse"} <= {row["policy"] for row in rows}
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "huge"), "unknown shape 'huge'"),
+        (("--shape", "tiny", "--policies", "fastest"), "unknown policy"),
+        (("--shape", "tiny", "--dtype", "int3"), "unknown dtype"),
+        (("--shape", "tiny", "--runs", "0"), "Invalid value for '--runs'"),
+        (("--shape", "tiny", "--model", READER), "not both"),
+    ],
+)
+def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
+    result = command("bench", "ttft", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_bench_query_cache_over_own_files(command, one_minilm, corpus, world, tmp_path):
+    asked = [question.text for question in world.questions[:10]]
+    (tmp_path / "log.txt").write_text("\n".join([*asked, *(f"Please tell me: {text}" for text in asked)]))
+    result = command(
+        *("bench", "query-cache", "--lookups", "20", "--log", tmp_path / "log.txt", "--corpus", corpus),
+        *("--json", tmp_path / "q.json", "--plot", tmp_path / "q.svg"),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    sweep = [row for row in rows if row["part"] == "sweep"]
+    assert {row["capacity"] for row in sweep} == {2, 10, 20}
+    exact = [row for row in sweep if row["tolerance"] == 0]
+    assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
+    assert max(row["hit_rate"] for row in sweep) > 0
+    assert (tmp_path / "q.svg").read_text().startswith("<?xml")
+
+
+def test_bench_query_cache_without_files(command, tmp_path):
+    result = command("bench", "query-cache", "--lookups", "5", "--json", tmp_path / "q.json")
+    assert result.exit_code == 0
+    assert "no hit rates: give --log" in result.output
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"lookup", "wrapper"}
+    assert {(row["capacity"], row["dim"]) for row in rows if row["part"] == "lookup"} == {
+        (300, 768),
+        (1000, 768),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--plot", "q.png"), "no sweep to draw"),
+        (("--corpus", "."), "need both --log"),
+        (("--log", "log.txt"), "need both --log"),
+        (("--questions", "40"), "python -m benchmarks query-cache"),
+    ],
+)
+def test_bench_query_cache_says_what_to_give(command, arguments, message):
+    result = command("bench", "query-cache", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("demo", "--quick"), "demo"),
+        (("demo", "--help"), "demo"),
+        (("bench", "eviction", "--traces", "zipf"), "eviction"),
+        (("bench", "planner"), "planner"),
+        (("bench", "store", "--sizes", "1"), "store"),
+        (("bench", "kernels"), "kernels"),
+        (("bench", "budget", "--budgets", "0.01"), "budget"),
+        (("check-model", "--all-families", "--markdown", "models.md"), "families"),
+        (("bench", "fidelity", "--sweep", "needle"), "fidelity"),
+        (("bench", "fidelity", "--questions-per-type", "5"), "fidelity"),
+    ],
+)
+def test_what_proves_our_claims_says_where_it_went(command, arguments, name):
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert f"run `python -m benchmarks {name}` in a checkout" in result.output
+    assert name == "fidelity" or name not in command("bench", "--help").stdout.split()
+
+
+def test_check_model_needs_a_model(command):
+    result = command("check-model")
+    assert result.exit_code == 2
+    assert "which model" in result.output
+
+
+def test_the_reader_says_where_it_went(command):
+    result = command("check-model", "reader")
+    assert result.exit_code == 2
+    assert "python -m benchmarks demo" in result.output
+
+
+def test_help_and_version_need_no_torch():
+    program = (
+        "import sys; from typer.testing import CliRunner; from ragcachekit.cli import app; "
+        "r = CliRunner(); out = [r.invoke(app, a.split()).exit_code for a in "
+        "('--help', 'ask --help', 'bench ttft --help', 'cache --help', '--version')]; "
+        "print(out, sorted({'torch', 'transformers', 'numpy', 'langchain_core'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[0] == "[0, 0, 0, 0, 0] []", done.stderr
+
+
+def test_every_command_has_a_help_text(command):
+    for names in (
+        (),
+        ("ask",),
+        ("precompute",),
+        ("check-model",),
+        ("bench", "ttft"),
+        ("bench", "query-cache"),
+        ("cache", "stats"),
+        ("cache", "clear"),
+    ):
+        result = command(*names, "--help")
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+
+
+def test_what_extra_is_missing_is_one_line(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ragcachekit.commands.ask", None)
+    result = command("ask", "--corpus", ".", "--model", READER, "Why?")
+    assert result.exit_code == 2
+    assert "pip install -c constraints.txt '.[demo]' in the folder of RagCacheKit's clone" in result.output
+
+
+def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_path):
+    def find(name):
+        return None if name == "matplotlib" else real(name)
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr("ragcachekit.commands.checks.importlib.util.find_spec", find)
+    monkeypatch.setattr("ragcachekit.commands.bench.ttft.run", None)
+    result = command("bench", "ttft", "--plot", tmp_path / "plot.png")
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib: pip install" in result.output
+
+
+def test_a_table_of_many_columns_is_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    row = {f"some_long_name_{n}": value for n, value in enumerate(["prefix-cache", *[12345.0] * 12])}
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setattr("rich.console.Console.is_dumb_terminal", False)
+    report.show(report.table("A title", [row]))
+    out = capsys.readouterr().out
+    assert "prefix-cache" in out
+    assert out.count("12,345") == 12

@@ -1,0 +1,341 @@
+"""ragcachekit precompute: how much it is, doing it, stopping in between, and that ask finds it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.commands.embedding import DIM
+from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
+from ragcachekit.errors import StoreError
+from ragcachekit.store.disk.disk_store import DiskStore
+
+
+@pytest.fixture
+def chunks(world):
+    return sum(len(article.chunks) for article in world.articles)
+
+
+class Quick:
+    """Embeds at once: any unit vectors."""
+
+    def embed(self, texts, *, progress=False):
+        return np.eye(len(texts), DIM, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def quick_embedding(monkeypatch):
+    monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", Quick)
+
+
+@pytest.fixture
+def precompute(command, corpus, tmp_path):
+    def run(*arguments):
+        return command(
+            *("precompute", "--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache"),
+            *("--chunk-tokens", "34", *arguments),
+        )
+
+    return run
+
+
+@pytest.fixture
+def settings(corpus, tmp_path):
+    return PrecomputeSettings(str(corpus), READER, cache=str(tmp_path / "cache"), chunk_tokens=34)
+
+
+def encoded(result):
+    """(chunks encoded, chunks that were stored already)"""
+    found = re.search(r"encoded (\d+) chunks .* (\d+) were stored already", result.stdout)
+    assert found, result.output
+    return int(found[1]), int(found[2])
+
+
+def test_the_second_run_has_nothing_to_do(precompute):
+    count, before = encoded(precompute())
+    assert (count > 10, before) == (True, 0)
+    assert encoded(precompute()) == (0, count)
+
+
+def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "cache")
+    precompute()
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    result = command("ask", *options, "--policy", "reuse", "Where was he born?")
+    total, kept, computed = re.search(
+        r"(\d+) tokens: (\d+) reused from disk .* (\d+) computed", result.stdout
+    ).groups()
+    assert int(total) == int(kept) + int(computed)
+    assert int(kept) > int(total) / 2
+
+
+def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpus, one_minilm, tmp_path):
+    result = precompute()
+    assert re.search(r"embedding (\d+) of \1 chunks", result.output)
+    assert "embedding" not in precompute().output
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    result = command("ask", *options, "Where was he born?")
+    assert result.exit_code == 0
+    assert "embedding" not in result.output
+
+
+def test_chunks_behind_their_predecessors_are_found_by_ask(
+    precompute, command, corpus, one_minilm, prepared, tmp_path
+):
+    shutil.copytree(prepared, tmp_path / "cache")
+    count, _ = encoded(precompute("--encoder", "similar:1"))
+    assert count > 10
+    assert encoded(precompute("--encoder", "similar:1")) == (0, count)
+    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
+    result = command("ask", *options, "--encoder", "similar:1", "--policy", "reuse", "Where was he born?")
+    total, kept = re.search(r"(\d+) tokens: (\d+) reused from disk", result.stdout).groups()
+    assert int(kept) > int(total) / 2
+
+
+def test_one_is_not_many(command, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("It rains.")
+    result = command(
+        *("precompute", "--corpus", tmp_path / "corpus", "--model", READER, "--cache", tmp_path / "cache")
+    )
+    assert "1 file, 1 chunk, " in result.stdout
+    assert "encoded 1 chunk (" in result.stdout
+
+
+def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
+    work = estimate(settings)
+    config = json.loads((Path(READER) / "config.json").read_text())
+    per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
+    per_token += 4  # the attention that the token got, kept for policies
+    assert work.token_bytes == per_token
+    assert work.todo_bytes == work.tokens * per_token
+    assert work.seconds > 0
+    result = precompute("--dry-run")
+    assert result.exit_code == 0
+    assert (
+        f"{work.chunks} chunks, {work.tokens} tokens, {work.todo_bytes / 1e6:.1f} MB of KV" in result.stdout
+    )
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_dry_run_counts_what_is_stored(precompute, settings, tmp_path):
+    count, _ = encoded(precompute())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    work = estimate(settings)
+    assert (work.stored, work.todo_tokens, work.seconds) == (count, 0, None)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
+
+
+def test_the_estimate_is_what_is_then_stored(settings):
+    work = estimate(settings)
+    with open_run(settings) as opened:
+        assert (opened.work.todo_bytes, opened.work.chunks) == (work.todo_bytes, work.chunks)
+        done = opened.run()
+    assert (done.nbytes, done.tokens, done.encoded) == (work.todo_bytes, work.tokens, work.chunks)
+
+
+@pytest.fixture
+def mine(corpus, tmp_path):
+    """Some of the corpus, to be changed."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for file in sorted(corpus.iterdir())[:4]:
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def rerun(command, mine, tmp_path):
+    """Precompute that folder; (new, kept, forgotten) as the command says, and its whole output."""
+
+    def run(*arguments, folder=mine):
+        result = command(
+            *("precompute", "--corpus", folder, "--model", READER, "--cache", tmp_path / "cache"),
+            *("--chunk-tokens", "34", *arguments),
+        )
+        assert result.exit_code == 0, result.output
+        found = re.search(r"(\d+) new, (\d+) kept, (\d+) forgotten", result.stdout)
+        return tuple(map(int, found.groups())), result.output
+
+    return run
+
+
+def stored(tmp_path):
+    """Names of the entries on disk."""
+    return {path.name for path in (tmp_path / "cache" / "kv").glob("*.safetensors")}
+
+
+def test_a_changed_document_is_encoded_alone_and_its_past_is_forgotten(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    before, file = stored(tmp_path), sorted(mine.iterdir())[0]
+    first, *rest = file.read_text().split("\n\n")
+    same_length = " ".join(reversed(first.split()))
+    file.write_text("\n\n".join([same_length, *rest]))
+    (new, kept, forgotten), _ = rerun()
+    assert (new, forgotten) == (1, 1)
+    assert kept == count - 1
+    assert len(stored(tmp_path)) == count
+    assert len(stored(tmp_path) - before) == 1
+    assert rerun()[0] == (0, count, 0)
+
+
+def test_a_document_that_is_gone_is_forgotten(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    assert rerun("--dry-run")[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == count
+    assert rerun("--keep-gone")[0] == (0, count - chunks, 0)
+    assert len(stored(tmp_path)) == count
+    assert rerun()[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == count - chunks
+
+
+def test_what_another_corpus_of_the_namespace_has_is_kept(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    other = tmp_path / "other"
+    other.mkdir()
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.rename(other / file.name)
+    assert rerun(folder=other)[0] == (0, chunks, 0)
+    assert rerun()[0] == (0, count - chunks, 0)
+    assert len(stored(tmp_path)) == count
+    (other / file.name).write_text("Something else.")
+    assert rerun(folder=other)[0] == (1, 0, chunks)
+    assert len(stored(tmp_path)) == count - chunks + 1
+
+
+def test_another_namespace_keeps_its_own(rerun, mine, tmp_path):
+    (count, _, _), _ = rerun()
+    assert rerun("--namespace", "other")[0] == (count, 0, 0)
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    assert rerun("--namespace", "other")[0] == (0, count - chunks, chunks)
+    assert len(stored(tmp_path)) == 2 * count - chunks
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9}'])
+def test_a_damaged_list_forgets_nothing_and_is_written_anew(rerun, mine, tmp_path, text):
+    (count, _, _), _ = rerun()
+    (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
+    manifest.write_text(text)
+    file = sorted(mine.iterdir())[0]
+    chunks = len(file.read_text().split("\n\n"))
+    file.unlink()
+    counts, output = rerun()
+    assert counts == (0, count - chunks, 0)
+    assert "nothing is forgotten this time" in output
+    assert len(stored(tmp_path)) == count
+    listed = json.loads(manifest.read_text())["chunks"]
+    assert len(listed) == count - chunks
+    assert "nothing is forgotten" not in rerun()[1]
+
+
+def test_an_interrupted_run_does_not_lose_what_older_ones_encoded(rerun, mine, tmp_path, monkeypatch):
+    """First one document is replaced and the run breaks off; then a third state is precomputed."""
+    (count, _, _), _ = rerun()
+    put, calls = DiskStore.put, []
+
+    def interrupted(store, key, kv):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(key)
+        return put(store, key, kv)
+
+    first, second, *_ = sorted(mine.iterdir())
+    old = len(second.read_text().split("\n\n"))
+    first_chunks = len(first.read_text().split("\n\n"))
+    first.write_text("\n\n".join(f"{word} " * 30 for word in ("one", "two", "three", "four")))
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "put", interrupted)
+        with pytest.raises(AssertionError, match="interrupted"):
+            rerun()
+    assert len(stored(tmp_path)) == count - first_chunks + 2
+    first.write_text("Now something short.")
+    second.unlink()
+    (new, kept, forgotten), _ = rerun()
+    assert (new, kept) == (1, count - first_chunks - old)
+    assert forgotten == old + 4  # the four of the interrupted run, two of which were stored
+    assert len(stored(tmp_path)) == count - first_chunks - old + 1
+
+
+def test_clearing_the_cache_clears_its_lists(rerun, command, tmp_path):
+    rerun()
+    rerun("--namespace", "other")
+    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 2
+    command("cache", "clear", "--cache", tmp_path / "cache", "--namespace", "other", "--yes")
+    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 1
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(precompute, settings, monkeypatch):
+    whole, put, calls = estimate(settings).chunks, DiskStore.put, []
+
+    def interrupted(store, key, kv):
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        calls.append(key)
+        return put(store, key, kv)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "put", interrupted)
+        result = precompute()
+    assert result.exit_code == 130
+    assert "interrupted; what was stored stays" in result.output
+    assert encoded(precompute()) == (whole - 5, 5)
+
+
+def test_a_disk_that_refuses_is_an_error(precompute, monkeypatch):
+    monkeypatch.setattr(DiskStore, "put", lambda *_: False)
+    result = precompute()
+    assert result.exit_code == 2
+    assert "could not be stored; free some space" in result.output
+
+
+def test_a_corpus_larger_than_the_budget_or_the_disk_is_refused_first(precompute, settings, monkeypatch):
+    result = precompute("--disk-gb", "0.0001")
+    assert result.exit_code == 2
+    assert "raise --disk-gb" in result.output
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("ragcachekit.commands.precompute.run.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match="choose another --cache"), open_run(settings):
+        pass
+
+
+def test_namespaces_and_encoders_are_apart(precompute):
+    count, _ = encoded(precompute())
+    assert encoded(precompute("--namespace", "other")) == (count, 0)
+    assert encoded(precompute("--encoder", "system")) == (count, 0)
+    assert encoded(precompute("--policy", "lego0")) == (count, 0)
+    assert encoded(precompute("--policy", "reuse")) == (0, count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "fastest"), "unknown policy 'fastest'"),
+        (("--encoder", "sinks:0"), "sinks:n needs a number n >= 1"),
+        (("--chunk-tokens", "0"), "Invalid value for '--chunk-tokens'"),
+        (("--corpus", "/nowhere/at/all"), "does not exist"),
+        (("--model", "/nowhere/at/all"), "cannot load the model"),
+        (("--dtype", "int3"), "unknown dtype"),
+    ],
+)
+def test_bad_arguments_are_one_line(precompute, arguments, message):
+    result = precompute(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_cache_folder_that_is_a_file_is_one_line(precompute, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kv").write_text("x")
+    result = precompute()
+    assert result.exit_code == 2
+    assert "is a file" in result.output

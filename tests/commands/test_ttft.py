@@ -1,0 +1,182 @@
+"""The TTFT bench on a tiny shape: what it asks, what it refuses to report. Never how fast."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.commands.bench import shapes, timing, ttft
+from ragcachekit.errors import RagCacheError
+from ragcachekit.types import Chunk
+
+COLUMNS = [
+    "policy",
+    "tier",
+    "prompt_tokens",
+    "recompute_ratio",
+    "ttft_ms",
+    "ttft_ms_min",
+    "ttft_ms_max",
+    "speedup",
+]
+SMALL = {"shape": "tiny", "prompt_tokens": 200, "chunk_tokens": 60, "question_tokens": 20, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shapes.random_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return ttft.run(**SMALL, policies=("reuse", "lego:16", "lego0"), runs=3, tiers=("host", "disk"))
+
+
+def test_rows_are_those_of_the_design(report):
+    assert all(list(row)[: len(COLUMNS)] == COLUMNS for row in report.rows)
+    assert [(row["policy"], row["tier"]) for row in report.rows] == [
+        *(("generate", "none"), ("prefix-cache", "none"), ("full", "none"), ("cold", "none")),
+        *((policy, tier) for tier in ("host", "disk") for policy in ("reuse", "lego:16", "lego0")),
+    ]
+    frame = json.loads(json.dumps(report.to_dict()))
+    assert (frame["bench"], frame["rows"]) == ("ttft", list(report.rows))
+    assert "random weights" in frame["model"]
+
+
+def test_figures_belong_together(report):
+    full = next(row["ttft_ms"] for row in report.rows if row["policy"] == "full")
+    for row in report.rows:
+        assert 0 < row["ttft_ms_min"] <= row["ttft_ms"] <= row["ttft_ms_max"]
+        assert row["speedup"] == pytest.approx(full / row["ttft_ms"])
+        assert row["prompt_tokens"] == 200
+        assert row["runs"] == 3
+
+
+def test_ratios_are_those_of_the_policies(report):
+    ratios = {(row["policy"], row["tier"]): row["recompute_ratio"] for row in report.rows}
+    cached = 200 - 20  # system text and chunks
+    assert ratios["full", "none"] == ratios["generate", "none"] == 1.0
+    assert ratios["lego:16", "host"] == ratios["lego:16", "disk"] == pytest.approx(3 * 16 / cached)
+    assert ratios["reuse", "host"] == ratios["lego0", "disk"] == ratios["cold", "none"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "question"), [(2048, 490, 64), (200, 60, 20), (101, 7, 1), (50, 400, 9)]
+)
+def test_prompts_have_exactly_the_tokens_asked_for(tokens, chunk, question):
+    prompt = ttft.random_prompt(1000, tokens, chunk, question, seed=3)
+    sizes = [len(segment.token_ids) for segment in prompt.segments]
+    chunks = [len(s.token_ids) for s in prompt.segments if isinstance(s, Chunk)]
+    assert sum(sizes) == tokens
+    assert (sizes[0], sizes[-1]) == (ttft.SYSTEM_TOKENS, question)
+    assert len(chunks) == len(sizes) - 2
+    assert max(chunks) - min(chunks) <= 1
+    assert prompt == ttft.random_prompt(1000, tokens, chunk, question, seed=3)
+    assert prompt != ttft.random_prompt(1000, tokens, chunk, question, seed=4)
+
+
+def test_the_prompt_of_the_goal_has_four_chunks_of_490():
+    prompt = ttft.random_prompt(1000, 2048, 490, 64, seed=0)
+    assert [len(segment.token_ids) for segment in prompt.segments] == [24, 490, 490, 490, 490, 64]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"shape": "giant"}, "unknown shape 'giant'; known: smollm2-135m"),
+        ({"model": "somewhere"}, "not both"),
+        ({"dtype": "int8"}, "unknown dtype"),
+        ({"runs": 0}, "runs"),
+        ({"tiers": ("tape",)}, "unknown tiers"),
+        ({"tiers": ()}, "unknown tiers"),
+        ({"policies": ("lego",)}, "lego:16"),
+        ({"prompt_tokens": 40}, "no room"),
+        ({"chunk_tokens": 0}, "no room"),
+    ],
+)
+def test_bad_arguments_are_refused(options, what):
+    with pytest.raises(ValueError, match=what):
+        ttft.run(**{**SMALL, **options})
+
+
+def test_an_answer_that_is_not_the_models_gives_no_figures(model):
+    """Here because the stored KV is wrong: recomputing every chunk does not mend the text before them."""
+    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    with timing.open_engines(model, ("host",)) as engines:
+        engines.filler.generate(prompt, **timing.ONE_TOKEN)
+        timing.check_exact(engines.warm["host"], prompt)
+        (store,) = engines.filler._components.store._tiers
+        for key, kv in store._entries.items():
+            if key.encoding == "prefix":
+                store._entries[key] = replace(kv, values=tuple(v + 1 for v in kv.values))
+        with pytest.raises(RagCacheError, match="logits differ"):
+            timing.check_exact(engines.warm["host"], prompt)
+
+
+def test_the_check_wants_something_linked(model):
+    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    with (
+        timing.open_engines(model, ("host",)) as engines,
+        pytest.raises(RagCacheError, match="linked path was not checked"),
+    ):
+        timing.check_exact(engines.cold, prompt)
+
+
+def test_a_request_served_from_elsewhere_is_no_sample(model):
+    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    with timing.open_engines(model, ("host", "disk")) as engines:
+        engines.filler.generate(prompt, **timing.ONE_TOKEN)
+        assert ttft.ask_engine(engines.warm["disk"], prompt, "reuse", "disk")[3] == 120
+        with pytest.raises(RagCacheError, match="expected KV from disk"):
+            ttft.ask_engine(engines.warm["host"], prompt, "reuse", "disk")
+        with pytest.raises(RagCacheError, match="expected KV from none"):
+            ttft.ask_engine(engines.warm["host"], prompt, "reuse", "none")
+        ttft.ask_engine(engines.cold, prompt, "reuse", "none")
+        assert ttft.ask_engine(engines.cold, prompt, "reuse", "none")[2] == 0
+
+
+def test_the_plot_is_written(report, tmp_path):
+    ttft.plot(report, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_can_be_measured_instead_of_a_shape():
+    folder = READER
+    found = ttft.run(
+        model=folder, prompt_tokens=120, chunk_tokens=40, question_tokens=16, runs=1, progress=False
+    )
+    assert found.model.startswith(folder)
+    assert "random" not in found.model
+
+
+def test_random_models_are_ordinary_models(model):
+    ordinary = LlamaForCausalLM(model.config).eval()
+    assert ordinary.load_state_dict(model.state_dict()).missing_keys == []
+    ids = torch.arange(40)[None]
+    assert torch.equal(model(ids).logits, ordinary(ids).logits)
+    assert isinstance(model.config, LlamaConfig)
+    assert not model.training
+
+
+def test_random_models_follow_the_seed(model):
+    same, other = shapes.random_model("tiny"), shapes.random_model("tiny", seed=1)
+    assert torch.equal(same.lm_head.weight, model.lm_head.weight)
+    assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
+    assert shapes.random_model("tiny", dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_the_shape_of_smollm_has_its_parameters():
+    shape = shapes.SHAPES["smollm2-135m"]
+    narrow = shape.hidden // shape.heads * shape.kv_heads
+    layer = 2 * shape.hidden * (shape.hidden + narrow) + 3 * shape.hidden * shape.inter + 2 * shape.hidden
+    assert shape.vocab * shape.hidden + shape.layers * layer + shape.hidden == 134_515_008  # its model card

@@ -1,0 +1,172 @@
+"""Encoding behind answers: what is forgotten stays forgotten, also where no thread can be had."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+from families import tokens
+from link_kit import BOS, described, planned, segments
+from loading_kit import WAIT
+from ragcachekit.encode.background import Warmer
+from ragcachekit.model.encoding import Encoding
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.plan import make_plan
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.memory.host import HostStore
+from store_kit import key_of, kv_of
+
+SPACE = key_of(0).namespace
+
+
+class Encoder:
+    """Gives a chunk's number as its KV; ``before`` runs first."""
+
+    def __init__(self):
+        self.before = lambda: None
+
+    def encode(self, chunks, encoding):
+        self.before()
+        return [(index, kv_of(ids[0])) for index, ids in enumerate(chunks)]
+
+
+def made():
+    store, encoder = HostStore(1 << 20), Encoder()
+    return Warmer(encoder, store, lambda: True), store, encoder
+
+
+def missing(number, epoch=0):
+    return Missing(key_of(number), (number,), Encoding("standalone"), epoch)
+
+
+def stored(store):
+    return [number for number in range(4) if key_of(number) in store]
+
+
+@contextmanager
+def forgetting(warmer, store, chunk_ids=None):
+    """As the engine forgets; what is done inside happens in the middle of it."""
+    with warmer.forgetting(SPACE, chunk_ids):
+        store.forget(SPACE, chunk_ids)
+        yield
+        warmer.forgets.add(SPACE, chunk_ids)
+
+
+def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
+    warmer, store, _ = made()
+    old = warmer.forgets.now()
+    with forgetting(warmer, store):
+        during = warmer.forgets.now()
+    new = warmer.forgets.now()
+    items = [missing(0, old), missing(1, during), missing(2, new)]
+    assert warmer.now(items) == 1
+    assert stored(store) == [2]
+    warmer.later(items[:2])
+    assert warmer.flush(WAIT)
+    assert stored(store) == [2]
+    warmer.close()
+
+
+def test_what_names_no_epoch_is_from_before_every_forgetting():
+    warmer, store, _ = made()
+    assert warmer.now([missing(0)]) == 1
+    with forgetting(warmer, store):
+        pass
+    assert warmer.now([missing(0)]) == 0
+    assert stored(store) == []
+    warmer.close()
+
+
+def test_other_chunks_and_namespaces_are_not_concerned():
+    warmer, store, _ = made()
+    item = missing(0, warmer.forgets.now())
+    with forgetting(warmer, store, frozenset(["chunk-1"])):
+        pass
+    with warmer.forgetting("another"):
+        warmer.forgets.add("another")
+    warmer.now([item])
+    assert stored(store) == [0]
+    warmer.close()
+
+
+def test_what_waits_and_was_not_forgotten_is_stored():
+    warmer, store, encoder = made()
+    reached, gate = threading.Event(), threading.Event()
+    encoder.before = lambda: (reached.set(), gate.wait(WAIT))
+    epoch = warmer.forgets.now()
+    warmer.later([missing(0, epoch), missing(1, epoch)])
+    assert reached.wait(WAIT)
+    with forgetting(warmer, store, frozenset(["chunk-0"])):
+        pass
+    gate.set()
+    assert warmer.flush(WAIT)
+    warmer.close()
+    assert stored(store) == [1]
+
+
+def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored():
+    warmer, store, encoder = made()
+    reached, gate = threading.Event(), threading.Event()
+    encoder.before = lambda: (reached.set(), gate.wait(WAIT))
+    warmer.later([missing(0)])
+    assert reached.wait(WAIT)
+    with forgetting(warmer, store):
+        pass
+    warmer.later([missing(0, warmer.forgets.now())])
+    gate.set()
+    assert warmer.flush(WAIT)
+    warmer.close()
+    assert stored(store) == [0]
+
+
+def test_nothing_is_stored_while_something_is_forgotten():
+    warmer, store, encoder = made()
+    encoded = threading.Event()
+    encoder.before = encoded.set
+    thread = threading.Thread(target=warmer.now, args=([missing(0), missing(1)],))
+    with forgetting(warmer, store, frozenset(["chunk-0"])):
+        thread.start()
+        assert encoded.wait(WAIT)
+        assert stored(store) == []
+    thread.join(WAIT)
+    assert stored(store) == [1]
+    warmer.close()
+
+
+def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
+    parts = segments(("text", tokens(5, 1)), ("chunk", tokens(9, 2)), ("chunk", tokens(7, 3)), ("text", (4,)))
+    store = HostStore(1 << 26)
+    planned("llama", parts, "reuse", store=store)  # stores what the prompt needs
+    encodings = Encodings("standalone", described("llama"), BOS)
+    for full, fetch in ((True, Fetch(store)), (False, Fetch(HostStore(1 << 26)))):
+        request = PromptRequest.of(parts, open_policy("reuse"), encodings, fetch, "fingerprint", "space")
+        request = replace(request, epoch=5)
+        keys = [want.key for want in request.wanted]
+        first = make_plan(request)
+        assert [item.key for item in first.missing] == ([] if full else keys)
+        for lost in (keys[1:2], keys[1:]):
+            again = make_plan(request, without=lost)
+            assert set(lost) <= {item.key for item in again.missing}
+            assert {item.epoch for item in again.missing} == {5}
+            assert again.request is request
+
+
+def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog):
+    warmer, store, _ = made()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        warmer.later([missing(0)])
+    assert "can't start new thread" in caplog.text
+    assert warmer.flush(0)
+    warmer.later([missing(0), missing(1)])
+    assert warmer.flush(WAIT)
+    assert stored(store) == [0, 1]
+    warmer.close()

@@ -1,0 +1,219 @@
+"""``similar:n`` against derivations that know neither our masks nor our rotations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
+from link_kit import described
+from ragcachekit.encode.background import BATCH, Warmer
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward.attention import install
+from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.store.memory.host import HostStore
+
+SYSTEM, CHUNK = tokens(9, 1), tokens(14, 2)
+NEAR = (tokens(13, 3), tokens(11, 4), tokens(12, 5))  # most similar first
+TOLERANCE = 1e-5
+FAMILIES = ("llama", "gemma3", "phi3", "glm4", "mistral-sliding", "gpt-oss", "smollm3")
+
+
+def wanted(name, system=SYSTEM, near=NEAR, chunk=CHUNK):
+    """What to encode: ``chunk`` under similar:3."""
+    encodings = Encodings("similar:3", described(name), 1, lambda _: near)
+    encoding, context = encodings.encoding(chunk, system)
+    return Missing(encodings.key(chunk, encoding, context, "model", "space", 0), chunk, encoding)
+
+
+def warmer(name, store):
+    model, rope = wrapped(name), described(name)
+    install(model)
+    chunks = ChunkEncoder(model, rope, ObservedCache)
+    return Warmer(chunks, store, lambda: True, NeighbourEncoder(model, rope, chunks, store))
+
+
+def encoded(name, item, store=None):
+    """K at the positions behind the context, V, and the attention sums, by way of the store."""
+    store = store or HostStore(1 << 26)
+    warmer(name, store).now([item])
+    kv = store.get(item.key).kv
+    assert kv.start is None
+    start = len(item.encoding.behind) + sum(map(len, item.encoding.neighbours))
+    angles = described(name).angles(torch.arange(start, start + kv.tokens), start + kv.tokens)
+    keys = [described(name).apply(i, k, angles) for i, k in enumerate(kv.keys)]
+    return keys, kv.values, kv.sums["attended"]
+
+
+def in_place(name, system, near):
+    """Columns of the system text and of neighbours moved into place, all from ordinary forwards.
+
+    A neighbour is run behind the system text with every position moved by as much as it stands
+    further back: what it sees is at the same distances, so its hidden states are those of its own
+    encoding, and its keys come out where they belong.
+    """
+    kept, at = {}, len(system)
+    if system:
+        kept |= columns(prefill(plain(name), system), range(len(system)), 0)
+    for ids in near:
+        moved = at - len(system)
+        run = prefill(plain(name), (*system, *ids), range(moved, moved + len(system) + len(ids)))
+        kept |= columns(run, range(len(system), len(system) + len(ids)), at)
+        at += len(ids)
+    return kept
+
+
+def worst(theirs, keys, values):
+    rows = slice(theirs.keys[0].shape[1] - keys[0].shape[1], None)
+    pairs = [
+        *zip(keys, (k[:, rows] for k in theirs.keys), strict=True),
+        *zip(values, (v[:, rows] for v in theirs.values), strict=True),
+    ]
+    return max(off(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("system", [SYSTEM, ()], ids=["system", "nothing"])
+def test_the_chunk_sees_text_and_neighbours_that_are_blind_to_each_other(name, system):
+    keys, values, _ = encoded(name, wanted(name, system))
+    order = NEAR[::-1]  # the most similar one stands next to the chunk
+    whole = (*system, *(i for ids in order for i in ids), *CHUNK)
+    theirs = stepwise(plain(name), whole, in_place(name, system, order))
+    assert worst(theirs, keys, values) <= TOLERANCE
+    if name not in ("gemma3", "mistral-sliding"):  # windows of 8 hide the order of what is further off
+        swapped = stepwise(plain(name), whole, in_place(name, system, order) | in_place(name, system, NEAR))
+        assert worst(swapped, keys, values) > 1e-3, "the check sees a wrong neighbour"
+
+
+def blocks(parts):
+    """True where row may see column: own block, causally; the last block sees everything before it."""
+    block = torch.tensor([number for number, ids in enumerate(parts) for _ in ids])
+    causal = torch.ones(len(block), len(block), dtype=torch.bool).tril()
+    return causal & ((block[:, None] == block[None]) | (block[:, None] == len(parts) - 1))
+
+
+def additive(seen):
+    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+@torch.no_grad()
+def masked_forward(model, parts, window=None, **options):
+    """One ordinary forward under an explicit mask ``[1, 1, tokens, tokens]``."""
+    ids = [i for part in parts for i in part]
+    mask = additive(blocks(parts))
+    if window:
+        near = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1 - window)
+        mask = {"full_attention": mask, "sliding_attention": additive(blocks(parts) & near)}
+    cache = DynamicCache()
+    out = model.base_model(
+        input_ids=torch.tensor([ids]), attention_mask=mask, past_key_values=cache, use_cache=True, **options
+    )
+    return cache, out
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "glm4"])
+def test_against_one_forward_under_a_mask(name):
+    keys, values, _ = encoded(name, wanted(name, ()))
+    cache, _ = masked_forward(plain(name), [*NEAR[::-1], CHUNK], window=8 if name == "gemma3" else None)
+    for ours, layer in zip(keys, cache.layers, strict=True):
+        assert off(ours, layer.keys[0, :, -len(CHUNK) :]) <= TOLERANCE
+    for ours, layer in zip(values, cache.layers, strict=True):
+        assert off(ours, layer.values[0, :, -len(CHUNK) :]) <= TOLERANCE
+
+
+def test_attention_sums_are_those_of_the_chunks_own_rows():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    _, out = masked_forward(model, [*NEAR[::-1], CHUNK], output_attentions=True)
+    theirs = sum(layer[0, :, -len(CHUNK) :, -len(CHUNK) :].sum((0, 1)) for layer in out.attentions)
+    _, _, attended = encoded("llama", wanted("llama", ()))
+    assert off(attended, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+def test_behind_the_system_text_and_nothing_else_it_is_a_system_encoding(name):
+    item = wanted(name, near=())
+    assert item.encoding.name == item.key.encoding == "system"
+    store = HostStore(1 << 26)
+    warmer(name, store).now([item])
+    kv, theirs = store.get(item.key).kv, prefill(plain(name), (*SYSTEM, *CHUNK))
+    angles = described(name).angles(torch.arange(9, 23), 23)
+    keys = [described(name).apply(i, k, angles) for i, k in enumerate(kv.keys)]
+    assert worst(theirs, keys, kv.values) <= TOLERANCE
+
+
+def tensors(store, parts):
+    return [t for part in parts for kv in [store.get(part.key).kv] for t in (*kv.keys, *kv.values)]
+
+
+class TestIngredients:
+    def test_are_stored_as_what_a_prompt_would_look_for(self):
+        store = HostStore(1 << 26)
+        item = wanted("llama")
+        assert warmer("llama", store).now([item]) == 5
+        system = Encodings("system", described("llama"), 1)
+        for near in NEAR:
+            encoding, context = system.encoding(near, SYSTEM)
+            assert system.key(near, encoding, context, "model", "space", 0) in store
+        assert [at for at, _ in ingredients(item)] == [0, 9, 21, 32]
+
+    def test_come_from_the_store_where_it_has_them(self):
+        store, item = HostStore(1 << 26), wanted("llama")
+        parts = [part for _, part in ingredients(item)]
+        work = warmer("llama", store)
+        assert work.complete([item, item]) == [*parts, item]
+        work.now(parts[1:3])
+        assert work.complete([item]) == [parts[0], parts[3], item]
+
+    def test_a_store_that_keeps_nothing_costs_time_only(self):
+        heard = {}
+
+        class Sieve(HostStore):
+            def put(self, key, kv):
+                heard[key] = kv
+                return key == item.key and super().put(key, kv)
+
+        item = wanted("llama")
+        keys, values, _ = encoded("llama", item, Sieve(1 << 26))
+        assert len(heard) == 5
+        theirs, others, _ = encoded("llama", item)
+        assert max(off(a, b) for a, b in zip((*keys, *values), (*theirs, *others), strict=True)) <= TOLERANCE
+
+    def test_neighbours_are_shared_and_never_written_to(self):
+        store = HostStore(1 << 26)
+        items = [wanted("llama"), wanted("llama", chunk=tokens(20, 8))]
+        work = warmer("llama", store)
+        parts = [part for _, part in ingredients(items[0])]
+        work.now(parts)
+        before = [t.clone() for t in tensors(store, parts)]
+        heard = []
+        assert work.now(items, done=heard.append) == 2
+        assert heard == [14, 20]
+        assert all(torch.equal(a, b) for a, b in zip(before, tensors(store, parts), strict=True))
+
+    def test_come_shortly_before_what_needs_them(self):
+        """Not all of them first: a store that holds one block and its neighbours is large enough."""
+        order = []
+
+        class Listening(HostStore):
+            def put(self, key, kv):
+                order.append(key)
+                return super().put(key, kv)
+
+        items = [
+            wanted("llama", near=(tokens(3, 100 + i),), chunk=tokens(4, 200 + i)) for i in range(BATCH + 2)
+        ]
+        warmer("llama", Listening(1 << 26)).now([*items, wanted("llama", near=(), chunk=tokens(5, 99))])
+        assert len(order) == len(set(order)) == 2 * len(items) + 2
+        place = {key: at for at, key in enumerate(order)}
+        assert all(place[part.key] < place[item.key] for item in items for _, part in ingredients(item))
+        assert place[items[BATCH - 1].key] < place[ingredients(items[BATCH])[1][1].key]
+
+    def test_plain_encodings_have_none(self):
+        store, item = HostStore(1 << 26), wanted("llama", near=())
+        assert ingredients(item) == []
+        assert with_ingredients([item], store) == [item]

@@ -1,0 +1,179 @@
+"""Where neighbours come from: an index, a document, a log; and what the engine makes of it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from ragcachekit import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.encode.neighbours import TokenNeighbours
+from ragcachekit.types import chunk_id
+
+TEXTS = ["north", "east", "north east", "south"]
+ROWS = np.array([[0, 2.0], [3.0, 0], [1.0, 1.2], [0, -1.0]])
+
+
+@pytest.mark.parametrize(
+    "source", [SimilarChunks(TEXTS, ROWS), PrecedingChunks([TEXTS]), CoRetrieved([TEXTS])]
+)
+def test_all_keep_the_contract(source):
+    assert isinstance(source, Neighbours)
+    assert source.of("nowhere") == ()
+    for text in TEXTS:
+        found = list(source.of(text))
+        assert found == list(source.of(f"\n{text} ")), "outer whitespace does not count"
+        assert text not in found
+        assert set(found) < set(TEXTS)
+
+
+class TestSimilarChunks:
+    def test_by_cosine(self):
+        assert SimilarChunks(TEXTS, ROWS).of("north") == ("north east", "east", "south")
+        assert SimilarChunks(TEXTS, ROWS).of("south") == ("east", "north east", "north")
+
+    def test_agrees_with_a_slow_search(self):
+        rows = np.random.default_rng(0).normal(size=(40, 7))
+        names = [f"chunk {i}" for i in range(40)]
+        source = SimilarChunks(names, rows.astype(np.float32))
+        for i in (0, 13, 39):
+            cosine = [float(a @ rows[i]) / float(np.linalg.norm(a) * np.linalg.norm(rows[i])) for a in rows]
+            expected = sorted((j for j in range(40) if j != i), key=lambda j: -cosine[j])
+            assert source.of(names[i]) == tuple(names[j] for j in expected)
+
+    def test_equals_stay_in_order_of_the_corpus(self):
+        rows = np.tile(np.random.default_rng(1).normal(size=(1, 384)), (70, 1)) * np.arange(1, 71)[:, None]
+        names = [f"chunk {i}" for i in range(70)]
+        assert SimilarChunks(names, rows, most=100).of("chunk 3") == tuple(n for n in names if n != "chunk 3")
+
+    def test_takes_what_embeds(self):
+        asked = []
+
+        def embed(texts):
+            asked.append(texts)
+            return ROWS.tolist()
+
+        assert SimilarChunks(iter(TEXTS), embed, most=1).of("north") == ("north east",)
+        assert asked == [TEXTS]
+
+    def test_a_text_that_occurs_twice_is_one_chunk(self):
+        source = SimilarChunks([*TEXTS, "east "], [*ROWS, [0, 1.0]])
+        assert source.of("north") == ("north east", "east", "south")
+
+    def test_nothing_is_a_corpus(self):
+        assert SimilarChunks([], []).of("north") == ()
+
+    @pytest.mark.parametrize(
+        ("rows", "match"),
+        [(ROWS[:3], "one row per text"), (ROWS[0], "one row per text"), (ROWS * np.nan, "finite")],
+    )
+    def test_bad_rows_are_refused(self, rows, match):
+        with pytest.raises(ValueError, match=match):
+            SimilarChunks(TEXTS, rows)
+
+    def test_a_row_of_zeros_is_similar_to_nothing(self):
+        source = SimilarChunks(TEXTS, [*ROWS[:3], [0, 0]])
+        assert source.of("south") == ()
+        assert source.of("north") == ("north east", "east")
+
+    def test_one_string_is_no_corpus(self):
+        with pytest.raises(TypeError, match="list of strings"):
+            SimilarChunks("north", ROWS)
+
+
+class TestPrecedingChunks:
+    def test_nearest_first_within_the_document(self):
+        source = PrecedingChunks([["a", "b", "c"], ["x", "y"]])
+        assert [list(source.of(t)) for t in "abcxy"] == [[], ["a"], ["b", "a"], [], ["x"]]
+
+    def test_the_first_place_of_a_text_counts(self):
+        source = PrecedingChunks(iter([["a", "b"], ["x", "b"], ["b", "z"]]))
+        assert list(source.of("b")) == ["a"]
+        assert list(source.of("z")) == ["b"]
+
+
+class TestCoRetrieved:
+    def test_most_frequent_first_then_first_seen(self):
+        log = CoRetrieved([["a", "b", "c"], ["c", "a"]])
+        assert log.of("a") == ("c", "b")
+        log.observe(["a", "b", "a"])
+        log.observe(["a", "b", "d"])
+        assert log.of("a") == ("b", "c", "d")
+
+    def test_settled_counts_stay_until_settled_again(self):
+        log = CoRetrieved([["a", "b"]])
+        log.settle()
+        for _ in range(3):
+            log.observe(["a", "c"])
+        assert (log.of("a"), log.of("c")) == (("b",), ())
+        log.settle()
+        assert (log.of("a"), log.of("c")) == (("c", "b"), ("a",))
+
+    def test_counts_from_many_threads_add_up(self):
+        log = CoRetrieved()
+        both = [["a", "b"], ["a", "c"], ["a", "b"]]
+        threads = [threading.Thread(target=lambda: [log.observe(t) for t in both * 50]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert log.of("a") == ("b", "c")
+        assert log._counts["a"] == {"b": 400, "c": 200}
+
+
+def letters(text):
+    return tuple(ord(letter) for letter in text)
+
+
+def name(text):
+    return chunk_id(letters(text), "here")
+
+
+class TestTokens:
+    def source(self):
+        return TokenNeighbours({"here": PrecedingChunks([["a", "b", "c", "d"]])}, letters)
+
+    def test_are_given_in_their_own_namespace_only(self):
+        assert self.source().of("c", "here") == ((98,), (97,))
+        assert self.source().of("c", "there") == ()
+        assert not TokenNeighbours({}, letters)
+
+    def test_each_text_is_tokenised_once(self):
+        asked = []
+        source = TokenNeighbours(
+            {"here": PrecedingChunks([["a", "b", "c"]])}, lambda text: asked.append(text) or letters(text)
+        )
+        assert source.of("c", "here") == source.of("c", "here")
+        assert asked == ["b", "a"]
+
+    def test_forgotten_ones_are_left_out_until_they_come_again(self):
+        source = self.source()
+        source.forget("here", frozenset([name("b")]))
+        assert source.of("d", "here") == ((99,), (97,))
+        source.welcome("here", ["a"])
+        assert source.of("d", "here") == ((99,), (97,))
+        source.welcome("here", ["b"])
+        assert source.of("d", "here") == ((99,), (98,), (97,))
+
+    def test_after_all_is_forgotten_only_what_came_again_counts(self):
+        source = self.source()
+        source.forget("here", frozenset([name("b")]))
+        source.forget("here")
+        assert source.of("d", "here") == ()
+        source.welcome("here", ["b", "c"])
+        assert source.of("d", "here") == ((99,), (98,))
+        source.forget("here", frozenset([name("c")]))
+        assert source.of("d", "here") == ((98,),)
+
+    def test_a_source_without_the_method_is_refused(self):
+        with pytest.raises(TypeError, match="of\\(text\\)"):
+            TokenNeighbours({"here": {"a": ["b"]}}, letters)
+
+    def test_one_string_is_no_answer(self):
+        class Wrong:
+            def of(self, text):
+                return "abc"
+
+        with pytest.raises(TypeError, match="list of strings"):
+            TokenNeighbours({"here": Wrong()}, letters).of("a", "here")

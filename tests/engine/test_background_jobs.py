@@ -1,0 +1,146 @@
+"""Work behind the answers when something goes wrong: jobs that fail or hang, threads that do not come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from engine_kit import PROMPT, rag_for
+from ragcachekit import background
+from ragcachekit import threads as threads_module
+from ragcachekit.background import Background
+from ragcachekit.engine import tree_capture as keep
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+
+LONG = 60.0
+
+
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Until it is undone, no thread can be started."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield patch
+
+
+def test_a_job_for_which_no_thread_starts_is_dropped_and_the_next_is_done(
+    no_thread: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[int] = []
+    jobs = Background[int](done.append, 4, "test")
+    with caplog.at_level(logging.WARNING):
+        assert not jobs.submit(1)
+    assert "can't start new thread" in caplog.text
+    assert jobs.waiting == 0
+    assert jobs.flush(LONG)
+    no_thread.undo()
+    assert jobs.submit(2)
+    assert jobs.flush(LONG)
+    assert done == [2]
+    jobs.close()
+
+
+def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
+    done: list[int] = []
+
+    def work(job: int) -> None:
+        if job == 1:
+            threads.append(threading.current_thread())
+            raise SystemExit
+        done.append(job)
+
+    threads: list[threading.Thread] = []
+    jobs = Background[int](work, 4, "test")
+    assert jobs.submit(1)
+    assert jobs.flush(LONG)
+    threads[0].join(LONG)
+    assert jobs.submit(2)
+    assert jobs.flush(LONG)
+    assert done == [2]
+    jobs.close()
+
+
+def test_close_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(threads_module, "END_SECONDS", 0.05)
+    go_on, inside = threading.Event(), threading.Event()
+
+    def hang(job: int) -> None:
+        inside.set()
+        go_on.wait(LONG)
+
+    jobs = Background[int](hang, 4, "hanging")
+    assert jobs.submit(1)
+    assert jobs.submit(2)
+    assert inside.wait(LONG)
+    with caplog.at_level(logging.WARNING):
+        jobs.close()
+    assert "hanging" in caplog.text
+    assert not go_on.is_set()
+    assert jobs.waiting == 0
+    assert not jobs.submit(3)
+    go_on.set()
+    assert jobs.flush(LONG)
+
+
+def test_close_waits_for_the_job_in_work() -> None:
+    go_on, inside, done = threading.Event(), threading.Event(), []
+
+    def work(job: int) -> None:
+        inside.set()
+        go_on.wait(LONG)
+        done.append(job)
+
+    jobs = Background[int](work, 4, "test")
+    assert jobs.submit(1)
+    assert inside.wait(LONG)
+    closing = threading.Thread(target=jobs.close)
+    closing.start()
+    go_on.set()
+    closing.join(LONG)
+    assert done == [1]
+
+
+def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for the copy")
+
+    with rag_for("llama", policy="prefix", cold="now", tree=KnowledgeTree(host_bytes=1 << 26)) as rag:
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(keep, "captured", fail)
+            answer = rag.generate(PROMPT, max_new_tokens=2)
+        assert "no memory for the copy" in caplog.text
+        again = rag.generate(PROMPT, max_new_tokens=2)
+    assert len(answer.token_ids) == 2
+    assert again.token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_all_are_flushed_within_one_timeout(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those behind one that did not end in time, and in what is left of the time."""
+    clock, given = [100.0], []
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def flush(took: float, done: bool) -> Callable[[float | None], bool]:
+        def wait(left: float | None) -> bool:
+            given.append(left)
+            clock[0] += took
+            return done
+
+        return wait
+
+    waits = [flush(2.0, True), flush(4.0, False), flush(0.0, True)]
+    assert background.flush_all(waits, timeout) is False
+    assert given == ([None] * 3 if timeout is None else [5.0, 3.0, 0.0])
+    assert background.flush_all(waits[::2], timeout) is True

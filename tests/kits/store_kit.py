@@ -1,0 +1,98 @@
+"""Keys, KV and disk helpers for the tests of this room and for the process that the kill test kills."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragcachekit import files
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.types import KVKey
+
+DISK_BUDGET = 1 << 20
+KEY = KVKey("weights-1", "acme/docs", "chunk-1", "sinks:4", ("system", "neighbour"))
+
+
+def key_of(number: int, **changes: object) -> KVKey:
+    return replace(KVKey("weights-1", "acme/docs", f"chunk-{number}"), **changes)  # type: ignore[arg-type]
+
+
+def kv_of(
+    seed: int,
+    *,
+    tokens: int = 4,
+    layers: int = 2,
+    heads: int = 2,
+    width: int = 8,
+    dtype: torch.dtype = torch.float32,
+    start: int | None = None,
+) -> ChunkKV:
+    """KV that is a function of ``seed`` and the shape alone."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.randn(heads, tokens, width, generator=random, dtype=torch.float32).to(dtype)
+            for _ in range(layers)
+        )
+
+    return ChunkKV(tensors(), tensors(), start)
+
+
+def contents(kv: ChunkKV) -> tuple[object, ...]:
+    """Everything about ``kv`` as comparable data: dtypes, shapes, raw bytes, start."""
+    tensors = (*kv.keys, *kv.values)
+    described = [(t.dtype, tuple(t.shape), bytes(t.contiguous().view(torch.uint8).numpy())) for t in tensors]
+    return (kv.start, len(kv.keys), *described)
+
+
+def opened(path: Path, budget: int = DISK_BUDGET) -> DiskStore:
+    return DiskStore(path, budget)
+
+
+def file_of(path: Path, key: KVKey) -> Path:
+    return path / f"{key.digest()}.safetensors"
+
+
+def entry_size(path: Path) -> int:
+    (size,) = {file.stat().st_size for file in path.glob("*.safetensors")}
+    return size
+
+
+def holds(store: DiskStore, number: int) -> bool:
+    found = store.get(key_of(number))
+    if found is not None:
+        assert contents(found.kv) == contents(kv_of(number))
+    return found is not None
+
+
+def filled(path: Path, entries: int = 4) -> None:
+    store = opened(path)
+    for number in range(entries):
+        assert store.put(key_of(number), kv_of(number))
+    store.close()
+
+
+def agrees_with_files(store: DiskStore, path: Path) -> bool:
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    (stats,) = store.stats()
+    return (stats.entries, stats.nbytes) == (len(sizes), sum(sizes)) and not list(path.glob("*.tmp"))
+
+
+def failing(code: int, after: int = 0) -> Callable[..., Any]:
+    """A stand-in for ``write_all`` that fails from the call ``after`` on."""
+    calls = iter(range(1_000_000))
+    real = files.write_all
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= after:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    return fail

@@ -1,0 +1,255 @@
+"""The pool of variants: bounded, fair by use, thread safe, and never a way to the wrong entry."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.plan.variants import VariantPool, look_up
+from ragcachekit.policies.craft.scores import Impact
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.base import concerns
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.types import KVKey
+
+
+def key(chunk, context="s", space="one", encoding="in-prompt"):
+    return KVKey("model", space, chunk, encoding, tuple(context))
+
+
+def kv(context, tokens=4):
+    """Every segment of the context got 1, but a separator's share is small; the chunk itself 2."""
+    inter = torch.tensor([[0.1 if id == "-" else 1.0 for id in context]])
+    sums = {
+        "inter": inter,
+        "intra": torch.tensor([2.0]),
+        "behind": torch.ones(len(context)),
+        "outward": torch.arange(tokens, dtype=torch.float32),
+    }
+    rows = (torch.ones(1, tokens, 2),)
+    return ChunkKV(rows, rows, None, sums)
+
+
+def filled(*entries, **options):
+    pool = VariantPool(**options)
+    for chunk, context in entries:
+        pool.add(key(chunk, context), kv(context))
+    return pool
+
+
+def test_the_variant_whose_context_is_most_like_this_one_comes_first():
+    pool = filled(("x", "sab"), ("x", "scd"), ("x", "sba"), ("y", "sab"))
+    assert [fit.key.context for fit in pool.ranked(key("x"), tuple("sab"))] == [
+        tuple("sab"),
+        tuple("sba"),
+        tuple("scd"),
+    ]
+    fit = pool.ranked(key("x"), tuple("sac"))[0]
+    assert fit.cost == Impact.of(tuple("sab"), kv("sab").sums, 4).cost(tuple("sac"))
+    assert pool.ranked(key("z"), tuple("sab")) == []
+    assert pool.ranked(key("x", space="two"), tuple("sab")) == []
+    assert pool.ranked(key("x", encoding="in-prompt@long"), tuple("sab")) == []
+
+
+def test_the_bound_is_one_for_all_chunks():
+    pool = VariantPool(2, 3)
+    for number in range(20):
+        pool.add(key("x", f"s{number}"), kv(f"s{number}"))
+        assert len(pool) == min(6, number + 1)
+    pool.add(key("y"), kv("s"))
+    assert (len(pool), key("y") in pool) == (6, True)
+    pool.add(key("x", space="two"), kv("s"))
+    assert len(pool) == 7, "another tenant has a pool of its own"
+
+
+def test_the_least_used_goes():
+    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), chunks=1, variants=3)
+    pool.used(key("x", "sa"), tuple("sa"))
+    pool.used(key("y", "sc"), tuple("tz"))
+    pool.add(key("z", "sd"), kv("sd"))
+    assert key("x", "sb") not in pool
+    assert key("x", "sa") in pool
+    pool.add(key("z", "se"), kv("se"))
+    assert key("z", "sd") not in pool, "used less than the others, though it came later"
+
+
+def test_a_use_counts_by_what_it_saved():
+    pool = filled(("x", "sa"), half_life=10**9)
+    pool.used(key("x", "sa"), tuple("sa"))
+    assert pool.worth(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
+    cost = pool.ranked(key("x"), ("t",))[0].cost
+    pool.used(key("x", "sa"), ("t",))
+    assert pool.worth(key("x", "sa")) == pytest.approx(21 + 1 / cost)
+    assert pool.worth(key("y")) == 0.0
+
+
+def test_what_was_popular_once_does_not_stay():
+    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), chunks=1, variants=3, half_life=4)
+    for _ in range(50):
+        pool.used(key("x", "sa"), tuple("sa"))
+    before = pool.worth(key("x", "sa"))
+    for _ in range(4):
+        pool.used(key("x", "sb"), tuple("sb"))
+    assert pool.worth(key("x", "sa")) == pytest.approx(before / 2)
+    for _ in range(40):
+        pool.used(key("x", "sb"), tuple("sb"))
+        pool.used(key("y", "sc"), tuple("sc"))
+    pool.add(key("z"), kv("s"))
+    assert key("x", "sa") not in pool
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match="at least 1"):
+        VariantPool(chunks=0)
+
+
+class Wanted:
+    """What the look-up reads of a wanted chunk."""
+
+    def __init__(self, chunk, before):
+        from ragcachekit.model.encoding import InPromptEncoding
+
+        self.key, self.before, self.token_ids = key(chunk, before), tuple(before), (1, 2, 3, 4)
+        self.encoding, self.exact = InPromptEncoding("in-prompt", (9,), segments=(1,)), True
+
+
+class TestLookUp:
+    def store(self, *entries):
+        store, pool = HostStore(1 << 20), VariantPool()
+        for chunk, context in entries:
+            store.put(key(chunk, context), kv(context))
+            pool.add(key(chunk, context), kv(context))
+        return store, pool
+
+    def find(self, store, pool, chunk, before, policy="reuse"):
+        return look_up([Wanted(chunk, before)], open_policy(policy), store, pool)[0]
+
+    def test_its_very_context_wins_and_enters_the_pool(self):
+        store, _ = self.store(("x", "sa"), ("x", "sb"))
+        pool = VariantPool()
+        found = self.find(store, pool, "x", "sa")
+        assert (found.key, found.renew) == (key("x", "sa"), False)
+        assert key("x", "sa") in pool
+        assert pool.worth(found.key) == pytest.approx(21)
+
+    def test_another_context_does_and_a_bad_one_is_renewed(self):
+        store, pool = self.store(("x", "sab"), ("x", "stu"))
+        assert self.find(store, pool, "x", "sabc").key == key("x", "sab")
+        assert not self.find(store, pool, "x", "sabc").renew
+        assert self.find(store, pool, "x", "pqr").renew
+        assert self.find(store, pool, "y", "sab") is None
+
+    def test_what_the_store_has_lost_leaves_the_pool(self):
+        store, pool = self.store(("x", "sab"), ("x", "sc"))
+        store.forget("one", frozenset("b"))
+        assert self.find(store, pool, "x", "saz").key == key("x", "sc")
+        assert key("x", "sab") not in pool
+
+    def test_an_entry_of_another_length_is_damaged(self):
+        store, pool = self.store(("x", "sa"))
+        store.put(key("x", "sa"), kv("sa", tokens=3))
+        assert self.find(store, pool, "x", "sa") is None
+
+    def test_without_a_pool_only_its_very_context_does(self):
+        store, _ = self.store(("x", "sa"))
+        assert self.find(store, None, "x", "sa").key == key("x", "sa")
+        assert self.find(store, None, "x", "sb") is None
+
+
+CHUNKS, CONTEXTS, SPACES = (
+    st.sampled_from("xyz"),
+    st.text("sab-", max_size=4),
+    st.sampled_from(["one", "two"]),
+)
+
+
+class Pool(RuleBasedStateMachine):
+    """Against a plain dict of exact worths."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.model, self.uses = VariantPool(2, 2, half_life=3), {}, {"one": 0, "two": 0}
+
+    def of(self, space):
+        return {k: v for k, v in self.model.items() if k.namespace == space}
+
+    @rule(chunk=CHUNKS, context=CONTEXTS, space=SPACES)
+    def add(self, chunk, context, space):
+        new = key(chunk, context, space)
+        if new not in self.model:
+            known = self.of(space)
+            if len(known) == 4:
+                worths = {k: self.pool.worth(k) for k in known}
+                gone = next(k for k in known if worths[k] == min(worths.values()))
+                del self.model[gone]
+            self.model[new] = 1.0
+        self.pool.add(new, kv(context))
+
+    @rule(chunk=CHUNKS, context=CONTEXTS, before=CONTEXTS, space=SPACES)
+    def use(self, chunk, context, before, space):
+        used = key(chunk, context, space)
+        if used in self.model:
+            for known in self.of(space):
+                self.model[known] *= 0.5 ** (1 / 3)
+            cost = Impact.of(used.context, kv(context).sums, 4).cost(tuple(before))
+            # Its own age counts from this use on: what it had was not yet aged by it.
+            self.model[used] = self.model[used] / 0.5 ** (1 / 3) + 1 / max(cost, 0.05)
+        self.pool.used(used, tuple(before))
+
+    @rule(ids=st.sets(st.sampled_from("xyzsab"), max_size=2), space=SPACES)
+    def forget(self, ids, space):
+        self.model = {k: v for k, v in self.model.items() if not concerns(k, space, frozenset(ids))}
+        self.pool.forget(space, frozenset(ids))
+
+    @rule(space=SPACES)
+    def forget_all(self, space):
+        self.model = {k: v for k, v in self.model.items() if k.namespace != space}
+        self.pool.forget(space)
+
+    @rule(chunk=CHUNKS, context=CONTEXTS, space=SPACES)
+    def discard(self, chunk, context, space):
+        self.model.pop(key(chunk, context, space), None)
+        self.pool.discard(key(chunk, context, space))
+
+    @invariant()
+    def agrees(self):
+        assert len(self.pool) == len(self.model)
+        for known, worth in self.model.items():
+            assert known in self.pool
+            assert self.pool.worth(known) == pytest.approx(worth)
+            ranked = [fit.key for fit in self.pool.ranked(known, ())]
+            assert set(ranked) == {k for k in self.of(known.namespace) if k.chunk_id == known.chunk_id}
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_many_threads():
+    pool, failed = VariantPool(2, 4), []
+
+    def work(number):
+        try:
+            for step in range(200):
+                own = key("xyz"[step % 3], f"s{number}{step % 7}")
+                pool.add(own, kv("s00"[: len(own.context)]))
+                for fit in pool.ranked(own, ("s",)):
+                    pool.used(fit.key, ("s",))
+                if step % 50 == 0:
+                    pool.forget("one", frozenset(str(number)))
+        except Exception as error:  # seen by the main thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(pool) <= pool.most

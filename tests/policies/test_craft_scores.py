@@ -1,0 +1,202 @@
+"""Cache-Craft's formulas on examples worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.policies.craft.craft import Craft, CraftFocused
+from ragcachekit.policies.craft.scores import (
+    Impact,
+    context_impact,
+    fix_overhead,
+    focused,
+    order_penalty,
+    prefix_overlap,
+)
+from ragcachekit.policies.craft.set_match import SetMatch, matched
+from ragcachekit.policies.registry import open_policy
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "penalty"),
+    [
+        ("", "", 0),
+        ("a", "ba", 0),
+        ("ab", "ab", 0),
+        ("ab", "ba", 1),
+        ("abc", "cab", 2 / 3),  # c before a, c before b
+        ("abc", "cba", 1),
+        ("abcd", "bacd", 1 / 6),
+        ("abcd", "xdycz", 1),  # only c and d are shared
+        ("axb", "bxa", 1),
+        # Separators: a's and b's own places swap, and each with the first separator between them.
+        ("a-b-", "b-a-", 3 / 6),
+        ("-a-b", "-b-a", 3 / 6),
+        ("a-b-c", "a-c", 0),  # shared: a, first separator, c
+    ],
+)
+def test_order_penalty(old, new, penalty):
+    assert order_penalty(old, new) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize(
+    ("old", "inter", "new", "overlap"),
+    [
+        ("", (), "", 1),
+        ("", (), "a", 0),
+        ("ab", (3, 1), "", 0),
+        ("ab", (3, 1), "b", 0.25),
+        ("ab", (3, 1), "ca", 0.75),
+        ("ab", (3, 1), "bca", 1),
+        ("a-b-", (4, 2, 3, 1), "a-", 0.6),
+        ("a-b-", (4, 2, 3, 1), "-b", 0.5),
+        ("ab", (0, 0), "b", 0.5),  # all of it went into an attention sink
+    ],
+)
+def test_prefix_overlap(old, inter, new, overlap):
+    assert prefix_overlap(old, inter, new) == pytest.approx(overlap)
+
+
+def test_context_impact():
+    assert context_impact(0.0, 3.0) == 0.5
+    assert context_impact(2.0, 1.0) == pytest.approx(1 / (1 + math.exp(-2)))
+    assert context_impact(1e6, 1e-6) == 1.0
+    assert (context_impact(0.0, 0.0), context_impact(1.0, 0.0)) == (0.5, 1.0)
+
+
+SUMS = {
+    "inter": torch.tensor([[2.0, 6.0], [4.0, 0.0]]),
+    "intra": torch.tensor([8.0, 24.0]),
+    "behind": torch.tensor([2.0, 3.0]),
+    "outward": torch.tensor([0.1, 0.7, 0.2, 0.7]),
+}
+
+
+def test_impact_of_an_entry():
+    impact = Impact.of(("s", "a"), SUMS, 4)
+    # a: layers (2/2 + 6/3) / 4 and (4/2 + 0) / 4, mean 0.625; b: (8/16 + 24/16) / 2 = 1
+    assert impact.cci == pytest.approx(1 / (1 + math.exp(-0.625)))
+    assert impact.inter == (3.0, 3.0)
+    assert impact.overlap(("s", "b")) == 0.5
+    assert impact.overlap(("a", "s")) == 0.0
+    assert impact.cost(("s", "a")) == 0.0
+    assert Impact.of(("s",), {"attended": SUMS["outward"]}, 4) == Impact() == Impact((), (), 0.5)
+
+
+def placed(before, behind=(), sums=None, exempt=False, start=10, name="x"):
+    return PlacedChunk(name, start, 4, exempt, before=before, behind=behind, sums=sums or {})
+
+
+def test_the_tokens_that_leaned_on_the_old_context():
+    chunk = placed(("s", "b"), ("s", "a"), SUMS)
+    share = 0.5 / (1 + math.exp(-0.625))  # 0.33: two of four tokens at α = 1, all at α = 4
+    assert Craft(1.0).select([chunk]) == [11, 13]
+    assert Craft(0.5).select([chunk]) == [11]
+    assert sorted(Craft(4.0).select([chunk])) == [10, 11, 12, 13]
+    assert fix_overhead(4.0, share) == 1.0
+    assert Craft(4.0).select([placed(("s", "a"), ("s", "a"), SUMS)]) == []
+    assert Craft(4.0).select([placed(("s", "b"), ("s", "a"), SUMS, exempt=True)]) == []
+
+
+def test_a_chunk_that_saw_nothing_is_taken_from_its_beginning():
+    assert Craft(1.0).select([placed(("s",))]) == [10, 11]
+    assert Craft(1.0).select([placed(("s",), ("s",), {"attended": torch.ones(4)})]) == [10, 11]
+    assert Craft(1.0).select([placed(())]) == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept"),
+    [
+        ([], []),
+        ([1.0], [0]),
+        ([5.0, 1.0], [0, 1]),
+        ([1.0, 1.0, 1.0], [0, 1, 2]),
+        # gaps 5, 3, 2 of 10: the entropy grows by 0.361 with the second, 0.322 with the third
+        ([10.0, 5.0, 2.0, 0.0], [0]),
+        ([2.0, 0.0, 10.0, 5.0], [2]),
+        # gaps 1, 1, 8: growth 0.230, 0.179 (-p log p falls again above 1/e)
+        ([10.0, 9.0, 8.0, 0.0], [0]),
+        # gaps 6, 0.5, 3.5: growth 0.150, 0.367
+        ([10.0, 4.0, 3.5, 0.0], [0, 1]),
+    ],
+)
+def test_focus(scores, kept):
+    assert sorted(focused(scores)) == kept
+
+
+IDS = st.lists(st.sampled_from("abcde-"), max_size=9)
+
+
+@given(IDS, IDS, st.randoms(use_true_random=False))
+def test_scores_keep_their_bounds(old, new, draw):
+    inter = [draw.random() for _ in old]
+    impact = Impact(tuple(old), tuple(inter), 0.5 + draw.random() / 2)
+    assert 0 <= order_penalty(old, new) <= 1
+    assert order_penalty(old, new) == pytest.approx(order_penalty(new, old))
+    assert 0 <= impact.overlap(new) <= 1 + 1e-12
+    assert impact.overlap(old) == pytest.approx(1)
+    assert 0 <= impact.cost(new) + 1e-12 <= 1 + 1e-9
+    if not set(old) & set(new) and old:
+        assert impact.cost(new) == impact.cci
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
+def test_the_focus_is_the_top(scores):
+    kept = focused(scores)
+    assert kept
+    assert min(scores[i] for i in kept) >= max((s for i, s in enumerate(scores) if i not in kept), default=0)
+
+
+def row(name, before, behind, at):
+    return placed(tuple(before), tuple(behind), exempt=tuple(before) == tuple(behind), start=at, name=name)
+
+
+class TestSet:
+    def test_a_permuted_beginning_is_taken_and_the_rest_recomputed(self):
+        chunks = [
+            row("s", "", "", 0),
+            row("b", "s", "sa", 4),
+            row("a", "sb", "s", 8),
+            row("c", "sba", "sx", 12),
+        ]
+        assert matched(chunks) == 3
+        assert SetMatch().select(chunks) == [12, 13, 14, 15]
+
+    def test_what_comes_from_several_prompts_is_no_match(self):
+        chunks = [row("s", "", "", 0), row("b", "s", "sa", 4), row("a", "sb", "sc", 8)]
+        assert matched(chunks) == 0
+        assert SetMatch().select(chunks) == list(range(4, 12))
+
+    def test_other_instructions_are_no_match(self):
+        chunks = [row("t", "", "", 0), row("b", "t", "sa", 4), row("a", "tb", "s", 8)]
+        assert matched(chunks) == 0
+
+    def test_a_chunk_more_in_the_past_is_no_match(self):
+        chunks = [row("s", "", "", 0), row("a", "s", "s", 4), row("b", "sa", "sac", 8)]
+        assert matched(chunks) == 2
+
+    def test_the_own_past_is_one(self):
+        chunks = [row("s", "", "", 0), row("a", "s", "s", 4), row("b", "sa", "sa", 8)]
+        assert matched(chunks) == 3
+        assert SetMatch().select(chunks) == []
+
+
+@pytest.mark.parametrize("argument", ["0", "-1", "nan", "inf", "x", ""])
+@pytest.mark.parametrize("kind", ["craft", "craft-focused"])
+def test_alphas_that_make_no_sense(kind, argument):
+    with pytest.raises(ValueError, match="craft"):
+        open_policy(f"{kind}:{argument}")
+
+
+def test_names():
+    assert open_policy("craft:1.0").name == "craft:1"
+    assert open_policy("craft-focused:0.5") == CraftFocused(0.5)
+    assert open_policy("set").encoder == "in-prompt"
+    with pytest.raises(ValueError, match="window"):
+        CraftFocused(1.0, window=0)

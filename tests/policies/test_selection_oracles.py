@@ -1,0 +1,330 @@
+"""Which tokens each policy picks, and what comes of it, against slow derivations in plain transformers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
+from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
+from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward import narrowing as narrow
+from ragcachekit.forward.attention import install
+from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.forward.cache import LinkedLayer
+from ragcachekit.forward.scoring_pass import choose
+from ragcachekit.generate.run import link_ahead
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.memory.host import HostStore
+
+NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
+SYSTEM, QUESTION = tokens(5, 1), tokens(6, 9)
+CHUNKS = [tokens(19, 2), tokens(7, 3), tokens(26, 4)]
+SEPARATOR = (7,)
+
+
+def parts():
+    body = [("text", SYSTEM)]
+    for chunk in CHUNKS:
+        body += [("chunk", chunk), ("text", SEPARATOR)]
+    return segments(*body, ("text", QUESTION))
+
+
+def plan_for(name, policy, encoder="standalone"):
+    model, rope = wrapped(name), described(name)
+    install(model)
+    store, chosen = HostStore(1 << 26), open_policy(policy)
+    arguments = (parts(), chosen, Encodings(encoder, rope, BOS), store, "fingerprint", "space")
+    for item in plan_from(*arguments).missing:
+        for _, kv in ChunkEncoder(model, rope, ObservedCache).encode([item.token_ids], item.encoding):
+            assert store.put(item.key, kv)
+    return plan_from(*arguments)
+
+
+def picked(plan):
+    cached = {p for c in plan.placed for p in range(c.start, c.stop)}
+    return sorted(cached & set(plan.rows))
+
+
+def spans(plan):
+    return [(c.start, c.stop) for c in plan.placed if not c.exempt]
+
+
+def linked_columns(name, plan):
+    """Per layer (keys, values) ``[kv_heads, tokens, head_dim]`` of the cached rows, placed by us."""
+    rope, length = described(name), len(plan.token_ids)
+    out = []
+    for layer in range(plan.pieces[0].kv.layers):
+        rows = {}
+        for piece in plan.pieces:
+            at = torch.arange(piece.start, piece.start + piece.kv.tokens)
+            keys = piece.kv.keys[layer]
+            if piece.kv.start is None:
+                keys = rope.apply(layer, keys, rope.angles(at, length))
+            for i, p in enumerate(at.tolist()):
+                rows[p] = (keys[:, i], piece.kv.values[layer][:, i])
+        out.append(rows)
+    return out
+
+
+@torch.no_grad()
+def slow(name, ids, columns):
+    """A full forward in which rows see the given columns; logits of computed rows are right, K/V all."""
+    cache = Overriding(columns)
+    out = plain(name)(input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)
+    return out.logits[0], [(x.keys[0], x.values[0]) for x in cache.layers]
+
+
+@torch.no_grad()
+def weights_of(name, ids, columns, rows):
+    """Eager attention weights of single rows, per layer ``{row: [heads, row + 1]}``."""
+    model = build(name)
+    model.set_attn_implementation("eager")
+    _, layers = slow(name, ids, columns)
+    out = [{} for _ in layers]
+    for row in rows:
+        cache = DynamicCache()
+        for index, (keys, values) in enumerate(layers):
+            cache.update(keys[None, :, :row], values[None, :, :row], index)
+        got = model(
+            input_ids=torch.tensor([[ids[row]]]),
+            position_ids=torch.tensor([[row]]),
+            past_key_values=cache,
+            output_attentions=True,
+        ).attentions
+        for index, layer in enumerate(got):
+            out[index][row] = layer[0, :, -1].double().numpy()
+    return out
+
+
+def highest(scores, count):
+    order = sorted(scores, key=lambda p: (-scores[p], p))
+    return sorted(order[:count])
+
+
+class TestQuery:
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("ratio", [0.1, 0.33])
+    def test_picks_what_eager_attention_says(self, name, ratio):
+        plan = plan_for(name, f"query:{ratio}")
+        ids = plan.token_ids
+        question = range(len(ids) - len(SEPARATOR + QUESTION), len(ids))
+        weights = weights_of(name, ids, linked_columns(name, plan), question)[-1]
+        scores = {}
+        for start, stop in spans(plan):
+            for p in range(start, stop):
+                scores[p] = 0.0
+            for row in question:
+                inside = weights[row][:, start:stop]
+                total = inside.sum(1, keepdims=True)
+                inside = np.divide(inside, total, out=np.zeros_like(inside), where=total > 0)
+                for i, p in enumerate(range(start, stop)):
+                    scores[p] += inside[:, i].sum()
+        count = math.ceil(ratio * sum(map(len, CHUNKS)) - 1e-9)
+        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        assert picked(chosen) == highest(scores, count)
+        assert chosen.report.recompute_ratio == pytest.approx(count / (len(SYSTEM) + sum(map(len, CHUNKS))))
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_deep_adds_all_layers_and_takes_first_tokens_first(self, name):
+        plan = plan_for(name, "deep:0.2")
+        ids = plan.token_ids
+        question = range(len(ids) - len(SEPARATOR + QUESTION), len(ids))
+        total = {p: 0.0 for start, stop in spans(plan) for p in range(start, stop)}
+        for weights in weights_of(name, ids, linked_columns(name, plan), question):
+            layer = dict.fromkeys(total, 0.0)
+            for start, stop in spans(plan):
+                for row in question:
+                    inside = weights[row][:, start:stop]
+                    share = inside / np.maximum(inside.sum(1, keepdims=True), 1e-300)
+                    for i, p in enumerate(range(start, stop)):
+                        layer[p] += share[:, i].sum()
+            whole = sum(layer.values()) or 1.0
+            for p in total:
+                total[p] += math.sqrt(layer[p] / whole)
+        count = math.ceil(0.2 * len(total) - 1e-9)
+        first = [start for start, _ in spans(plan)]
+        rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
+        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        assert picked(chosen) == sorted(first + rest)
+
+    def test_nothing_to_choose_from_is_decided_at_once(self):
+        segments_ = segments(("text", SYSTEM), ("text", QUESTION))
+        plan = plan_from(
+            segments_,
+            open_policy("query:0.5"),
+            Encodings("standalone", described("llama"), BOS),
+            HostStore(1 << 20),
+            "f",
+            "s",
+        )
+        assert plan.policy is None
+        assert plan.rows == tuple(range(len(plan.token_ids)))
+
+    def test_a_policy_that_watches_a_layer_too_many_says_so(self):
+        plan = plan_for("llama", "query:0.1")
+        look = type("L", (), {"layers": (7,), "per_chunk": True})()
+        object.__setattr__(plan.policy, "look", look)
+        with pytest.raises(ValueError, match="watches layers"):
+            choose(wrapped("llama"), described("llama"), plan, 0)
+
+
+class TestHeavy:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_picks_what_the_encoding_attended_to(self, name):
+        plan = plan_for(name, "heavy:0.3")
+        model = build(name)
+        model.set_attn_implementation("eager")
+        want = []
+        for (start, _), chunk in zip(spans(plan), CHUNKS, strict=True):
+            got = model(input_ids=torch.tensor([chunk]), output_attentions=True).attentions
+            sums = sum(layer[0].detach().double().sum((0, 1)) for layer in got)
+            scores = {start + i: float(s) for i, s in enumerate(sums)}
+            want += highest(scores, math.ceil(0.3 * len(chunk) - 1e-9))
+        assert picked(plan) == want
+
+    def test_padding_of_a_batch_is_not_counted(self):
+        rope, model = described("llama"), wrapped("llama")
+        install(model)
+        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoding = plan_for("llama", "reuse").missing or None
+        assert encoding is None
+        from ragcachekit.model.encoding import Encoding
+
+        together = dict(encoder.encode(CHUNKS, Encoding("sinks:2", (BOS, BOS))))
+        for index, chunk in enumerate(CHUNKS):
+            ((_, alone),) = encoder.encode([chunk], Encoding("sinks:2", (BOS, BOS)))
+            assert off(together[index].sums["attended"], alone.sums["attended"]) < 1e-5
+
+
+class TestRandom:
+    def test_the_share_the_chunk_and_nothing_else_decides(self):
+        first, again = plan_for("llama", "random:0.3"), plan_for("llama", "random:0.3")
+        assert first.rows == again.rows
+        for (start, stop), chunk in zip(spans(first), CHUNKS, strict=True):
+            inside = [p for p in picked(first) if start <= p < stop]
+            assert len(inside) == math.ceil(0.3 * len(chunk) - 1e-9)
+        drawn = random.Random(first.placed[1].chunk_id).sample(range(*spans(first)[0]), 6)
+        assert [p for p in picked(first) if p < spans(first)[0][1]] == sorted(drawn)
+
+
+class TestPrefixAndSums:
+    def test_prefix_recomputes_all_that_is_not_exact(self):
+        plan = plan_for("llama", "prefix")
+        assert plan.kept == plan.report.exact_tokens == len(SYSTEM)
+        assert plan.report.approximate_tokens == 0
+
+    @pytest.mark.parametrize("second", ["query:0.2", "heavy:0.2"])
+    def test_a_sum_is_the_union(self, second):
+        def rows(policy):
+            return set(picked(choose(wrapped("llama"), described("llama"), plan_for("llama", policy), 0)[0]))
+
+        both = rows(f"lego:3+{second}")
+        assert both == rows("lego:3") | rows(second)
+        assert both > rows(second)
+
+    @pytest.mark.parametrize("name", ["full+lego:1", "cacheblend:0.1+lego:1", "lego:1+", "lego0+x"])
+    def test_what_cannot_be_summed_says_so(self, name):
+        with pytest.raises(ValueError, match="policy"):
+            open_policy(name)
+
+    def test_names_of_sums_open_again(self):
+        policy = open_policy("lego:4 + query:0.1")
+        assert policy.name == "lego:4+query:0.1"
+        assert open_policy(policy.name) == policy
+
+
+def blend(name, ratio, gradual):
+    """Survivors per layer, and the columns of the slow forward, from full forwards only."""
+    plan = plan_for(name, "reuse")
+    ids, linked = plan.token_ids, linked_columns(name, plan)
+    prompt = {p for start, stop in spans(plan) for p in range(start, stop)}
+    exempt = {p for c in plan.placed if c.exempt for p in range(c.start, c.stop)}
+    going, columns, survivors = sorted(prompt), [{p: linked[0][p] for p in exempt}], [sorted(prompt)]
+    for layer in range(1, len(linked)):
+        if layer == 1 or gradual:
+            columns.append({p: linked[layer][p] for p in exempt | (prompt - set(going))})
+            empty = [{} for _ in linked[layer + 1 :]]
+            _, layers = slow(name, ids, [*columns, *empty])
+            scores = {
+                p: float((layers[layer][1][:, p] - linked[layer][p][1]).double().square().sum())
+                for p in going
+            }
+            share = ratio * (1.5 - (layer - 1) / (len(linked) - 2)) if gradual else ratio
+            going = highest(scores, min(len(going), math.ceil(share * len(prompt) - 1e-9)))
+        else:
+            columns.append({p: linked[layer][p] for p in exempt | (prompt - set(going))})
+        survivors.append(going)
+    return ids, survivors, columns
+
+
+class TestCacheBlend:
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("gradual", [False, True])
+    def test_logits_and_kv_are_those_of_the_slow_forward(self, name, gradual):
+        kind = "cacheblend-gradual" if gradual else "cacheblend"
+        ids, survivors, columns = blend(name, 0.25, gradual)
+        logits, layers = slow(name, ids, columns)
+        inputs, plan = link_ahead(wrapped(name), described(name), plan_for(name, f"{kind}:0.25"), 0)
+        cache = inputs["past_key_values"]
+        for ours, (keys, values) in zip(cache.layers, layers, strict=True):
+            assert off(ours.keys[0], keys[:, :-1]) < 2e-5
+            assert off(ours.values[0], values[:, :-1]) < 2e-5
+        with torch.no_grad():
+            out = wrapped(name)(
+                input_ids=inputs["input_ids"][:, -1:],
+                attention_mask=inputs["attention_mask"],
+                past_key_values=cache,
+            )
+        assert off(out.logits[0, -1], logits[-1]) < 2e-5
+        cached = len(SYSTEM) + sum(map(len, CHUNKS))
+        spent = sum(map(len, survivors)) / (len(survivors) * cached)
+        assert plan.report.recompute_ratio == pytest.approx(spent)
+        assert plan.report.recomputed_tokens == len(survivors[-1])
+
+    def test_ratio_one_is_an_ordinary_prefill(self):
+        inputs, plan = link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend:1"), 0)
+        run = prefill(plain("llama"), ids_of(parts()))
+        for ours, keys in zip(inputs["past_key_values"].layers, run.keys, strict=True):
+            assert off(ours.keys[0], keys[:, :-1]) < 1e-5
+        assert plan.report.approximate_tokens == 0
+
+    def test_the_rows_of_a_layer_are_made_once_for_all_later_layers(self, monkeypatch):
+        given = []
+
+        def noted(layer, rows, projecting=False):
+            given.append((rows, projecting))
+            return narrowed(layer, rows, projecting)
+
+        narrowed = LinkedLayer.narrow
+        monkeypatch.setattr(LinkedLayer, "narrow", noted)
+        link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend-gradual:0.3"), 0)
+        ahead = [rows for rows, projecting in given if not projecting]
+        assert len(ahead) == 3 + 2 + 1  # of three layers: before the forward, the second, the third
+        assert len({id(rows) for rows in ahead}) == 3
+
+    def test_a_forward_while_torch_registers_the_hook_is_left_alone(self):
+        # Another thread's: torch calls the hook without keyword arguments until it is registered.
+        assert narrow._before(1, wrapped("llama").model.layers[1], (torch.zeros(1, 2, 64),)) is None
+
+    def test_other_forwards_of_the_model_are_left_alone(self):
+        model = wrapped("llama")
+        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"), 0)
+        hooks = [len(layer._forward_pre_hooks) for layer in model.model.layers]
+        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"), 0)
+        assert hooks == [len(layer._forward_pre_hooks) for layer in model.model.layers] == [0, 1, 1]
+        ids = tokens(40, 5)
+        assert off(prefill(model, ids).logits, prefill(plain("llama"), ids).logits) < 1e-6
+
+
+@pytest.mark.parametrize("ratio", ["0", "-0.1", "1.5", "nan", "x", ""])
+@pytest.mark.parametrize("kind", ["query", "heavy", "random", "cacheblend", "cacheblend-gradual"])
+def test_ratios_that_make_no_sense(kind, ratio):
+    with pytest.raises(ValueError, match=kind):
+        open_policy(f"{kind}:{ratio}")

@@ -1,0 +1,252 @@
+"""Several processes on one disk folder: what one of them forgets, none of the others brings back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ragcachekit.errors import StoreError
+from ragcachekit.prefix_tree import forget_log as forgets
+from ragcachekit.prefix_tree.base import Root
+from ragcachekit.prefix_tree.conversations import Turn
+from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk.folder import FolderLock
+from tree_kit import ROOT, ROW, kv_of, path_of, request
+
+PATH = path_of("s2", "a3", "b4")
+
+
+def tree_on(folder: Path, **options: int) -> KnowledgeTree:
+    return KnowledgeTree(**{"host_bytes": 1 << 20, **options}, disk=DiskStore(folder, 1 << 24))
+
+
+def on_disk(folder: Path, *names: str, root: Root = ROOT) -> int:
+    """Steps that a process finds which begins now."""
+    tree = tree_on(folder)
+    found = len(tree.match(root, path_of(*names)))
+    tree.close()
+    return found
+
+
+@pytest.mark.parametrize("gone", [None, frozenset({"a3"})])
+def test_closing_brings_nothing_back_that_another_process_forgot(tmp_path: Path, gone) -> None:
+    one, other = tree_on(tmp_path), tree_on(tmp_path)
+    for tree in (one, other):
+        request(tree, PATH)
+        request(tree, PATH, Root("weights-1", "globex"))
+    request(other, path_of("s2", "c5"))
+    one.close()
+    one = tree_on(tmp_path)
+    one.forget("acme", gone)
+    assert len(one.match(ROOT, PATH)) == (0 if gone is None else 1)
+    other.close()
+    assert on_disk(tmp_path, "s2", "a3", "b4") == (0 if gone is None else 1)
+    assert on_disk(tmp_path, "s2", "c5") == (0 if gone is None else 2), "what was not forgotten is written"
+    assert on_disk(tmp_path, "s2", "a3", "b4", root=Root("weights-1", "globex")) == 3
+
+
+def test_what_leaves_memory_after_another_process_forgot_it_is_not_written(tmp_path: Path) -> None:
+    one, other = tree_on(tmp_path), tree_on(tmp_path, host_bytes=9 * ROW)
+    request(other, PATH)
+    one.forget("acme", frozenset({"a3"}))
+    request(other, path_of("c9"), Root("weights-1", "globex"))  # pushes all of it out
+    assert one._disk is not None
+    assert one._disk.stats()[0].entries == 1, "the system text stands before what was forgotten"
+
+
+def test_a_look_up_hears_of_it_and_requests_under_way_leave_nothing(tmp_path: Path) -> None:
+    one, other = tree_on(tmp_path), tree_on(tmp_path, turns_bytes=1 << 20)
+    under_way = other.match(ROOT, PATH)
+    request(other, PATH)
+    other.turns.keep(Turn(ROOT, tuple(range(20)), kv_of(ROOT, PATH), 20, frozenset({"a3"})), 0)
+    one.forget("acme", frozenset({"a3"}))
+    assert len(other.match(ROOT, PATH)) == 1
+    assert other.turns.longest(ROOT, range(20)) is None
+    assert other.insert(under_way, [kv_of(ROOT, PATH[: i + 1]) for i in range(3)]) == 0
+    other.close()
+    assert on_disk(tmp_path, "s2", "a3") == 1
+
+
+def test_what_is_computed_anew_after_it_is_kept(tmp_path: Path) -> None:
+    one, other = tree_on(tmp_path), tree_on(tmp_path)
+    for tree in (one, other):
+        request(tree, PATH)
+    one.forget("acme")
+    for tree in (one, other):
+        request(tree, PATH)
+        assert len(tree.match(ROOT, PATH)) == 3
+        tree.close()
+    assert on_disk(tmp_path, "s2", "a3", "b4") == 3
+
+
+def test_a_forget_waits_for_a_writer_and_deletes_what_it_wrote(tmp_path: Path) -> None:
+    one, other = tree_on(tmp_path), tree_on(tmp_path)
+    writing, begun = threading.Event(), threading.Event()
+
+    class Slow(DiskStore):
+        def put(self, key, kv) -> bool:  # type: ignore[no-untyped-def]
+            writing.set()
+            assert begun.wait(30)
+            return super().put(key, kv)
+
+    slow = KnowledgeTree(host_bytes=1 << 20, disk=Slow(tmp_path, 1 << 24))
+    request(slow, PATH)
+    closing = threading.Thread(target=slow.close)
+    closing.start()
+    assert writing.wait(30)
+    forgetting = threading.Thread(target=one.forget, args=("acme",))
+    forgetting.start()
+    begun.set()
+    for thread in (closing, forgetting):
+        thread.join(30)
+    other.close()
+    assert on_disk(tmp_path, "s2", "a3", "b4") == 0
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from ragcachekit.prefix_tree.forget_log import ForgetLog
+with ForgetLog(Path(sys.argv[1])).forgetting("acme", frozenset(["x"])):
+    pass
+"""
+
+
+def test_the_log_tells_others_and_not_oneself(tmp_path: Path) -> None:
+    one, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
+    assert [log.news("acme") for log in (one, other)] == [[], []]
+    for ids in (frozenset({"a", "b"}), None):
+        with one.forgetting("acme", ids):
+            pass
+    assert one.news("acme") == []
+    assert other.news("globex") == []
+    assert other.news("acme") == [frozenset({"a", "b"}), None]
+    assert other.news("acme") == []
+    assert ForgetLog(tmp_path).news("acme") == [], "who begins now has nothing that it could forget"
+    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, timeout=60)
+    assert one.news("acme") == other.news("acme") == [frozenset({"x"})]
+
+
+@pytest.mark.parametrize("harm", ["began anew", "gone", "torn", "nonsense"])
+@pytest.mark.parametrize("read_before", [True, False])
+def test_what_cannot_be_read_stands_for_everything(tmp_path: Path, harm: str, read_before: bool) -> None:
+    one, other = ForgetLog(tmp_path, most=300), ForgetLog(tmp_path)
+    if not read_before:
+        other.news("acme")
+    with one.forgetting("acme", frozenset({"a"})):
+        pass
+    if read_before:
+        other.news("acme")
+    (file,) = (path for path in tmp_path.iterdir() if path.name != "lock")
+    if harm == "began anew":
+        for number in range(4):
+            with one.forgetting("acme", frozenset({f"{number}" * 64})):
+                pass
+        assert file.stat().st_size <= 300
+    elif harm == "gone":
+        file.unlink()
+    elif harm == "torn":
+        os.truncate(file, file.stat().st_size - 4)
+    else:
+        file.write_bytes(file.read_bytes() + b"\xff{]\n")
+    if harm != "nonsense":
+        with one.forgetting("acme", frozenset({"z"})):
+            pass
+    news = other.news("acme")
+    assert None in news or (harm == "gone" and not read_before)
+    with one.forgetting("acme", frozenset({"later"})):
+        pass
+    assert other.news("acme") == [frozenset({"later"})] or harm == "began anew"
+
+
+def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: Path) -> None:
+    log = ForgetLog(tmp_path)
+    with log.writing():
+        wanted = (tmp_path / "lock").stat()
+        (fd,) = (int(fd) for fd in os.listdir("/dev/fd") if same_file(int(fd), wanted))
+        inherited = os.dup(fd)  # shares the lock, as a child's copy does
+    with FolderLock(tmp_path / "lock").held(0.0):
+        pass
+    os.close(inherited)
+
+
+def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(forgets, "_SECONDS_TO_WRITE", 0.0)
+    log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
+    with other.forgetting("acme", None), log.writing() as may_write:
+        assert not may_write
+    assert "is it stopped" in caplog.text
+    with log.writing() as may_write:
+        assert may_write
+    with other.writing() as may_write, log.writing() as also:
+        assert (may_write, also) == (True, False)
+
+
+def test_a_stopped_writer_keeps_no_forget_waiting_for_ever(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(forgets, "_SECONDS_TO_FORGET", 0.0)
+    log, other, done = ForgetLog(tmp_path), ForgetLog(tmp_path), []
+    assert other.news("acme") == []
+    with (
+        other.writing(),
+        pytest.raises(StoreError, match="forget again") as failure,
+        log.forgetting("acme", frozenset({"a"})),
+    ):
+        done.append(True)
+    assert done == [True]
+    assert "is it stopped" in str(failure.value)
+    assert other.news("acme") == [frozenset({"a"})]
+    with log.forgetting("acme", None):
+        done.append(True)
+    assert len(done) == 2
+
+
+def same_file(fd: int, wanted: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), wanted)
+    except OSError:  # the one that lists them
+        return False
+
+
+def test_a_failing_medium_stops_no_forget_and_writes_nothing(tmp_path: Path, caplog) -> None:
+    tree = tree_on(tmp_path, host_bytes=9 * ROW)
+    request(tree, PATH)
+    (tmp_path / "forgets" / "lock").symlink_to(tmp_path)
+    request(tree, path_of("c9"))  # pushes all of it out
+    assert tree.forget("acme", frozenset({"c9"})) == 1
+    assert tree._disk is not None
+    assert tree._disk.stats()[0].entries == 0
+    assert {"nothing of the tree is", "other processes do not"} == {
+        r.getMessage()[:22] for r in caplog.records
+    }
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["another process", "this process"])
+def test_what_is_found_while_it_is_being_deleted_is_not_kept(tmp_path: Path, monkeypatch, theirs) -> None:
+    one = tree_on(tmp_path)
+    request(one, PATH)
+    one.close()
+    one = tree_on(tmp_path)
+    reader = tree_on(tmp_path) if theirs else one
+    assert one._disk.store is not None
+    forget, matches = one._disk.store.forget, []
+
+    def slow(*what):  # type: ignore[no-untyped-def]
+        matches.append(reader.match(ROOT, PATH))
+        return forget(*what)
+
+    monkeypatch.setattr(one._disk.store, "forget", slow)
+    one.forget("acme", frozenset({"a3"}))
+    (match,) = matches
+    assert len(match) == 3
+    reader.insert(match, new=10)
+    assert len(reader.match(ROOT, PATH)) == 1
+    reader.close()
+    one.close()
+    assert on_disk(tmp_path, "s2", "a3", "b4") == 1

@@ -1,0 +1,52 @@
+"""Processes and threads in one folder: every value right, budget kept, nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragcachekit.store.disk.disk_store import DiskStore
+from soak_kit import figures
+from store_kit import agrees_with_files
+
+SCRIPT = Path(__file__).with_name("disk_crowd.py")
+# Allocators keep what threads freed for later; entries are 8 KB, so one leaked in fifty would show.
+RESIDENT = 24 << 20
+# Nothing is open but the index when the threads are done, before as after.
+DESCRIPTORS = 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads memory and descriptors from /proc")
+@pytest.mark.parametrize(
+    ("processes", "threads", "operations"),
+    [
+        pytest.param(2, 2, 600, id="600 operations"),
+        pytest.param(4, 4, 100_000, id="100,000 operations", marks=pytest.mark.soak),
+    ],
+)
+def test_many_at_work_in_one_folder(tmp_path: Path, processes: int, threads: int, operations: int) -> None:
+    folder = tmp_path / "kv"
+    command = [sys.executable, str(SCRIPT), str(folder), *map(str, (processes, threads, operations))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 0, run.stderr
+    reports = json.loads(run.stdout)
+    assert len(reports) == processes
+    totals = {name: sum(report[name] for report in reports) for name in reports[0]}
+    figures("crowd", processes=processes, threads=threads, operations=operations, **totals)
+    assert totals["puts"] + totals["forgets"] + totals["hits"] + totals["misses"] > 0.98 * operations
+    assert (totals["wrong"], totals["damaged"], totals["over_budget"]) == (0, 0, 0)
+    # A forget stops what all others are just putting, where it cannot tell whether that is concerned.
+    assert totals["refused"] <= totals["forgets"] * (processes * threads - 1)
+    assert totals["hits"] > operations / 10
+    assert totals["misses"] > operations / 100
+    assert max(report["resident_growth"] for report in reports) <= RESIDENT
+    assert max(report["descriptor_growth"] for report in reports) <= DESCRIPTORS
+    store = DiskStore(folder, 1 << 40)
+    assert agrees_with_files(store, folder)
+    store.close()
+    assert os.listdir(folder / "index")

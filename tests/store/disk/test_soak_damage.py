@@ -1,0 +1,217 @@
+"""Flipped bits, cut files and a failing medium, by the thousand: a miss or the right answer, never more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcachekit import files
+from ragcachekit.store.disk import entry_files as disk_shelf
+from ragcachekit.store.disk import folder
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry import file as entry_file
+from ragcachekit.store.entry.file import EntryImage
+from soak_kit import figures
+from store_kit import agrees_with_files, contents, file_of, key_of, kv_of
+
+ENTRIES = 5
+BUDGET = 1 << 20
+WRITTEN = [kv_of(number, tokens=6) for number in range(ENTRIES)]
+RIGHT = [contents(kv) for kv in WRITTEN]
+
+
+def filled_with(path: Path) -> list[bytes]:
+    store = DiskStore(path, BUDGET)
+    assert all(store.put(key_of(number), WRITTEN[number]) for number in range(ENTRIES))
+    store.close()
+    return [file_of(path, key_of(number)).read_bytes() for number in range(ENTRIES)]
+
+
+def answers(store: DiskStore) -> list[bool | None]:
+    """Per entry: right, wrong, or missing."""
+    found = [store.get(key_of(number)) for number in range(ENTRIES)]
+    return [None if f is None else contents(f.kv) == RIGHT[n] for n, f in enumerate(found)]
+
+
+def header_length(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("flips", "cuts"),
+    [
+        pytest.param(100, 60, id="160 damages"),
+        pytest.param(1_500, 400, id="1,900 damages", marks=pytest.mark.soak),
+    ],
+)
+def test_damaged_entries_are_misses(tmp_path: Path, flips: int, cuts: int) -> None:
+    path, rng, counts = tmp_path / "kv", random.Random(1), Counter[str]()
+    good = filled_with(path)
+    store = DiskStore(path, BUDGET)
+    for trial in range(flips + cuts):
+        number = rng.randrange(ENTRIES)
+        data, header = good[number], header_length(good[number])
+        if trial >= flips:
+            counts["truncations"] += 1
+            bad = data[: rng.randrange(len(data))]
+        elif trial % 2:
+            counts["header flips"] += 1
+            bad = flipped(data, rng.randrange(header), rng.randrange(8))
+        else:
+            counts["payload flips"] += 1
+            bad = flipped(data, rng.randrange(header, len(data)), rng.randrange(8))
+        file = file_of(path, key_of(number))
+        file.write_bytes(bad)
+        if rng.random() < 0.1:  # a fresh process sees it first
+            store.close()
+            store = DiskStore(path, BUDGET)
+        found = answers(store)
+        counts["wrong"] += found.count(False)
+        counts["not a miss"] += found[number] is not None
+        counts["others lost"] += found.count(None) - (found[number] is None)
+        counts["file left"] += file.exists()
+        file.write_bytes(data)
+    store.close()
+    figures("damaged entries", **counts)
+    assert counts["header flips"] + counts["payload flips"] == flips
+    assert {n: counts[n] for n in ("wrong", "not a miss", "others lost", "file left")} == {
+        **{"wrong": 0, "not a miss": 0, "others lost": 0, "file left": 0}
+    }
+
+
+@pytest.mark.parametrize(
+    ("flips", "cuts"),
+    [
+        pytest.param(60, 20, id="80 damages"),
+        pytest.param(500, 100, id="600 damages", marks=pytest.mark.soak),
+    ],
+)
+def test_a_damaged_index_costs_no_answer(tmp_path: Path, flips: int, cuts: int) -> None:
+    path, rng, counts = tmp_path / "kv", random.Random(2), Counter[str]()
+    filled_with(path)
+    for trial in range(flips + cuts):
+        while_open = DiskStore(path, BUDGET) if trial % 3 == 0 else None
+        damage_index(path / "index" / "cache.db", rng, cut=trial >= flips)
+        counts["truncations" if trial >= flips else "flips"] += 1
+        store = while_open or DiskStore(path, BUDGET)
+        found = answers(store)
+        counts["wrong"] += found.count(False)
+        counts["lost"] += found.count(None)
+        counts["refused"] += not store.put(key_of(trial % ENTRIES), WRITTEN[trial % ENTRIES])
+        store.close()
+        again = DiskStore(path, BUDGET)
+        counts["disagrees after a restart"] += not agrees_with_files(again, path)
+        counts["lost"] += answers(again).count(None)
+        again.close()
+    figures("damaged index", **counts)
+    bad = ("wrong", "lost", "refused", "disagrees after a restart")
+    assert {name: counts[name] for name in bad} == dict.fromkeys(bad, 0)
+    assert counts["flips"] == flips
+
+
+def damage_index(database: Path, rng: random.Random, cut: bool) -> None:
+    data = database.read_bytes()
+    with database.open("r+b") as file:  # in place: whoever has it open sees it
+        if cut:
+            file.truncate(rng.randrange(len(data)))
+        else:
+            place = rng.randrange(len(data))
+            file.seek(place)
+            file.write(bytes([data[place] ^ 1 << rng.randrange(8)]))
+
+
+class FailingOs:
+    """``os`` with one call in ten refused or cut short; syncing does nothing, so that it is quick."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.failing = True
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def struck(self, call: str, *codes: int) -> None:
+        """Raise one of ``codes`` one time in ten."""
+        if self.failing and self.rng.random() < 0.1:
+            code = self.rng.choice(codes)
+            self.counts[f"{call} {errno.errorcode[code]}"] += 1
+            raise OSError(code, os.strerror(code))
+
+    def cut(self, call: str, length: int) -> int:
+        """A length, made smaller one time in ten."""
+        if self.failing and length > 1 and self.rng.random() < 0.1:
+            self.counts[f"short {call}"] += 1
+            return self.rng.randrange(1, length)
+        return length
+
+    def write(self, fd: int, view: memoryview) -> int:
+        self.struck("write", errno.ENOSPC, errno.EIO)
+        return os.write(fd, view[: self.cut("write", len(view))])
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        self.struck("read", errno.EIO)
+        return os.preadv(fd, [buffers[0][: self.cut("read", len(buffers[0]))]], offset)
+
+    def fsync(self, fd: int) -> None:
+        self.struck("fsync", errno.EIO, errno.ENOSPC)
+
+    def replace(self, old: Path, new: Path) -> None:
+        self.struck("replace", errno.EIO, errno.ENOSPC)
+        os.replace(old, new)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        self.struck("open", errno.EIO, errno.EMFILE)
+        return os.open(path, flags, mode)
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [pytest.param(800, id="800"), pytest.param(20_000, id="20,000", marks=pytest.mark.soak)],
+)
+def test_a_medium_that_fails_one_time_in_ten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int
+) -> None:
+    path, rng, counts = tmp_path / "kv", random.Random(3), Counter[str]()
+    faulty = FailingOs(random.Random(4))
+    values = [kv_of(number, tokens=6) for number in range(24)]
+    right = [contents(kv) for kv in values]
+    budget = 16 * EntryImage(key_of(0), values[0]).nbytes + 1_000
+    store = DiskStore(path, budget)
+    with monkeypatch.context() as patch:
+        for module in (folder, entry_file, disk_shelf, files):
+            patch.setattr(module, "os", faulty)
+        for _ in range(operations):
+            number, drawn = rng.randrange(24), rng.random()
+            if drawn < 0.35:
+                counts["put" if store.put(key_of(number), values[number]) else "refused"] += 1
+            elif drawn < 0.4:
+                store.forget("acme/docs", frozenset({f"chunk-{number}"}))
+                counts["forgets"] += 1
+            else:
+                found = store.get(key_of(number))
+                counts["hits" if found else "misses"] += 1
+                counts["wrong"] += found is not None and contents(found.kv) != right[number]
+        faulty.failing = False
+        counts["not put afterwards"] = sum(not store.put(key_of(n), values[n]) for n in range(24))
+        store.close()
+    again = DiskStore(path, budget)
+    counts["orphans"] = len(
+        [p for p in path.iterdir() if p.suffix not in (".safetensors", "") and p.is_file()]
+    )
+    figures("failing medium", operations=operations, **counts, injected=faulty.counts)
+    assert agrees_with_files(again, path)
+    again.close()
+    assert (counts["wrong"], counts["orphans"], counts["not put afterwards"]) == (0, 0, 0)
+    assert min(counts["put"], counts["refused"], counts["hits"]) > operations / 30
+    assert len(faulty.counts) == 11, "every kind of failure happened"

@@ -1,0 +1,435 @@
+"""The loader by itself: order, sharing, failures, deadlines, prefetching, the end. No sleeps."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from loading_kit import WAIT, Gate, SlowStore, Spoil, start
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.loading import load_queue
+from ragcachekit.store.loading.load import LoadFailed, LoadingKV
+from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.tiered import TieredStore
+from store_kit import contents, key_of, kv_of
+
+LAYERS = 4
+
+
+def filled(entries=3, before_read=lambda *_: None):
+    store = SlowStore(before_read)
+    for number in range(entries):
+        assert store.put(key_of(number), kv_of(number, layers=LAYERS))
+    return store
+
+
+@pytest.fixture
+def closing():
+    loaders = []
+
+    def made(store, **options):
+        loaders.append(Loader(store, **options))
+        return loaders[-1]
+
+    yield made
+    for loader in loaders:
+        loader.close()
+
+
+def opened(loader, *numbers):
+    return [loader.open(key_of(number)).kv for number in numbers]
+
+
+def same(loading, kv):
+    assert isinstance(loading, LoadingKV)
+    assert (loading.tokens, loading.layers, loading.start) == (kv.tokens, kv.layers, kv.start)
+    pairs = zip((*loading.keys, *loading.values), (*kv.keys, *kv.values), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_what_the_header_says_is_there_before_any_layer(closing):
+    gate = Gate()
+    loader = closing(filled(before_read=gate))
+    kv = start(loader, key_of(0)).kv
+    assert (kv.tokens, kv.layers, kv.ready, kv.complete, kv.tier) == (4, LAYERS, 0, False, "disk")
+    assert kv.shapes[0] == ((torch.float32, (2, 4, 8)),) * 2
+    assert len(kv.keys) == LAYERS
+    gate.open()
+    assert same(kv, kv_of(0, layers=LAYERS))
+    assert loader.flush(WAIT)
+    assert kv.complete
+
+
+def test_memory_is_handed_on_and_misses_are_none(closing):
+    host = HostStore(1 << 20)
+    host.put(key_of(0), kv_of(0))
+    loader = closing(host)
+    assert contents(start(loader, key_of(0)).kv) == contents(kv_of(0))
+    assert start(loader, key_of(1)) is None
+
+
+def test_layer_0_of_all_pieces_comes_first(closing):
+    store = filled()
+    loader = closing(store, threads=1)
+    kvs = opened(loader, 0, 1, 2)
+    assert store.log == []
+    loader.begin(kvs)
+    assert loader.flush(WAIT)
+    assert [(key.chunk_id, layer) for key, layer in store.log] == [
+        (f"chunk-{number}", layer) for layer in range(LAYERS) for number in range(3)
+    ]
+
+
+def test_earlier_requests_come_first_and_prefetches_last(closing):
+    gate = Gate()
+    store = filled(4, gate)
+    loader = closing(store, threads=1)
+    (first,) = opened(loader, 0)
+    loader.begin([first])
+    assert gate.reached.wait(WAIT)  # the one thread is in layer 0 of entry 0
+    loader.prefetch([key_of(3)])
+    second, third = opened(loader, 1), opened(loader, 2)
+    loader.begin(second)
+    loader.begin(third)
+    gate.open()
+    assert loader.flush(WAIT)
+    assert [key.chunk_id for key, _ in store.log[::LAYERS]] == ["chunk-0", "chunk-1", "chunk-2", "chunk-3"]
+
+
+def test_several_requests_read_an_entry_once(closing):
+    gate = Gate()
+    store = filled(before_read=gate)
+    loader = closing(store)
+    with ThreadPoolExecutor(8) as pool:
+        kvs = list(pool.map(lambda _: start(loader, key_of(0)).kv, range(8)))
+        gate.open()
+        assert all(pool.map(lambda kv: same(kv, kv_of(0, layers=LAYERS)), kvs))
+    assert loader.flush(WAIT)
+    assert [layer for _, layer in store.log] == list(range(LAYERS))
+    assert [key for key, _ in store.finished] == [key_of(0)]
+    assert all(source.closed for source in store.sources)
+
+
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("error", [EntryDamaged("flipped"), OSError(5, "I/O"), RuntimeError("a bug")])
+def test_a_layer_that_cannot_be_read(closing, layer, error, caplog):
+    store = filled(before_read=Spoil(layer, error, lambda key: key == key_of(1)))
+    loader = closing(store)
+    kvs = opened(loader, 0, 1)
+    loader.begin(kvs)
+    with pytest.raises(LoadFailed) as failed:
+        list(kvs[1].keys)
+    assert failed.value.keys == {key_of(1)}
+    assert kvs[1].lost is not None
+    assert kvs[1].ready == layer
+    assert all(map(torch.equal, kvs[1].keys[:layer], kv_of(1, layers=LAYERS).keys))
+    assert same(kvs[0], kv_of(0, layers=LAYERS))
+    assert loader.flush(WAIT)
+    assert [key for key, _ in store.finished] == [key_of(0)]
+    assert all(source.closed for source in store.sources)
+    assert bool(caplog.records) == isinstance(error, RuntimeError)
+
+
+def test_what_is_not_there_in_time_is_lost(closing):
+    gate = Gate(lambda key, layer: layer == 2)
+    loader = closing(filled(before_read=gate), deadline=0.05)
+    kv = start(loader, key_of(0)).kv
+    with pytest.raises(LoadFailed, match=r"0\.05 s"):
+        kv.layer(2)
+    assert kv.lost == "not there within 0.05 s"
+    assert kv.waited > 0
+    gate.open()
+    assert loader.flush(WAIT)
+    assert kv.lost is None  # it came after all; the next request has it
+
+
+def test_a_prefetch_is_taken_over_without_reading_again(closing):
+    store = filled()
+    loader = closing(store)
+    loader.prefetch([key_of(0), key_of(1), key_of(0), key_of(9)])
+    assert loader.flush(WAIT)
+    (kv,) = opened(loader, 0)
+    assert kv.complete
+    loader.begin([kv])
+    assert same(kv, kv_of(0, layers=LAYERS))
+    assert kv.waited == 0
+    assert len(store.log) == 2 * LAYERS
+    (again,) = opened(loader, 0)  # it was taken, so it is read anew
+    assert not again.complete
+
+
+def test_a_prefetch_in_work_is_joined(closing):
+    gate = Gate()
+    store = filled(before_read=gate)
+    loader = closing(store)
+    loader.prefetch([key_of(0)])
+    assert gate.reached.wait(WAIT)
+    kv = start(loader, key_of(0)).kv
+    gate.open()
+    assert same(kv, kv_of(0, layers=LAYERS))
+    assert len(store.sources) == 1
+
+
+def test_prefetching_keeps_within_its_bytes(closing):
+    store = filled(4)
+    size = kv_of(0, layers=LAYERS).nbytes
+    loader = closing(store, threads=1, bytes_in_flight=size)
+    loader.prefetch([key_of(n) for n in range(4)])
+    assert loader._queue.changed.wait_for(lambda: len(store.finished) == 4, WAIT)
+    assert loader.flush(WAIT)
+    # Whoever comes late pushes the earlier ones out, which by then are in a faster tier.
+    assert [load.key for load in loader._queue.held.values()] == [key_of(3)]
+
+
+def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcachekit.store.loading.load_queue.HOLD_SECONDS", 0.0)
+    host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
+    disk.put(key_of(0), kv_of(0))
+    store = TieredStore([host, disk])
+    loader = closing(store)
+    loader.prefetch([key_of(0)])
+    assert loader._queue.changed.wait_for(lambda: key_of(0) in host and not loader._queue.active, WAIT)
+    hit = start(loader, key_of(0))
+    assert hit.tier == "host"
+    store.close()
+
+
+def test_forgotten_prefetches_are_not_handed_out(closing):
+    store = filled()
+    loader = closing(store)
+    loader.prefetch([key_of(0), key_of(1), key_of(2)])
+    assert loader.flush(WAIT)
+    loader.forget("acme/docs", frozenset(["chunk-1"]))
+    assert [kv.complete for kv in opened(loader, 0, 1, 2)] == [True, False, True]
+    loader.forget("acme/docs")
+    assert not opened(loader, 2)[0].complete
+
+
+def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
+    store = filled()
+    loader = closing(store)
+    real = store.open
+
+    def slow(key, worth=1.0):
+        source = real(key, worth)
+        loader.forget("acme/docs")
+        return source
+
+    store.open = slow
+    mine = start(loader, key_of(0)).kv
+    store.open = real
+    other = start(loader, key_of(0)).kv
+    assert len(store.sources) == 2
+    assert same(mine, kv_of(0, layers=LAYERS))
+    assert same(other, kv_of(0, layers=LAYERS))
+
+
+def test_released_and_dropped_entries_are_closed(closing):
+    store = filled()
+    loader = closing(store)
+    kvs = opened(loader, 0, 1)
+    loader.release(kvs[:1])
+    assert [source.closed for source in store.sources] == [True, False]
+    del kvs
+    gc.collect()
+    opened(loader, 2)
+    assert [source.closed for source in store.sources[:2]] == [True, True]
+
+
+def test_dropping_the_last_hold_gives_a_reading_up(closing):
+    gate = Gate(lambda key, layer: layer == 1)
+    store = filled(before_read=gate)
+    loader = closing(store)
+    kv = start(loader, key_of(0)).kv
+    assert gate.reached.wait(WAIT)
+    del kv
+    gc.collect()
+    gate.open()
+    assert loader.flush(WAIT)
+    assert len(store.log) <= 2
+    assert store.finished == []
+
+
+def test_closing_while_others_wait(closing):
+    gate = Gate(lambda key, layer: layer == 1)
+    store = filled(before_read=gate)
+    loader = closing(store, threads=1)
+    kv = start(loader, key_of(0)).kv
+    assert gate.reached.wait(WAIT)
+    failures = []
+
+    def wait():
+        try:
+            kv.layer(3)
+        except LoadFailed as failed:
+            failures.append(str(failed))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    closing_it = threading.Thread(target=loader.close)
+    closing_it.start()
+    waiting.join(WAIT)
+    assert failures == ["the store was closed"]
+    gate.open()
+    closing_it.join(WAIT)
+    assert not closing_it.is_alive()
+    assert loader._queue.pool._threads == set()
+    assert loader.open(key_of(1)) is None
+    loader.prefetch([key_of(1)])
+    assert all(source.closed for source in store.sources)
+
+
+def test_a_loader_that_is_dropped_ends_its_threads():
+    store = filled()
+    loader = Loader(store)
+    start(loader, key_of(0))
+    queue = loader._queue
+    del loader
+    gc.collect()
+    assert queue.closed
+    queue.close(WAIT)
+    assert queue.pool._threads == set()
+
+
+def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
+    store = filled()
+    loader = closing(store)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        loader.prefetch([key_of(1)])
+        kv = start(loader, key_of(0)).kv
+        with pytest.raises(LoadFailed, match="no thread"):
+            kv.layer(0)
+    assert "can't start new thread" in caplog.text
+    assert loader._queue.pool._threads == set()
+    assert all(source.closed for source in store.sources)
+    assert loader.flush(WAIT)
+    assert same(start(loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
+
+
+class Hanging:
+    """A store in which some reads hang until :attr:`gate` opens, and a loader that gives up soon."""
+
+    def __init__(self, closing, *numbers, threads):
+        self.reads = {number: threading.Event() for number in numbers}
+        self.gate = threading.Event()
+        self.store = filled(6, self.before)
+        self.loader = closing(self.store, threads=threads, deadline=0.01)
+
+    def before(self, key, layer):
+        number = int(key.chunk_id.rpartition("-")[2])
+        if number in self.reads and not self.gate.is_set():
+            self.reads[number].set()
+            assert self.gate.wait(WAIT)
+
+    def hang(self, number):
+        kv = start(self.loader, key_of(number)).kv
+        assert self.reads[number].wait(WAIT)
+        with pytest.raises(LoadFailed, match="not there"):
+            kv.layer(0)
+
+    def patient(self):
+        self.loader._deadline = WAIT
+
+    def wait(self, until):
+        pool = self.loader._queue.pool
+        assert pool._changed.wait_for(lambda: until(pool), WAIT)
+
+
+def test_others_read_in_place_of_threads_that_hang(closing):
+    hanging = Hanging(closing, 0, 1, threads=2)
+    for number in (0, 1):
+        hanging.hang(number)
+    hanging.patient()
+    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
+    hanging.reads.clear()
+    # A new read of the same entry, not the one that hangs.
+    assert same(start(hanging.loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
+    hanging.gate.set()
+    assert hanging.loader.flush(WAIT)
+    hanging.wait(lambda pool: not pool.stuck and len(pool._threads) <= 2)
+    assert same(start(hanging.loader, key_of(1)).kv, kv_of(1, layers=LAYERS))
+
+
+def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
+    hanging = Hanging(closing, 0, threads=1)
+    hanging.loader.prefetch([key_of(0)])
+    assert hanging.reads[0].wait(WAIT)
+    kv = start(hanging.loader, key_of(1)).kv
+    with pytest.raises(LoadFailed, match="not there"):
+        kv.layer(0)
+    hanging.patient()
+    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
+    hanging.gate.set()
+
+
+def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
+    monkeypatch.setattr(load_queue, "MOST_STUCK", 2)
+    hanging = Hanging(closing, 0, 1, 2, threads=1)
+    for number in range(3):
+        hanging.hang(number)
+    assert len(hanging.loader._queue.pool._threads) == 3
+    assert hanging.loader.open(key_of(4)) is None
+    assert hanging.store.sources[-1].closed
+    hanging.patient()
+    hanging.gate.set()
+    hanging.wait(lambda pool: not pool.stuck)
+    assert same(start(hanging.loader, key_of(4)).kv, kv_of(4, layers=LAYERS))
+
+
+PROGRAM = """
+import sys, time
+sys.path[:0] = {paths!r}
+from loading_kit import SlowStore, start
+from store_kit import key_of, kv_of
+from ragcachekit.store.loading.loader import Loader
+store = SlowStore(lambda key, layer: time.sleep(0.02))
+store.put(key_of(0), kv_of(0, layers=500))
+loader = Loader(store)
+kv = start(loader, key_of(0)).kv
+kv.layer(3)
+print("leaving", kv.complete)
+"""
+
+
+def test_the_interpreter_can_go_in_the_middle_of_a_load(request):
+    paths = [str(request.path.parent), str(request.path.parent.parent / "link")]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(paths=paths)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["leaving", "False"]), done.stderr
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"deadline": 0}, {"bytes_in_flight": 0}])
+def test_bad_settings(options):
+    with pytest.raises(ValueError, match="at least 1"):
+        Loader(HostStore(1), **options)
+
+
+def test_real_files_are_read_layer_by_layer(closing, tmp_path):
+    disk = DiskStore(tmp_path, 1 << 20)
+    for number in range(3):
+        disk.put(key_of(number), kv_of(number, layers=LAYERS, start=number))
+    reads = []
+    loader = closing(disk, observe=lambda *read: reads.append(read))
+    kvs = opened(loader, 0, 1, 2)
+    loader.begin(kvs)
+    assert all(same(kv, kv_of(number, layers=LAYERS, start=number)) for number, kv in enumerate(kvs))
+    assert loader.flush(WAIT)
+    assert len(reads) == 3 * LAYERS
+    assert {read[:2] for read in reads} == {("disk", 512)}
+    assert all(seconds > 0 and beside in (0, 512) for *_, seconds, beside in reads)
+    assert disk.stats()[0].hits == 3
+    disk.close()

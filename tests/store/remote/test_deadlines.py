@@ -1,0 +1,258 @@
+"""Deadlines, the breaker, threads that hang: with a clock and operations in the test's own hand."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from ragcachekit.store.remote.circuit_breaker import Breaker
+from ragcachekit.store.remote.deadlines import Guard
+
+SHORT, LONG = 0.02, 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Hanging:
+    """An operation that ends when told to, counting how many are in it."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.inside = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+
+    def __call__(self) -> str:
+        self.inside.release()
+        self.go_on.wait(LONG)
+        self.ended.release()
+        return "late"
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    hanging = Hanging()
+    yield hanging
+    hanging.go_on.set()
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"ragcachekit-{name}"]
+
+
+def failing() -> str:
+    raise ConnectionError("refused")
+
+
+def test_returns_what_the_operation_returns() -> None:
+    guard = Guard("test", LONG)
+    assert [guard.run(lambda n=n: n * n, -1) for n in range(5)] == [0, 1, 4, 9, 16]
+    assert guard.run(lambda: None, "default") is None
+    assert (guard.stats().calls, guard.stats().errors, guard.stats().is_open) == (6, 0, False)
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError, SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_error_reaches_the_caller(error: type[BaseException]) -> None:
+    def operation() -> str:
+        raise error("no")
+
+    guard = Guard("test", LONG)
+    assert guard.run(operation, "default") == "default"
+    assert (guard.stats().errors, guard.stats().timeouts) == (1, 0)
+    assert guard.run(lambda: "next", "default") == "next"
+
+
+def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
+    guard = Guard("test", SHORT)
+    assert guard.run(hanging, "default") == "default"
+    assert (guard.stats().timeouts, guard.stats().stuck) == (1, 1)
+    hanging.go_on.set()
+    assert hanging.ended.acquire(timeout=LONG)
+    assert guard.run(lambda: "next", "default", LONG) == "next"
+
+
+def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down() -> None:
+    clock, calls = Clock(), []
+    guard = Guard("test", LONG, failures=3, cooldown=5, clock=clock)
+
+    def operation(answer: bool) -> str:
+        calls.append(clock.now)
+        return "answer" if answer else failing()
+
+    for answer in (False, False, True, False, False, False):
+        guard.run(lambda answer=answer: operation(answer), "default")
+    assert guard.stats().is_open
+    assert len(calls) == 6
+    clock.now += 4.9
+    assert guard.run(lambda: operation(True), "default") == "default"
+    assert (len(calls), guard.stats().refused) == (6, 1)
+    clock.now += 0.2
+    assert guard.run(lambda: operation(False), "default") == "default"
+    assert len(calls) == 7
+    assert guard.run(lambda: operation(True), "default") == "default"
+    assert len(calls) == 7, "a failed trial opens it for another cool-down"
+    clock.now += 5.1
+    assert [guard.run(lambda: operation(True), "default") for _ in range(3)] == ["answer"] * 3
+    assert (guard.stats().opened, guard.stats().is_open) == (2, False)
+
+
+def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
+    clock = Clock()
+    guard = Guard("test", LONG, failures=1, cooldown=5, clock=clock)
+    guard.run(failing, "")
+    clock.now += 6
+    trial = threading.Thread(target=guard.run, args=(hanging, ""))
+    trial.start()
+    assert hanging.inside.acquire(timeout=LONG)
+    assert guard.run(lambda: "second", "refused") == "refused"
+    hanging.go_on.set()
+    trial.join()
+    assert guard.run(lambda: "third", "refused") == "third"
+
+
+def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Hanging) -> None:
+    guard = Guard("bounded", SHORT, failures=10**6, threads=5)
+    assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
+    assert len(threads_of("bounded")) == 5
+    stats = guard.stats()
+    assert (stats.timeouts, stats.stuck, stats.refused) == (5, 5, 15)
+    hanging.go_on.set()
+    for _ in range(5):
+        assert hanging.ended.acquire(timeout=LONG)
+    while guard.run(lambda: "alive", "", LONG) != "alive":
+        pass
+    guard.close()
+    assert guard.run(lambda: "closed", "refused") == "refused"
+
+
+class Owner:
+    """Whoever owns a guard, and asks it for operations of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.guard = Guard(name, LONG)
+
+    def operation(self) -> str:
+        return "answer"
+
+
+def test_who_is_dropped_without_close_is_freed() -> None:
+    owner = Owner("dropped")
+    assert owner.guard.run(owner.operation, "") == "answer"
+    gone = weakref.ref(owner)
+    del owner
+    for thread in threads_of("dropped"):
+        thread.join(LONG)
+    gc.collect()
+    assert threads_of("dropped") == []
+    assert gone() is None
+
+
+def test_a_guard_does_not_hold_what_it_did_last() -> None:
+    guard, owner = Guard("waiting", LONG), Owner("unused")
+    assert guard.run(owner.operation, "") == "answer"
+    freed = threading.Event()
+    weakref.finalize(owner, freed.set)
+    del owner
+    assert freed.wait(10)
+    guard.close()
+
+
+def test_one_thread_after_the_other() -> None:
+    guard = Guard("returning", LONG, threads=1)
+    assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
+    assert guard.stats().refused == 0
+
+
+def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guard = Guard("test", LONG, threads=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert guard.run(lambda: 1, 0) == 0
+    assert (guard.stats().refused, guard.stats().stuck) == (1, 0)
+    assert guard.run(lambda: 1, 0) == 1, "the place is free again"
+
+
+def test_many_callers_share_few_threads() -> None:
+    guard = Guard("test", LONG, threads=2)
+    most, here, lock = [0], [0], threading.Lock()
+
+    def operation() -> int:
+        with lock:
+            here[0] += 1
+            most[0] = max(most[0], here[0])
+        with lock:
+            here[0] -= 1
+        return 1
+
+    results: list[int] = []
+    callers = [
+        threading.Thread(target=lambda: results.extend(guard.run(operation, 0) for _ in range(50)))
+        for _ in range(8)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sum(results) == 400
+    assert most[0] <= 2
+
+
+def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> None:
+    guard = Guard("test", LONG, threads=1)
+    ran: list[str] = []
+    first = threading.Thread(target=guard.run, args=(hanging, ""))
+    first.start()
+    assert hanging.inside.acquire(timeout=LONG)
+    assert guard.run(lambda: ran.append("queued") or "done", "default", SHORT) == "default"
+    hanging.go_on.set()
+    first.join()
+    assert guard.run(lambda: "next", "default") == "next"
+    assert ran == []
+
+
+def test_opens_when_too_many_of_the_last_ones_failed() -> None:
+    clock = Clock()
+    breaker = Breaker(3, 5.0, clock)
+    outcomes = [False, False, True, False, False, True, False, False]
+    opened = [breaker.record(outcome) for outcome in outcomes]
+    assert opened == [False] * 7 + [True], "six of twelve, never three in a row"
+    assert not breaker.allow()
+    clock.now += 6
+    assert breaker.allow()
+    assert not breaker.record(False), "was open"
+    assert not breaker.allow(), "a trial that fails leaves it open, whatever it was opened for"
+    clock.now += 6
+    assert breaker.allow()
+    breaker.record(True)
+    assert not any(breaker.record(outcome) for outcome in (False, False, True, False)), "counts anew"
+    assert breaker.allow()
+
+
+def test_one_failure_in_three_opens_nothing() -> None:
+    breaker = Breaker(3, 5.0, Clock())
+    assert not any(breaker.record(number % 3 > 0) for number in range(300))
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("nan")])
+def test_a_deadline_has_to_be_positive(deadline: float) -> None:
+    with pytest.raises(ValueError, match="deadline must be > 0"):
+        Guard("test", deadline)
+
+
+def test_a_breaker_needs_sense() -> None:
+    with pytest.raises(ValueError, match="failures"):
+        Breaker(0, 1.0)
+    with pytest.raises(ValueError, match="cooldown"):
+        Breaker(3, -1.0)

@@ -1,0 +1,547 @@
+"""The bulk tier on folders and on file systems that fail or hang when told to."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.remote import fsspec_objects, remote_store
+from ragcachekit.store.remote.base import Saved
+from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.fsspec_backend import FsspecBackend
+from ragcachekit.store.remote.fsspec_store import FsspecStore
+from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.store.remote.seal import OVERHEAD, Seal
+from ragcachekit.types import KVKey
+from redis_kit import KEY_BYTES
+from store_kit import KEY, contents, key_of, kv_of
+
+BUDGET = 1 << 20
+SHORT = 0.05
+ONE = OVERHEAD + sum(len(part) for part in to_bytes(key_of(0), kv_of(0)))
+
+
+def opened(path: Path, budget: int = BUDGET, **changes: Any) -> FsspecStore:
+    return FsspecStore(path.as_uri(), budget, **({"key": KEY_BYTES, "deadline": 20.0} | changes))
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*/*.kv"))
+
+
+def interrupted(base: type, before: Callable[[str], None]) -> Any:
+    """A file system that calls ``before`` with the name of each operation on objects."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return call
+
+    names = ["cat_file", "pipe_file", "rm_file", "find", "exists"]
+    names += ["mv"] if "mv" in vars(base) else []
+    return type("Interrupted", (base,), {name: method(name) for name in names} | {"cachable": False})()
+
+
+def store_on(fs: Any, root: str, deadline: float = 20.0, **changes: Any) -> RemoteStore:
+    backend = FsspecBackend(fs, root, BUDGET, {}, deadline)
+    return RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", deadline, **changes), BUDGET)
+
+
+class Fails:
+    """Raises for the operations named, while there are any."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __call__(self, name: str) -> None:
+        if name in self.names:
+            raise OSError(f"{name} fails")
+
+
+class Hangs:
+    """Keeps the operations named waiting until told to go on."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.go_on = threading.Event()
+        self.inside = threading.Event()
+
+    def __call__(self, name: str) -> None:
+        if name in self.names:
+            self.inside.set()
+            self.go_on.wait(60)
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hangs]:
+    hangs = Hangs()
+    yield hangs
+    hangs.go_on.set()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets that failed are tried again by the next operation."""
+    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 0.0)
+
+
+def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv")
+    for number in range(3):
+        store.put(key_of(number), kv_of(number))
+    store.put(key_of(0, namespace="globex/docs"), kv_of(1))
+    found = files(tmp_path / "kv")
+    assert {path.stem for path in found} == {
+        key.digest() for key in (*map(key_of, range(3)), key_of(0, namespace="globex/docs"))
+    }
+    assert len({path.parent for path in found}) == 2
+    assert list((tmp_path / "kv" / "tmp").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+def test_a_later_process_finds_the_entries_and_drops_the_oldest(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    for number in range(5):
+        first.put(key_of(number), kv_of(number))
+        (path,) = tmp_path.glob(f"*/{key_of(number).digest()}.kv")
+        os.utime(path, (1_000 + number, 1_000 + number))
+    first.close()
+    second = opened(tmp_path, 3 * ONE)
+    assert [key_of(number) in second for number in range(5)] == [False, False, True, True, True]
+    found = second.get(key_of(4))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(4))
+    assert second.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) <= 3 * ONE
+
+
+def test_entries_of_another_process_are_read_counted_and_forgotten(tmp_path: Path) -> None:
+    ours, theirs = opened(tmp_path), opened(tmp_path)
+    assert theirs.put(KEY, kv_of(1))
+    assert ours.stats()[0].entries == 0
+    assert ours.get(KEY) is not None
+    assert ours.stats()[0].entries == 1
+    assert theirs.put(key_of(5), kv_of(1))
+    assert theirs.put(key_of(6), kv_of(1))
+    assert ours.forget(KEY.namespace, frozenset({"chunk-5"})) == 1
+    assert ours.forget(KEY.namespace, frozenset({"neighbour"})) == 1
+    assert theirs.get(KEY) is None
+    assert theirs.get(key_of(5)) is None
+    assert theirs.get(key_of(6)) is not None
+
+
+def test_forgetting_reads_headers_longer_than_usual(tmp_path: Path) -> None:
+    context = tuple(f"neighbour-{number:064d}" for number in range(1_200))
+    long = key_of(1, context=context)
+    opened(tmp_path).put(long, kv_of(1))
+    opened(tmp_path).put(key_of(2), kv_of(2))
+    assert opened(tmp_path).forget("acme/docs", frozenset({context[-1]})) == 1
+    assert [path.stem for path in files(tmp_path)] == [key_of(2).digest()]
+
+
+def test_a_namespace_stays_within_its_quota(tmp_path: Path) -> None:
+    store = opened(tmp_path, quotas={"small": 2 * ONE, "*": 4 * ONE})
+    for number in range(8):
+        for namespace in ("small", "other"):
+            assert store.put(key_of(number, namespace=namespace), kv_of(number))
+    kept = {ns: [n for n in range(8) if key_of(n, namespace=ns) in store] for ns in ("small", "other")}
+    assert kept == {"small": [6, 7], "other": [4, 5, 6, 7]}
+
+
+def test_temporary_files_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    old, young = tmp_path / "tmp" / "old", tmp_path / "tmp" / "young"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200, time.time() - 7200))
+    opened(tmp_path)
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["young"]
+
+
+def test_a_rename_that_fails_leaves_the_old_entry_and_no_temporary_file(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"mv"}
+    assert not store.put(KEY, kv_of(2))
+    assert not store.put(key_of(3), kv_of(3))
+    assert store.stats()[0].failed_writes == 2
+    fails.names = set()
+    found = store.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(1))
+    assert len(files(tmp_path)) == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_every_operation_may_fail(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(MemoryFileSystem, fails), str(tmp_path), failures=1_000)
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"cat_file", "pipe_file", "rm_file", "find", "exists"}
+    assert store.get(KEY) is None
+    assert not store.put(key_of(2), kv_of(2))
+    assert KEY not in store
+    assert store.forget(KEY.namespace) == 0
+    assert store.pending_forgets == 1
+    fails.names = set()
+    assert store.get(KEY) is None
+    assert store.pending_forgets == 0
+    assert MemoryFileSystem().find(str(tmp_path)) == []
+
+
+def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
+    fails = Fails()
+    backend = FsspecBackend(interrupted(LocalFileSystem, fails), str(tmp_path), 3 * ONE, {}, 20.0)
+    guard = Guard("bulk", 20.0, failures=1_000)
+    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), guard, 3 * ONE)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(3))
+    fails.names = {"rm_file"}
+    assert not any(store.put(key_of(number), kv_of(number)) for number in range(3, 10))
+    assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats()[0].nbytes == 3 * ONE
+    fails.names = set()
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(10, 13))
+    assert sorted(path.stem for path in files(tmp_path)) == sorted(key_of(n).digest() for n in range(10, 13))
+
+
+def test_one_object_that_cannot_be_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
+    class Kept(LocalFileSystem):
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+    (tmp_path / "kv").mkdir()
+    with_all = opened(tmp_path / "kv")
+    assert all(with_all.put(key_of(number), kv_of(number)) for number in range(3))
+    (first,) = tmp_path.glob(f"kv/*/{key_of(0).digest()}.kv")
+    os.utime(first, (1_000, 1_000))
+    backend = FsspecBackend(Kept(), str(tmp_path / "kv"), 2 * ONE, {}, 20.0)
+    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", 20.0), 2 * ONE)
+    assert not store.put(key_of(3), kv_of(3))
+    assert store.put(key_of(4), kv_of(4))
+    assert {path.stem for path in files(tmp_path / "kv")} == {key_of(0).digest(), key_of(4).digest()}
+
+
+def test_a_half_written_object_that_cannot_be_deleted_counts(tmp_path: Path) -> None:
+    class Half(MemoryFileSystem):
+        cachable = False
+        well = True
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            super().pipe_file(path, value, **options)
+            if not self.well:
+                raise OSError("the answer was lost")
+
+        def rm_file(self, path: str) -> None:
+            if not self.well:
+                raise OSError("no connection")
+            super().rm_file(path)
+
+    fs, root = Half(), str(tmp_path)
+    store = store_on(fs, root)
+    assert store.put(KEY, kv_of(0))
+    fs.well = False
+    assert not store.put(key_of(1), kv_of(1))
+    fs.well = True
+    assert len(fs.find(root)) == 2
+    assert store.stats()[0].nbytes == sum(fs.size(path) for path in fs.find(root))
+
+
+def test_forgets_that_a_dead_service_has_not_heard_are_held_once_per_namespace(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path), failures=10_000)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
+    assert store.put(key_of(0, namespace="globex"), kv_of(0))
+    fails.names = {"find"}
+    for number in range(50):
+        assert store.forget("acme/docs", frozenset({f"chunk-{number % 3}"})) == 0
+    assert store.forget("globex") == 0
+    assert store.forget("globex", frozenset({"chunk-7"})) == 0
+    assert store.pending_forgets == 2
+    assert store._pending.of("acme/docs")[0] == {"chunk-0", "chunk-1", "chunk-2"}
+    assert store._pending.of("globex")[0] is None
+    assert store.get(key_of(0)) is None
+    assert store.get(key_of(0, namespace="globex")) is None
+    assert not store.put(key_of(9, namespace="globex"), kv_of(9))
+    fails.names = set()
+    assert store.get(key_of(3)) is not None
+    assert store.pending_forgets == 0
+    assert [path.stem for path in files(tmp_path)] == [key_of(3).digest()]
+
+
+def test_a_forget_that_comes_while_the_service_hears_of_another_is_told_too(
+    tmp_path: Path, hangs: Hangs
+) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT, failures=10_000)
+    for number in range(3):
+        while not store.put(key_of(number), kv_of(number)):
+            pass
+    hangs.names = {"find"}
+    for number in range(3):  # the first is being told, and hangs, when the others come
+        assert store.forget("acme/docs", frozenset({f"chunk-{number}"})) == 0
+    assert store._pending.of("acme/docs")[0] == {"chunk-0", "chunk-1", "chunk-2"}
+    hangs.names = set()
+    hangs.go_on.set()
+    while store.pending_forgets:
+        assert [store.get(key_of(number)) for number in range(3)] == [None] * 3
+    assert files(tmp_path) == []
+
+
+def test_a_forget_that_fails_half_way_is_finished_later(tmp_path: Path) -> None:
+    left = [2]
+
+    def before(name: str) -> None:
+        if name == "rm_file":
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError("rm_file fails once")
+
+    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
+    for number in range(5):
+        store.put(key_of(number), kv_of(number))
+    assert store.forget("acme/docs") == 4, "the one that stays keeps no other"
+    assert (len(files(tmp_path)), store.pending_forgets) == (1, 1)
+    assert store.get(key_of(4)) is None
+    assert (files(tmp_path), store.pending_forgets) == ([], 0)
+
+
+def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
+    bad = key_of(0).digest()
+
+    class Unreadable(LocalFileSystem):
+        cachable = False
+
+        def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+            if bad in path:
+                raise OSError(errno.EIO, "input/output error")
+            return super().cat_file(path, *args, **options)
+
+    writer = opened(tmp_path)
+    assert all(writer.put(key_of(number), kv_of(number)) for number in range(4))
+    assert writer.put(key_of(9, namespace="globex"), kv_of(9))
+    store = store_on(Unreadable(), str(tmp_path))
+    assert store.forget("acme/docs", frozenset({"chunk-2"})) == 2, "it may be about that chunk"
+    assert store.pending_forgets == 0
+    assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
+    assert store.get(key_of(9, namespace="globex")) is not None
+    assert not store.health.errors
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 60.0)
+
+    class Kept(LocalFileSystem):
+        cachable = False
+        listed = 0
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+        def find(self, *args: Any, **options: Any) -> Any:
+            self.listed += 1
+            return super().find(*args, **options)
+
+    fs = Kept()
+    store = store_on(fs, str(tmp_path))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
+    assert store.put(key_of(9, namespace="globex"), kv_of(9))
+    assert store.forget("acme/docs") == 3
+    assert [path.stem for path in files(tmp_path / ".")].count(key_of(0).digest()) == 1
+    assert store.get(key_of(0)) is None, "nobody is served what was forgotten"
+    listed = fs.listed
+    for number in range(10):
+        assert store.put(key_of(number, namespace="globex"), kv_of(number))
+        assert store.get(key_of(number, namespace="globex")) is not None
+    assert fs.listed == listed, "others do not ask every time whether it can be deleted now"
+    assert store.forget("globex") == 10
+    assert (store.pending_forgets, store.health.errors, store.health.is_open) == (1, 0, False)
+
+
+def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: Path) -> None:
+    removals = []
+
+    def before(name: str) -> None:
+        if name == "rm_file":
+            removals.append(name)
+            raise ConnectionError("gone")
+
+    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(20))
+    assert store.forget("acme/docs") == 0
+    assert (len(removals), store.health.errors) == (8, 1)
+
+
+def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_objects, "_KNOWN", 3)
+    objects = fsspec_objects.Objects(LocalFileSystem(), str(tmp_path))
+    for number in range(10):
+        objects.write(key_of(number), memoryview(b"blob"))
+    assert len(objects._keys) == 3
+    store = opened(tmp_path / "kv")
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(10))
+    assert store.forget("acme/docs", frozenset({"chunk-1", "chunk-9"})) == 2
+
+
+def test_a_file_is_written_from_the_sealed_memory_itself(tmp_path: Path) -> None:
+    written = []
+
+    class Watched(LocalFileSystem):
+        cachable = False
+
+        def pipe_file(self, path: str, value: Any, **options: Any) -> None:
+            written.append(value)
+            super().pipe_file(path, value, **options)
+
+    assert store_on(Watched(), str(tmp_path)).put(KEY, kv_of(1))
+    assert [type(value) for value in written] == [memoryview], "a copy would stop every other thread"
+
+
+def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Path, hangs: Hangs) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT, failures=100)
+    while not store.put(KEY, kv_of(1)):
+        pass
+    hangs.names = {"cat_file"}
+    assert store.get(KEY) is None
+    assert store.health.timeouts >= 1
+    hangs.names = set()
+    assert store.health.stuck >= 1
+    while store.get(KEY) is None:
+        pass
+
+
+def test_a_write_that_ends_after_its_forget_does_not_stay(tmp_path: Path, hangs: Hangs) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT, failures=100)
+    hangs.names = {"mv"}
+    assert not store.put(KEY, kv_of(1))
+    assert hangs.inside.is_set()
+    assert store.forget(KEY.namespace) == 0
+    assert store.pending_forgets == 1
+    hangs.go_on.set()
+    while store.pending_forgets:
+        assert store.get(KEY) is None
+    assert store.get(KEY) is None
+    assert files(tmp_path) == []
+
+
+class ForgottenWhileSaved(FsspecBackend):
+    """Another caller forgets the entry just before it would be written."""
+
+    store: RemoteStore
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
+        self.store.forget(key.namespace)
+        return super().save(key, blob, wanted)
+
+
+def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
+    backend = ForgottenWhileSaved(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
+    backend.store = store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", 20.0), BUDGET)
+    assert not store.put(KEY, kv_of(1))
+    assert store.pending_forgets == 0
+    assert files(tmp_path) == []
+
+
+class CountsCloses(FsspecBackend):
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_a_store_that_is_dropped_without_close_lets_go_of_its_service(tmp_path: Path) -> None:
+    def used() -> RemoteStore:
+        backend = CountsCloses(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
+        store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("lettinggo", 20.0), BUDGET)
+        assert store.put(KEY, kv_of(1))
+        for thread in threading.enumerate():
+            if thread.name == "ragcachekit-lettinggo":
+                thread.join(60)
+        return store
+
+    store = used()
+    assert CountsCloses.closed == 0
+    del store
+    gc.collect()
+    assert CountsCloses.closed == 1
+    closed = used()
+    closed.close()
+    closed.close()
+    del closed
+    gc.collect()
+    assert CountsCloses.closed == 2
+
+
+def test_a_write_of_another_process_that_ends_after_a_forget_is_not_read_here(
+    tmp_path: Path, hangs: Hangs
+) -> None:
+    theirs = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), failures=100)
+    ours = opened(tmp_path)
+    hangs.names = {"mv"}
+    writing = threading.Thread(target=theirs.put, args=(KEY, kv_of(1)))
+    writing.start()
+    assert hangs.inside.wait(60)
+    assert ours.forget(KEY.namespace, frozenset({KEY.chunk_id})) == 0
+    hangs.go_on.set()
+    writing.join()
+    assert len(files(tmp_path)) == 1
+    assert theirs.get(KEY) is not None
+    assert ours.get(KEY) is None
+    assert KEY not in ours
+    assert ours.get(key_of(5)) is None
+    assert theirs.put(key_of(5), kv_of(5))
+    assert ours.get(key_of(5)) is not None, "only what was forgotten"
+    assert ours.put(KEY, kv_of(2))
+    found = ours.get(KEY)
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(2))
+
+
+def test_writers_of_one_folder_keep_each_to_its_own_budget(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, 3 * ONE), opened(tmp_path, 3 * ONE)
+    for number in range(6):
+        assert one.put(key_of(number, namespace="one"), kv_of(number))
+        assert two.put(key_of(number, namespace="two"), kv_of(number))
+    assert [one.stats()[0].nbytes, two.stats()[0].nbytes] == [3 * ONE] * 2
+    assert len(files(tmp_path)) == 6
+    found = one.get(key_of(5, namespace="two"))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(5))
+    assert one.stats()[0].nbytes == 3 * ONE, "what another process wrote evicts nothing of ours"
+    third = opened(tmp_path, 3 * ONE)
+    assert third.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * ONE
+
+
+def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave the tier out"):
+        opened(tmp_path, 0)
+    with pytest.raises(ValueError, match="openssl"):
+        opened(tmp_path, key=None)
+    with pytest.raises(ValueError, match="Protocol not known"):
+        FsspecStore("nosuchthing://bucket", BUDGET, key=KEY_BYTES)
+    fsspec.register_implementation(
+        "absent", "no_such_module.FileSystem", clobber=True, errtxt="Install absentfs"
+    )
+    with pytest.raises(StoreError, match=r"absentfs.*pip install"):
+        FsspecStore("absent://bucket", BUDGET, key=KEY_BYTES)
