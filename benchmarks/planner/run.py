@@ -16,7 +16,7 @@ from benchmarks.planner.pipeline import Machine, Medium, prefill_seconds, read_l
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.model.prefill_timing import CACHED, NEW, extended
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
-from ragcachekit.plan.row_cost import Guide
+from ragcachekit.plan.row_cost import ScoringPass
 
 BANDWIDTHS = (50e6, 150e6, 500e6, 1.5e9, 5e9, 15e9)
 LATENCIES = (50e-6, 1e-3, 10e-3)
@@ -210,6 +210,6 @@ def _pick(case: Case, noise: float, rng: np.random.Generator) -> list[int]:
         Candidate("disk", LAYERS, tokens * KV_BYTES, LAYERS, tokens - case.recomputed(i), case.recomputed(i))
         for i, tokens in enumerate(case.tokens)
     ]
-    guide = Guide(_QUESTION) if case.ratio else None
+    guide = ScoringPass(_QUESTION) if case.ratio else None
     chosen, _ = planner.choose(candidates, _QUESTION + sum(case.tokens), _QUESTION, guide)
     return [i for i, load in enumerate(chosen) if load]

@@ -131,14 +131,14 @@ def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
 
 def _seam(words: Sequence[str], at: int) -> int:
     """How good a place to part ``words[:at]`` from ``words[at:]`` is."""
-    space = words[at][: len(words[at]) - len(words[at].lstrip())]
-    if space.count("\n") > 1:
+    namespace = words[at][: len(words[at]) - len(words[at].lstrip())]
+    if namespace.count("\n") > 1:
         return 4
-    if "\n" in space:
+    if "\n" in namespace:
         return 3
     if words[at - 1].endswith((".", "!", "?")):
         return 2
-    return int(bool(space))
+    return int(bool(namespace))
 
 
 def _fitting(words: Sequence[str], most: int, count: Count) -> Iterator[str]:

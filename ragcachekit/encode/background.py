@@ -31,7 +31,7 @@ MOST_REFUSED = 4096
 """Entries of which it is remembered that the store could not keep them."""
 
 
-class Warmer:
+class BackgroundEncoder:
     """Fills the store, each entry once.
 
     Parameters

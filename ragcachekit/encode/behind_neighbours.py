@@ -106,7 +106,7 @@ class _Attended:
         self._rows = rows
         self.sums = torch.zeros(len(rows), device=device)
 
-    def saw(
+    def observe(
         self,
         layer: int,
         query: torch.Tensor,

@@ -219,7 +219,7 @@ class TokenNeighbours:
             )
 
     def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
-        """Leave these chunks out (None: all) until :meth:`welcome`, though the source still names them."""
+        """Leave these chunks out (None: all) until :meth:`register`, though the source still names them."""
         with self._lock:
             if ids is None:
                 self._since[namespace] = set()
@@ -228,7 +228,7 @@ class TokenNeighbours:
                 self._gone.setdefault(namespace, set()).update(ids)
                 self._since.get(namespace, set()).difference_update(ids)
 
-    def welcome(self, namespace: str, texts: Iterable[str]) -> None:
+    def register(self, namespace: str, texts: Iterable[str]) -> None:
         """Chunks that were given again after they had been forgotten."""
         with self._lock:
             if not self._gone.get(namespace) and namespace not in self._since:

@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 from ragcachekit.background import attempt
 from ragcachekit.config import check_type
-from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.engine.load_path import LoadPath
-from ragcachekit.engine.prompt_planner import MODEL_CHANGED, Preparer
+from ragcachekit.engine.prompt_planner import MODEL_CHANGED, PromptPlanner
 from ragcachekit.errors import ModelChanged
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.prefetch_keys import is_chunk_id
@@ -52,15 +52,15 @@ class ChunkManager:
     def __init__(
         self,
         policy: SelectionPolicy,
-        prompts: Preparer,
+        prompts: PromptPlanner,
         store: KVStore,
         tree: KnowledgeTree | None,
         loads: LoadPath,
-        warmer: Warmer,
+        background_encoder: BackgroundEncoder,
         forgets: ForgetEpochs,
     ) -> None:
         self._policy, self._prompts, self._store, self._tree = policy, prompts, store, tree
-        self._loads, self._warmer, self._forgets = loads, warmer, forgets
+        self._loads, self._warmer, self._forgets = loads, background_encoder, forgets
         self._query_caches: WeakSet[QueryResults] = WeakSet()
         self._registering = Lock()
         self._warned = False
@@ -74,7 +74,7 @@ class ChunkManager:
     def register(self, texts: Iterable[str], namespace: str) -> int:
         """Make texts known as chunks; how many of them prompts can be searched for."""
         since, texts = self._forgets.now(), strings(texts, "texts")
-        self._unless_forgotten(self._prompts.neighbours.welcome, texts, namespace, since)
+        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
         result = self._unless_forgotten(self._prompts.register, texts, namespace, since)
         self._unless_forgotten(self._prompts.note_retrieved, texts, namespace, since)
         return result.added + result.known
@@ -87,7 +87,7 @@ class ChunkManager:
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
         self._unless_forgotten(self._prompts.note_retrieved, texts, namespace, since)
         if policy.reads_cache:
-            self._loads.prefetch(lambda: self._prompts.upcoming(chunks, namespace, policy, system))
+            self._loads.prefetch(lambda: self._prompts.prefetch_keys(chunks, namespace, policy, system))
 
     def encode(self, texts: Iterable[str], namespace: str, system: str | None, progress: bool) -> list[str]:
         """Register chunks and encode those that are not stored; ids of all of them, in order.
@@ -100,7 +100,7 @@ class ChunkManager:
         if not self._prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
-        self._unless_forgotten(self._prompts.neighbours.welcome, texts, namespace, since)
+        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
         missing = self._prompts.missing(texts, namespace, self._policy, system, since)
         self._unless_forgotten(self._prompts.register, texts, namespace, since)
         todo = self._warmer.complete(item for item in missing if item.key not in self._store)

@@ -11,17 +11,17 @@ from torch import nn
 
 from ragcachekit.background import flush_all
 from ragcachekit.config import StoreConfig, TreeConfig, check_type
-from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.chunk_manager import ChunkManager
-from ragcachekit.engine.generator import Answerer
+from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.prompt_planner import Preparer
+from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.engine.tree_capture import OwnRowsKeeper, TreeKeeper
 from ragcachekit.errors import ModelNotSupported
@@ -35,7 +35,7 @@ from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import IN_PROMPT
-from ragcachekit.plan.prefix_match import BeginningReader
+from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibrated import Budgets
@@ -52,9 +52,9 @@ from ragcachekit.store.forget_epochs import ForgetEpochs
 class EngineComponents:
     """What one engine is made of; each part was given those that it needs when it was made.
 
-    ``policy`` counts for prompts that bring none of their own. ``forgets`` says what was forgotten since a
-    moment, ``loads`` brings entries from slow tiers, ``prompts`` plans, ``warmer`` encodes what is missing,
-    ``keeper`` copies exact rows into the tree, and ``shadow`` answers some prompts again.
+    ``policy`` is the default. ``forgets`` records what was forgotten and when. ``loads`` reads entries of slow
+    tiers, ``prompts`` plans, ``background_encoder`` encodes what is missing. ``keeper`` copies exact rows into
+    the tree, and ``shadow`` answers a share of the prompts again.
     """
 
     policy: SelectionPolicy
@@ -63,13 +63,13 @@ class EngineComponents:
     tree: KnowledgeTree | None
     forgets: ForgetEpochs
     loads: LoadPath
-    prompts: Preparer
-    warmer: Warmer
+    prompts: PromptPlanner
+    background_encoder: BackgroundEncoder
     keeper: TreeKeeper | None
     own_rows: OwnRowsKeeper
     shadow: Shadow
     chunks: ChunkManager
-    answerer: Answerer
+    generator: Generator
     budgets: Budgets
     opened: ExitStack
 
@@ -80,7 +80,7 @@ class EngineComponents:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
         keeper = [self.keeper.flush] if self.keeper is not None else []
-        own = [self.own_rows.flush, self.warmer.flush, self.loads.flush]
+        own = [self.own_rows.flush, self.background_encoder.flush, self.loads.flush]
         return flush_all([*own, *keeper, self.shadow.flush], timeout)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ def open_components(
         loads = LoadPath(store, load_config(settings.load), cost=cost, layout=layout)
         opened.callback(loads.close)
         tree = _tree(model, settings, layout, cost, opened)
-        prompts = Preparer(
+        prompts = PromptPlanner(
             model,
             tokenizer,
             rope=rope,
@@ -123,7 +123,7 @@ def open_components(
             encoder=settings.encoder,
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             fetch=loads.fetch,
-            tree=BeginningReader(tree, rope, layout) if tree is not None else None,
+            tree=PrefixMatcher(tree, rope, layout) if tree is not None else None,
         )
         if prompts.encodings(policy).name == IN_PROMPT:
             recall(prompts.variants, store, fingerprint)
@@ -134,7 +134,7 @@ def open_components(
         if not prompts.encodings(policy).similar and prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder = ChunkEncoder(model, rope, ObservedCache)
-        warmer = Warmer(
+        background_encoder = BackgroundEncoder(
             encoder,
             store,
             prompts.unchanged,
@@ -143,8 +143,8 @@ def open_components(
             prompts.note_stored,
             forgets,
         )
-        opened.callback(warmer.close)
-        own_rows = OwnRowsKeeper(warmer, rope, prompts.unchanged, when)
+        opened.callback(background_encoder.close)
+        own_rows = OwnRowsKeeper(background_encoder, rope, prompts.unchanged, when)
         opened.callback(own_rows.close)
         shadow = Shadow(
             shadow_config(settings.shadow),
@@ -165,12 +165,12 @@ def open_components(
             forgets,
             loads,
             prompts,
-            warmer,
+            background_encoder,
             keeper,
             own_rows,
             shadow,
-            ChunkManager(policy, prompts, store, tree, loads, warmer, forgets),
-            Answerer(model, rope, prompts, shadow),
+            ChunkManager(policy, prompts, store, tree, loads, background_encoder, forgets),
+            Generator(model, rope, prompts, shadow),
             budgets,
             opened.pop_all(),
         )

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ragcachekit.cancellation import CancelScope
-from ragcachekit.engine.prompt_planner import Preparer
+from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.options import Way, way_in
+from ragcachekit.generate.options import LinkMode, way_in
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
@@ -36,7 +36,7 @@ class Linked(NamedTuple):
     plan: LinkPlan
 
 
-class Answerer:
+class Generator:
     """Runs planned prompts on one model.
 
     Parameters
@@ -47,7 +47,7 @@ class Answerer:
         Answers some of the prompts again.
     """
 
-    def __init__(self, model: Any, rope: Rope, prompts: Preparer, shadow: Shadow) -> None:
+    def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner, shadow: Shadow) -> None:
         self._model, self._rope, self._prompts, self._shadow = model, rope, prompts, shadow
 
     def answer(
@@ -103,5 +103,5 @@ class Answerer:
         In a batch all prompts use the longest one's frequencies, so chunk KV would not fit where these
         depend on the length; and its rows must be the same ones in every layer.
         """
-        ahead = way_in(options, self._model.generation_config) is Way.AHEAD
+        ahead = way_in(options, self._model.generation_config) is LinkMode.AHEAD
         return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

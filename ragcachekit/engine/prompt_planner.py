@@ -18,8 +18,8 @@ from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.prefetch_keys import Upcoming, is_chunk_id, upcoming_keys
-from ragcachekit.plan.prefix_match import BeginningReader
+from ragcachekit.plan.prefetch_keys import LastPrompts, is_chunk_id, prefetch_keys
+from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
@@ -36,7 +36,7 @@ MODEL_CHANGED = (
 )
 
 
-class Preparer(PromptSegmenter):
+class PromptPlanner(PromptSegmenter):
     """Plans prompts for one model and one store.
 
     Parameters
@@ -64,7 +64,7 @@ class Preparer(PromptSegmenter):
         encoder: str | None,
         neighbours: Mapping[str, Neighbours] | None = None,
         fetch: Callable[[], Fetch] | None = None,
-        tree: BeginningReader | None = None,
+        tree: PrefixMatcher | None = None,
     ) -> None:
         super().__init__(tokenizer)
         self.retrieved = Retrieved()
@@ -72,7 +72,7 @@ class Preparer(PromptSegmenter):
         self._rope = rope
         self._fetch = fetch or (lambda: Fetch(store))
         self._tree = tree
-        self._upcoming = Upcoming()
+        self._last_prompts = LastPrompts()
         self._fingerprint = fingerprint
         self._encoder = encoder
         self.variants = open_pool(store)
@@ -100,15 +100,15 @@ class Preparer(PromptSegmenter):
             )
         return encodings
 
-    def register(self, space: str, texts: Sequence[str]) -> Registered:
+    def register(self, namespace: str, texts: Sequence[str]) -> Registered:
         """Search the namespace's prompts for these texts."""
-        self.special_tokens.add(space, texts)
-        return self.registry.add(space, texts)
+        self.special_tokens.add(namespace, texts)
+        return self.registry.add(namespace, texts)
 
-    def note_retrieved(self, space: str, texts: Sequence[str]) -> None:
+    def note_retrieved(self, namespace: str, texts: Sequence[str]) -> None:
         """These texts were retrieved for a prompt that will come."""
-        self.special_tokens.add(space, texts)
-        self.retrieved.saw(space, texts)
+        self.special_tokens.add(namespace, texts)
+        self.retrieved.observe(namespace, texts)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
         """An entry is in the store now."""
@@ -116,7 +116,7 @@ class Preparer(PromptSegmenter):
             self.variants.add(key, kv)
 
     def request(
-        self, prompt: PromptLike, space: str, policy: SelectionPolicy, epoch: int = 0
+        self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0
     ) -> PromptRequest:
         """Segment and tokenise one prompt, and find its chunks' keys; ``epoch`` is that of the forgets.
 
@@ -126,7 +126,7 @@ class Preparer(PromptSegmenter):
             For an empty prompt or one of another type.
         PromptTooLong
         """
-        segmentation = self.segment(prompt, space)
+        segmentation = self.segment(prompt, namespace)
         texts: dict[Ids, str] = {}
         notes: list[str] = []
         # Chat templates write their own BOS; a string or segments of text get the tokenizer's.
@@ -139,38 +139,38 @@ class Preparer(PromptSegmenter):
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
-        self._upcoming.saw(space, segments)
-        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), space, notes))
+        self._last_prompts.observe(namespace, segments)
+        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None or not policy.reads_cache:
-            request = PromptRequest(tuple(segments), policy, encodings.name, space, fallback=fallback)
+            request = PromptRequest(tuple(segments), policy, encodings.name, namespace, fallback=fallback)
         else:
             request = PromptRequest.of(
-                segments, policy, encodings, self._fetch(), self._fingerprint, space, self._tree
+                segments, policy, encodings, self._fetch(), self._fingerprint, namespace, self._tree
             )
-            notes += self._not_found(prompt, segmentation.prompt, space)
+            notes += self._not_found(prompt, segmentation.prompt, namespace)
         return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The complete plan of a request; ``without`` are entries that turned out not to come."""
         return make_plan(request, self.variants, without)
 
-    def _not_found(self, given: PromptLike, prompt: Prompt, space: str) -> tuple[str, ...]:
+    def _not_found(self, given: PromptLike, prompt: Prompt, namespace: str) -> tuple[str, ...]:
         """Which retrieved chunks were not found, or why the prompt has none at all."""
-        altered = self.retrieved.altered(space, prompt)
+        altered = self.retrieved.altered(namespace, prompt)
         has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
         if altered or has_chunks or isinstance(given, Prompt):
             return altered
-        return (self.registry.nothing_found(space),)
+        return (self.registry.nothing_found(namespace),)
 
-    def upcoming(
-        self, chunks: Sequence[str], space: str, policy: SelectionPolicy, system: str | None
+    def prefetch_keys(
+        self, chunks: Sequence[str], namespace: str, policy: SelectionPolicy, system: str | None
     ) -> list[KVKey]:
         """Keys that a prompt of these chunks, texts or ids, would look up.
 
         What stands before them is ``system``, or the last system text that was seen in the namespace.
         """
-        before = self._upcoming.last(space)
+        before = self._last_prompts.last(namespace)
         if system is not None:
             before = self.text_before(system)
         known: dict[Ids, str] = {}
@@ -179,23 +179,28 @@ class Preparer(PromptSegmenter):
             items.append(chunk if is_chunk_id(chunk) else self.chunk_ids(chunk))
             if not isinstance(items[-1], str):
                 known[items[-1]] = chunk
-        encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), space, []))
-        return upcoming_keys(items, encodings, before, self._fingerprint, space, self.variants)
+        encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), namespace, []))
+        return prefetch_keys(items, encodings, before, self._fingerprint, namespace, self.variants)
 
-    def forget(self, space: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
+    def forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
         """Forget chunks and their texts; with None all of the namespace, and what its prompts were."""
-        self.neighbours.forget(space, ids)
-        self.retrieved.forget(space)
+        self.neighbours.forget(namespace, ids)
+        self.retrieved.forget(namespace)
         if ids is not None:
-            self.registry.discard(space, texts)
-            self.special_tokens.discard(space, texts)
+            self.registry.discard(namespace, texts)
+            self.special_tokens.discard(namespace, texts)
             return
-        self.registry.clear(space)
-        self.special_tokens.clear(space)
-        self._upcoming.forget(space)
+        self.registry.clear(namespace)
+        self.special_tokens.clear(namespace)
+        self._last_prompts.forget(namespace)
 
     def missing(
-        self, texts: Sequence[str], space: str, policy: SelectionPolicy, system: str | None, epoch: int = 0
+        self,
+        texts: Sequence[str],
+        namespace: str,
+        policy: SelectionPolicy,
+        system: str | None,
+        epoch: int = 0,
     ) -> list[Missing]:
         """What to encode for each text, stored already or not; the work on it began at ``epoch``.
 
@@ -208,7 +213,7 @@ class Preparer(PromptSegmenter):
         chunks = [self.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
-            policy, lambda ids: self.neighbours.of(known[ids], space) if ids in known else ()
+            policy, lambda ids: self.neighbours.of(known[ids], namespace) if ids in known else ()
         )
         behind = self._behind(encodings, system)
         out = []
@@ -222,7 +227,7 @@ class Preparer(PromptSegmenter):
                     f"chunk {number} has {len(ids)} tokens, more than the model's context ({self.context}); "
                     "cut it into smaller ones"
                 )
-            key = encodings.key(ids, encoding, context, self._fingerprint, space, width)
+            key = encodings.key(ids, encoding, context, self._fingerprint, namespace, width)
             out.append(Missing(key, ids, encoding, epoch))
         return out
 
@@ -236,12 +241,12 @@ class Preparer(PromptSegmenter):
             )
         return self.text_before(system)
 
-    def _near(self, text: str | None, space: str, notes: list[str]) -> Sequence[Ids]:
+    def _near(self, text: str | None, namespace: str, notes: list[str]) -> Sequence[Ids]:
         """Neighbours of a prompt's chunk. An index that fails costs the better encoding, not the answer."""
         if text is None:
             return ()
         try:
-            return self.neighbours.of(text, space)
+            return self.neighbours.of(text, namespace)
         except Exception as error:
             log.warning("the neighbours of a chunk could not be looked up", exc_info=True)
             notes.append(f"a chunk's neighbours could not be looked up ({error!r}): taken to have none")

@@ -97,7 +97,7 @@ class RagCache(ChunkMethods):
         self.namespace = checked_namespace(settings.namespace)
         self._components = parts = open_components(model, tokenizer, settings, _weights)
         self.fingerprint, self._policy = parts.fingerprint, parts.policy
-        self._prompts, self._chunks, self._answerer = parts.prompts, parts.chunks, parts.answerer
+        self._prompts, self._chunks, self._answerer = parts.prompts, parts.chunks, parts.generator
         self.shadow, self._cold = parts.shadow, settings.cold
         self._closed = False
         refuse_after_fork(self)
@@ -294,9 +294,9 @@ class RagCache(ChunkMethods):
 
     def _encode_behind(self, missing: Iterable[Missing]) -> None:
         if self._cold == "background":
-            self._components.warmer.later(missing)
+            self._components.background_encoder.later(missing)
         elif self._cold == "now":
-            attempt(self._components.warmer.now, missing)
+            attempt(self._components.background_encoder.now, missing)
 
     def _checked(self, namespace: str | None) -> str:
         """The namespace of a call: every use of chunks and prompts comes by here."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from ragcachekit.background import Background, attempt
-from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.forward.exact_rows import captured, turn_of
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
@@ -33,12 +33,12 @@ class OwnRowsKeeper:
 
     def __init__(
         self,
-        warmer: Warmer,
+        background_encoder: BackgroundEncoder,
         rope: Rope,
         unchanged: Callable[[], bool],
         when: Literal["background", "now"] = "background",
     ) -> None:
-        self._warmer, self._rope, self._unchanged, self._when = warmer, rope, unchanged, when
+        self._warmer, self._rope, self._unchanged, self._when = background_encoder, rope, unchanged, when
         self._background = Background[Generated](self._keep, MOST_WAITING, "ragcachekit-own-rows")
 
     def after(self, generated: Generated) -> frozenset[KVKey]:

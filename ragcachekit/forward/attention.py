@@ -16,7 +16,7 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import attention_sums
 from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows, captured_rows
 from ragcachekit.forward.link_rows import LinkRows, linked_rows
-from ragcachekit.forward.tagged_keys import unmarked
+from ragcachekit.forward.tagged_keys import untagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 
@@ -86,13 +86,13 @@ def _forward_over(before: str) -> Callable[..., Any]:
         if captured is None and not torch.compiler.is_compiling():
             # Every layer of every forward calls this; a cancelled capture would count as failed.
             raise_if_cancelled()
-        query, key, value = unmarked(query), unmarked(key), unmarked(value)
+        query, key, value = untagged(query), untagged(key), untagged(value)
         if rows is not None:
             return _linked(module, query, key, value, rows, **kwargs), None
         if captured is not None:
             return _captured(module, query, key, value, captured, **kwargs), None
         if sums is not None:
-            sums.saw(query, key, _options(module, query, **kwargs))
+            sums.observe(query, key, _options(module, query, **kwargs))
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -157,7 +157,7 @@ def _linked(
             positions = positions[-query.shape[2] :]
         own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
         if rows.observer is not None:
-            rows.observer.saw(int(module.layer_idx), own, keys, positions, options)
+            rows.observer.observe(int(module.layer_idx), own, keys, positions, options)
         out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, options)
         mixed.append(out.transpose(0, 1).contiguous())
     if len(mixed) == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.tagged_keys import mark_of, marked
+from ragcachekit.forward.tagged_keys import tag_of, tagged
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
 
 
@@ -34,7 +34,7 @@ class AttentionSums:
         """Per batch item ``[tokens]`` float32, on the host."""
         return [sums.cpu() for sums in self._attended]
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
             rows = self._rows[item]
@@ -61,7 +61,7 @@ class ContextSums(AttentionSums):
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._outward = [torch.zeros_like(attended) for attended in self._attended]
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
         for number, (start, stop) in enumerate(self._stretches):
             at = self._first[number]
@@ -91,7 +91,7 @@ class ContextSums(AttentionSums):
 
 def attention_sums(keys: torch.Tensor) -> AttentionSums | None:
     """What the layer that made ``keys`` wants its attention summed into, if anything."""
-    mark = mark_of(keys)
+    mark = tag_of(keys)
     return mark if isinstance(mark, AttentionSums) else None
 
 
@@ -104,7 +104,7 @@ class _ObservedLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return marked(keys, self._sums), values
+        return tagged(keys, self._sums), values
 
 
 class ObservedCache(Cache):  # type: ignore[misc]

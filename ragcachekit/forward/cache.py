@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.link_rows import LinkRows
-from ragcachekit.forward.tagged_keys import marked
+from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit_kernels import dispatch
 
 
@@ -198,7 +198,7 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         if self._projecting:
             raise Projected
         # The mark lives exactly as long as this layer's attention and not with the cache.
-        return marked(keys, rows), values
+        return tagged(keys, rows), values
 
 
 class LinkedCache(Cache):  # type: ignore[misc]

@@ -22,7 +22,7 @@ def exact_rows(plan: LinkPlan) -> int:
     computed = set(plan.rows)
     layerwise = plan.beginning is not None and plan.beginning.layerwise
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
-        if chunk.exempt and piece.kv.start is not None and not piece.kv.quantised:
+        if chunk.is_exact and piece.kv.start is not None and not piece.kv.quantised:
             continue
         for row in range(piece.start, piece.stop):
             if layerwise or row not in computed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcachekit.forward.tagged_keys import mark_of
+from ragcachekit.forward.tagged_keys import tag_of
 from ragcachekit.policies.base import Observer
 from ragcachekit_kernels import dispatch
 
@@ -38,5 +38,5 @@ class LinkRows:
 
 def linked_rows(keys: torch.Tensor) -> LinkRows | None:
     """Rows that a cache layer attached to ``keys``, or None outside a linked forward."""
-    mark = mark_of(keys)
+    mark = tag_of(keys)
     return mark if isinstance(mark, LinkRows) else None

@@ -56,7 +56,7 @@ class Narrowing:
         for layer in cache.layers:
             layer.narrow(rows)
 
-    def decided(self) -> LinkPlan:
+    def link_plan(self) -> LinkPlan:
         """The plan as it turned out; its ratio counts what each layer really ran."""
         return apply_selection(self._plan, self._chosen, self._spent, len(self._cache.layers))
 

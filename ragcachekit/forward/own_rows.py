@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention_sums import ContextSums
-from ragcachekit.forward.tagged_keys import marked
+from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
@@ -63,7 +63,7 @@ class OwnRows:
         """An empty cache for an ordinary prefill of the prompt, which is watched."""
         return _WatchedCache(self._sums)
 
-    def saw(
+    def observe(
         self,
         layer: int,
         query: torch.Tensor,
@@ -72,7 +72,7 @@ class OwnRows:
         options: AttentionOptions,
     ) -> None:
         """One layer of a linked forward; see :class:`~ragcachekit.forward.link_rows.Observer`."""
-        self._sums.saw(query[None], key[None], options)
+        self._sums.observe(query[None], key[None], options)
 
     def complete(self, cache: Any) -> bool:
         """Whether all was seen of a prefill into ``cache``, and the rows are still there."""
@@ -99,7 +99,7 @@ class _PrefillSums(ContextSums):
         self._nbytes = 0
         self._held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
 
-    def saw(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """Hold on to a layer's queries and keys: summing them here would delay the first token."""
         if query.shape[2] != self._count:
             return  # layers that run fewer rows: then not all is seen
@@ -115,7 +115,7 @@ class _PrefillSums(ContextSums):
     def settle(self) -> None:
         """Sum what was seen, and let go of it."""
         for query, key, options in self._held:
-            super().saw(query, key, options)
+            super().observe(query, key, options)
         self._held.clear()
 
 
@@ -129,7 +129,7 @@ class _WatchedLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         sums, self._sums = self._sums, None  # the prefill alone, not what is generated
-        return (keys if sums is None else marked(keys, sums)), values
+        return (keys if sums is None else tagged(keys, sums)), values
 
 
 class _WatchedCache(Cache):  # type: ignore[misc]
@@ -141,7 +141,7 @@ def _first_approximate(plan: LinkPlan) -> int:
     """The first row that is not what an ordinary prefill of the prompt computes."""
     computed, layerwise = set(plan.rows), isinstance(plan.policy, LayerwisePolicy)
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
-        if chunk.exempt and not piece.kv.quantised:
+        if chunk.is_exact and not piece.kv.quantised:
             continue
         for row in range(piece.start, piece.stop):
             if layerwise or row not in computed:

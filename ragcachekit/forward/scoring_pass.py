@@ -37,7 +37,7 @@ class _Watcher:
         self._question = Rows(tuple(question))
         self._sums: dict[int, torch.Tensor] = {}
 
-    def saw(
+    def observe(
         self,
         layer: int,
         query: torch.Tensor,
@@ -71,7 +71,7 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     policy = plan.policy
     if not isinstance(policy, GuidedPolicy):
         return plan, None
-    spans = [(c.start, c.stop) for c in plan.placed if not c.exempt] if policy.look.per_chunk else None
+    spans = [(c.start, c.stop) for c in plan.placed if not c.is_exact] if policy.look.per_chunk else None
     watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
     buffers = assemble([plan], rope, model.device)
     inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)

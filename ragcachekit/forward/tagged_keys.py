@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class MarkedTensor(torch.Tensor):
+class TaggedKeys(torch.Tensor):
     """A tensor whose mark stays on all that is computed from it.
 
     Models do not always attend over the very tensor that the cache handed out: multi-head latent
@@ -25,26 +25,26 @@ class MarkedTensor(torch.Tensor):
         return out
 
 
-def marked(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
+def tagged(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
     """The same memory, with ``mark``; the tensor itself stays unmarked."""
-    out = tensor.as_subclass(MarkedTensor)
+    out = tensor.as_subclass(TaggedKeys)
     out.mark = mark
     return out
 
 
-def mark_of(tensor: torch.Tensor) -> Any:
+def tag_of(tensor: torch.Tensor) -> Any:
     """The mark that ``tensor`` was made under, or None."""
-    return tensor.mark if isinstance(tensor, MarkedTensor) else None
+    return tensor.mark if isinstance(tensor, TaggedKeys) else None
 
 
-def unmarked(tensor: torch.Tensor) -> torch.Tensor:
+def untagged(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor."""
-    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, MarkedTensor) else tensor
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedKeys) else tensor
 
 
 def _first_mark(values: Iterable[Any]) -> Any:
     for value in values:
-        if isinstance(value, MarkedTensor):
+        if isinstance(value, TaggedKeys):
             found = value.mark
         else:
             found = _first_mark(value) if isinstance(value, tuple | list) else None
@@ -54,7 +54,7 @@ def _first_mark(values: Iterable[Any]) -> Any:
 
 
 def _hand_on(out: Any, mark: Any) -> None:
-    if isinstance(out, MarkedTensor):
+    if isinstance(out, TaggedKeys):
         out.mark = mark
     elif isinstance(out, tuple | list):
         for item in out:

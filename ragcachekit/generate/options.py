@@ -9,7 +9,7 @@ from typing import Any
 from ragcachekit.errors import GenerationNotSupported
 
 
-class Way(Enum):
+class LinkMode(Enum):
     """How a prompt reaches generate."""
 
     ONE_PASS = "one pass"
@@ -62,7 +62,7 @@ _READ_ORDER = (
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
-def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
+def way_in(options: Mapping[str, Any], defaults: Any) -> LinkMode:
     """Choose the way for these options over the model's generation config.
 
     Raises
@@ -82,7 +82,7 @@ def way_in(options: Mapping[str, Any], defaults: Any) -> Way:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
     reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)
     beams = (effective("num_beams") or 1) > 1
-    return Way.AHEAD if reads_order or beams else Way.ONE_PASS
+    return LinkMode.AHEAD if reads_order or beams else LinkMode.ONE_PASS
 
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ragcachekit.forward.narrowing import Narrowing, attach
 from ragcachekit.forward.own_rows import OwnRows, own_entries
 from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.hooks import FirstScores, Hooks
-from ragcachekit.generate.options import Way, way_in, without_refused_defaults
+from ragcachekit.generate.options import LinkMode, way_in, without_refused_defaults
 from ragcachekit.generate.replan import Replan, replanned, timed
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -94,8 +94,8 @@ def run_generate(
     way = way_in(options, model.generation_config)
     if rope.depends_on_length:
         # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
-        way = Way.AHEAD
-    if way is Way.AHEAD and len(plans) > 1:
+        way = LinkMode.AHEAD
+    if way is LinkMode.AHEAD and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
     beams = effective(model, options, "num_beams") or 1
@@ -176,14 +176,20 @@ class _Linked:
 
     def reports(self) -> tuple[LinkReport, ...]:
         """After the linked forward."""
-        plans = self.plans if self.narrowing is None else (self.narrowing.decided(),)
+        plans = self.plans if self.narrowing is None else (self.narrowing.link_plan(),)
         return tuple(_told(timed(plan), self.inputs.get("past_key_values")) for plan in plans)
 
 
 def _linked(
-    model: Any, rope: Rope, plans: Sequence[LinkPlan], way: Way, beams: int, pad: int, watch: bool = False
+    model: Any,
+    rope: Rope,
+    plans: Sequence[LinkPlan],
+    way: LinkMode,
+    beams: int,
+    pad: int,
+    watch: bool = False,
 ) -> _Linked:
-    if way is Way.AHEAD:
+    if way is LinkMode.AHEAD:
         inputs, plan = _ahead(model, rope, plans[0], pad, repeats=beams)
         return _Linked(_whole(inputs, (plan,), beams), (plan,), ahead=True)
     chosen = [choose(model, rope, plan, pad) for plan in plans]
@@ -261,7 +267,7 @@ def _ahead(
         inputs.cache.batch_repeat_interleave(repeats)
     ids = torch.tensor([plan.token_ids], device=model.device)
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": inputs.cache}
-    return arguments, plan if narrowing is None else narrowing.decided()
+    return arguments, plan if narrowing is None else narrowing.link_plan()
 
 
 def _told(report: LinkReport, cache: Any) -> LinkReport:

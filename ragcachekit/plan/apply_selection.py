@@ -31,7 +31,7 @@ def apply_selection(
     """
     # One flag per token: sets of tens of thousands of positions take longer than a GPU's whole forward.
     length, placed = len(plan.token_ids), plan.placed
-    cached, exact = _spread(placed, length), _spread([c for c in placed if c.exempt], length)
+    cached, exact = _spread(placed, length), _spread([c for c in placed if c.is_exact], length)
     picked = np.zeros(length, dtype=bool)
     positions = np.fromiter(chosen, dtype=np.int64)
     outside = positions.size and not (positions.min() >= 0 and positions.max() < length)

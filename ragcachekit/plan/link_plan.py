@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.plan.prefix_match import Beginning
+from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 from ragcachekit.reports import LinkReport
@@ -102,7 +102,7 @@ class LinkPlan:
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> PrefixMatch | None:
         """What the knowledge tree has of the prompt; None without a tree."""
         return None if self.request is None else self.request.beginning
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.plan.row_cost import Guide, Use
+from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.plan.tier_speed import TierSpeed
 from ragcachekit.store.loading.load import LoadingKV
 
@@ -33,7 +33,7 @@ class Candidate:
     """An entry in a slow tier.
 
     ``reads`` layers are still to be read, ``nbytes`` each. ``rows`` are not computed if it is used, and
-    ``recomputed`` are even so. ``exempt``: no policy chooses among its rows.
+    ``recomputed`` are even so. ``is_exact``: no policy chooses among its rows.
     """
 
     tier: str
@@ -42,10 +42,10 @@ class Candidate:
     layers: int
     rows: int
     recomputed: int = 0
-    exempt: bool = False
+    is_exact: bool = False
 
     @classmethod
-    def of(cls, kv: LoadingKV, uses: Sequence[Use]) -> Candidate:
+    def of(cls, kv: LoadingKV, uses: Sequence[RowCost]) -> Candidate:
         """Of an entry that was opened, or that is being prefetched, and all its uses in a prompt."""
         return cls(
             kv.tier,
@@ -54,7 +54,7 @@ class Candidate:
             kv.layers,
             sum(use.spared for use in uses),
             sum(use.recomputed for use in uses),
-            all(use.exempt for use in uses),
+            all(use.is_exact for use in uses),
         )
 
 
@@ -124,7 +124,7 @@ class LoadPlanner:
         return seconds
 
     def choose(
-        self, candidates: Sequence[Candidate], total: int, computed: int, guide: Guide | None = None
+        self, candidates: Sequence[Candidate], total: int, computed: int, guide: ScoringPass | None = None
     ) -> tuple[list[bool], int]:
         """Which candidates to load, and the preloading depth of what is loaded.
 
@@ -183,14 +183,14 @@ class LoadPlanner:
         loaded: frozenset[int],
         total: int,
         computed: int,
-        guide: Guide | None,
+        guide: ScoringPass | None,
     ) -> _Way:
         assert self.profile is not None
         used, left = _split(candidates, loaded)
         load, layers = self.load_seconds(used) or 0.0, candidates[0].layers
         rows = computed + sum(c.recomputed for c in candidates) + sum(c.rows for c in left)
         compute = self.profile.seconds(total - rows, rows)
-        if guide is None or not (guide.always or any(not c.exempt for c in used)):
+        if guide is None or not (guide.always or any(not c.is_exact for c in used)):
             return _Way(loaded, load, compute, pipelined(load, compute, layers))
         rows, seen = guide.rows + sum(c.rows + c.recomputed for c in left), guide.layers(layers)
         watch = self.profile.seconds(total - rows, rows) * seen / layers

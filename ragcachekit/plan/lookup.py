@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
-from ragcachekit.plan.row_cost import Guide, Use
+from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loading.load import Hit, LoadingKV
 from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.remote.lookup_budget import Patience
+from ragcachekit.store.remote.lookup_budget import LookupBudget
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -65,25 +65,25 @@ class Fetch:
         self,
         store: KVStore | Loader,
         planner: LoadPlanner | None = None,
-        patience: Patience | None = None,
+        lookup_budget: LookupBudget | None = None,
         layout: KVLayout | None = None,
     ) -> None:
         self._layout = layout
         self._store = store
         self._planner = planner
-        self._patience = patience or Patience()
+        self._patience = lookup_budget or LookupBudget()
         self._known: dict[KVKey, Hit | None] = {}
         self._lost: frozenset[KVKey] = frozenset()
 
-    def get(self, key: KVKey, tokens: int, worth: float = 1.0) -> Hit | None:
+    def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
         """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet.
 
-        ``worth`` says how useful it would be, for eviction.
+        ``weight`` says how useful it would be, for eviction.
         """
         if key in self._lost:
             return None
         if key not in self._known:
-            self._known[key] = self._fitting(key, self._look(key, worth), tokens)
+            self._known[key] = self._fitting(key, self._look(key, weight), tokens)
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
@@ -97,10 +97,10 @@ class Fetch:
     def decide(
         self,
         entries: Sequence[Entry | None],
-        use: Callable[[int], Use],
+        use: Callable[[int], RowCost],
         total: int,
         computed: int,
-        guide: Guide | None = None,
+        guide: ScoringPass | None = None,
     ) -> Decision:
         """Begin to load what is quicker to load than to compute; leave out the rest.
 
@@ -120,7 +120,7 @@ class Fetch:
             waiting = {i for at in slow.values() for i in at}
             here = [use(i) for i, entry in enumerate(entries) if entry is not None and i not in waiting]
             computed += sum(other.recomputed for other in here)
-            if guide is not None and any(not other.exempt for other in here):
+            if guide is not None and any(not other.is_exact for other in here):
                 guide = replace(guide, always=True)
             wanted, resident = self._planner.choose(candidates, total, computed, guide)
         unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
@@ -143,9 +143,9 @@ class Fetch:
             log.warning("the entry could not be dropped", exc_info=True)
         return None
 
-    def _look(self, key: KVKey, worth: float) -> Hit | None:
+    def _look(self, key: KVKey, weight: float) -> Hit | None:
         with self._patience.held():
             if isinstance(self._store, Loader):
-                return self._store.open(key, worth)
-            found = self._store.get(key, worth)
+                return self._store.open(key, weight)
+            found = self._store.get(key, weight)
         return Hit(found.kv, found.tier) if found is not None else None

@@ -11,7 +11,7 @@ from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.row_cost import Use, guide_of, use_of
+from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
@@ -78,12 +78,12 @@ def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | No
     found = sum(len(want.token_ids) for want, entry in zip(wanted, entries, strict=True) if entry)
     new = total - found - (beginning.tokens if beginning is not None else 0)
 
-    def use(number: int) -> Use:
+    def use(number: int) -> RowCost:
         entry = entries[number]
         assert entry is not None, "only what was found is used"
-        return use_of(request.policy, _placed(wanted[number], entry), entry.found.kv.layers)
+        return row_cost_of(request.policy, _placed(wanted[number], entry), entry.found.kv.layers)
 
-    guide = guide_of(request.policy, new, beginning.placed if beginning is not None else ())
+    guide = scoring_pass_of(request.policy, new, beginning.placed if beginning is not None else ())
     return fetch.decide(entries, use, total, new, guide)
 
 
@@ -116,7 +116,7 @@ def _parts(request: PromptRequest, decision: Decision) -> _Parts:
         chunk = _placed(want, entry)
         out.placed.append(chunk)
         out.pieces.append(Piece(want.start, entry.found.kv))
-        out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, entry.found.tier, exact=chunk.exempt))
+        out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, entry.found.tier, exact=chunk.is_exact))
     return out
 
 
@@ -172,7 +172,7 @@ def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
     # The turn before this one may hold the beginning of the question: those rows do not run again.
     begin = max([_end_of_chunks(request.segments), *(piece.stop for piece in plan.pieces)])
     question = tuple(range(begin, length)) or (length - 1,)
-    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in plan.placed):
+    if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in plan.placed):
         return replace(apply_selection(plan, ()), policy=policy, question=question)
     chosen = policy.select(plan.placed)
     if not (isinstance(policy, LayerwisePolicy) and chosen):

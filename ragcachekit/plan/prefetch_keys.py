@@ -17,30 +17,30 @@ MOST_NAMESPACES = 1024
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
-class Upcoming:
+class LastPrompts:
     """The system text last seen in each namespace; those seen least recently are forgotten."""
 
     def __init__(self) -> None:
         self._last: dict[str, Ids] = {}
         self._lock = threading.Lock()
 
-    def saw(self, space: str, segments: Sequence[TokenSegment]) -> None:
+    def observe(self, namespace: str, segments: Sequence[TokenSegment]) -> None:
         """A prompt came."""
         with self._lock:
-            self._last.pop(space, None)
-            self._last[space] = Encodings.system_of(segments)
+            self._last.pop(namespace, None)
+            self._last[namespace] = Encodings.system_of(segments)
             if len(self._last) > MOST_NAMESPACES:
                 del self._last[next(iter(self._last))]
 
-    def last(self, space: str) -> Ids:
+    def last(self, namespace: str) -> Ids:
         """Its ids; empty before any."""
         with self._lock:
-            return self._last.get(space, ())
+            return self._last.get(namespace, ())
 
-    def forget(self, space: str) -> None:
+    def forget(self, namespace: str) -> None:
         """Forget a namespace's."""
         with self._lock:
-            self._last.pop(space, None)
+            self._last.pop(namespace, None)
 
 
 def is_chunk_id(chunk: str) -> bool:
@@ -48,12 +48,12 @@ def is_chunk_id(chunk: str) -> bool:
     return _ID.fullmatch(chunk) is not None
 
 
-def upcoming_keys(
+def prefetch_keys(
     chunks: Sequence[Ids | str],
     encodings: Encodings,
     system: Ids,
     fingerprint: str,
-    space: str,
+    namespace: str,
     variants: VariantPool,
 ) -> list[KVKey]:
     """Keys of the system text and of chunks (token ids, or chunk ids) in this order behind it.
@@ -64,14 +64,14 @@ def upcoming_keys(
     length = max(1, len(system) + sum(len(chunk) for chunk in chunks if not isinstance(chunk, str)))
     keys, before = list[KVKey](), list[str]()
     if system:
-        keys.append(encodings.key(system, Encoding(ENCODING_PREFIX), (), fingerprint, space, length))
-        before.append(chunk_id(system, space))
+        keys.append(encodings.key(system, Encoding(ENCODING_PREFIX), (), fingerprint, namespace, length))
+        before.append(chunk_id(system, namespace))
     for chunk in chunks:
         ids = () if isinstance(chunk, str) else chunk
         encoding, context = encodings.encoding(ids, system)
-        key = encodings.key(ids, encoding, context, fingerprint, space, length)
+        key = encodings.key(ids, encoding, context, fingerprint, namespace, length)
         if isinstance(chunk, str):
-            key = KVKey(fingerprint, space, chunk, key.encoding, key.context)
+            key = KVKey(fingerprint, namespace, chunk, key.encoding, key.context)
         fits = variants.ranked(key, before) if encodings.name == IN_PROMPT else []
         keys.append(fits[0].key if fits else key)
         before.append(key.chunk_id)

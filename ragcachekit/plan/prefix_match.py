@@ -33,7 +33,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, eq=False)
-class Beginning:
+class PrefixMatch:
     """The known beginning of one prompt: exact nodes, then rows of its last turn.
 
     The nodes are pinned as long as this is held.
@@ -96,7 +96,7 @@ class Beginning:
         ] + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
 
 
-class BeginningReader:
+class PrefixMatcher:
     """Asks one tree about the prompts of one model; ``layout`` is as of :class:`.lookup.Fetch`."""
 
     def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
@@ -112,7 +112,7 @@ class BeginningReader:
         namespace: str,
         *,
         layerwise: bool = False,
-    ) -> Beginning:
+    ) -> PrefixMatch:
         """Look a prompt up; ``wanted`` is all of it that could come from the chunk store."""
         begun = time.perf_counter()
         epoch = self.tree.turns.epoch
@@ -122,7 +122,7 @@ class BeginningReader:
         past, former = self._past(match, segments, namespace)
         members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
-        return Beginning(match, ms, layerwise, past, members, epoch)
+        return PrefixMatch(match, ms, layerwise, past, members, epoch)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
         """What the tree knows, without nodes that cannot be this model's; those leave it if they can."""

@@ -10,7 +10,7 @@ from typing import Self
 from ragcachekit.model.encoding import Ids
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.prefix_match import Beginning, BeginningReader
+from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
 from ragcachekit.store.null import NullStore
@@ -45,7 +45,7 @@ class PromptRequest:
     encoder: str
     namespace: str
     wanted: tuple[Wanted, ...] = ()
-    beginning: Beginning | None = None
+    beginning: PrefixMatch | None = None
     fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
     label: str = ""
     notes: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class PromptRequest:
         fetch: Fetch,
         fingerprint: str,
         namespace: str,
-        tree: BeginningReader | None = None,
+        tree: PrefixMatcher | None = None,
     ) -> Self:
         """The request of a prompt whose cached rows may be used.
 

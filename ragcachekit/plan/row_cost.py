@@ -11,20 +11,20 @@ from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk
 
 
 @dataclass(frozen=True)
-class Use:
+class RowCost:
     """Rows of one entry at one place.
 
-    ``spared`` are not computed if it is used, ``recomputed`` are even so. ``exempt``: it is exact there, so
+    ``spared`` are not computed if it is used, ``recomputed`` are even so. ``is_exact``: it is exact there, so
     no policy has to choose among its rows.
     """
 
     spared: int
     recomputed: int = 0
-    exempt: bool = False
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
-class Guide:
+class ScoringPass:
     """A pass over the linked cache before the forward, in which a policy watches the question.
 
     It runs ``rows`` whatever is loaded, those of which nothing is cached, and ends at the last ``watched``
@@ -43,24 +43,24 @@ class Guide:
         return max(number % layers for number in self.watched) + 1
 
 
-def use_of(policy: SelectionPolicy, chunk: PlacedChunk, layers: int) -> Use:
+def row_cost_of(policy: SelectionPolicy, chunk: PlacedChunk, layers: int) -> RowCost:
     """What ``policy`` would make of a chunk of a model with so many layers.
 
     How many rows a layer-wise policy drops on the way is not known before; its rows count as spared.
     """
-    if chunk.exempt or isinstance(policy, LayerwisePolicy):
-        return Use(chunk.tokens, exempt=chunk.exempt)
+    if chunk.is_exact or isinstance(policy, LayerwisePolicy):
+        return RowCost(chunk.tokens, is_exact=chunk.is_exact)
     if isinstance(policy, GuidedPolicy):
         # Which rows it will be depends on the question, how many does not.
         watched = layers if policy.look.layers is None else len(policy.look.layers)
         chosen = len(policy.choose([chunk], [torch.ones(chunk.stop)] * watched))
     else:
         chosen = len(policy.select([chunk]))
-    return Use(chunk.tokens - chosen, chosen)
+    return RowCost(chunk.tokens - chosen, chosen)
 
 
-def guide_of(policy: SelectionPolicy, rows: int, known: Iterable[PlacedChunk]) -> Guide | None:
+def scoring_pass_of(policy: SelectionPolicy, rows: int, known: Iterable[PlacedChunk]) -> ScoringPass | None:
     """The pass that ``policy`` needs, if it does; ``known`` are chunks that are there in any case."""
     if not isinstance(policy, GuidedPolicy):
         return None
-    return Guide(rows, policy.look.layers, any(not chunk.exempt for chunk in known))
+    return ScoringPass(rows, policy.look.layers, any(not chunk.is_exact for chunk in known))

@@ -33,7 +33,7 @@ NEWCOMER = 1.0
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more than this gets another one, for the context at hand."""
 
-Space = tuple[str, str]
+Group = tuple[str, str]
 
 
 class Recorded(Protocol):
@@ -50,7 +50,7 @@ class Recorded(Protocol):
 @dataclass
 class _Variant:
     impact: Impact
-    worth: float
+    weight: float
     at: int
     nbytes: int
 
@@ -102,9 +102,9 @@ class VariantPool:
         self._nbytes = 0
         self._free = free
         self._lock = threading.Lock()
-        self._known: defaultdict[Space, dict[KVKey, _Variant]] = defaultdict(dict)
+        self._known: defaultdict[Group, dict[KVKey, _Variant]] = defaultdict(dict)
         self._of: defaultdict[tuple[str, ...], dict[KVKey, None]] = defaultdict(dict)
-        self._uses: defaultdict[Space, int] = defaultdict(int)
+        self._uses: defaultdict[Group, int] = defaultdict(int)
 
     def __len__(self) -> int:
         with self._lock:
@@ -112,19 +112,19 @@ class VariantPool:
 
     def __contains__(self, key: KVKey) -> bool:
         with self._lock:
-            return key in self._known.get(_space(key), ())
+            return key in self._known.get(_group(key), ())
 
     def add(self, key: KVKey, kv: Recorded) -> None:
         """A variant that is in the store; the least worthy others of its namespace make room for it."""
-        impact, space, freed = Impact.of(key.context, kv.sums, kv.tokens), _space(key), []
+        impact, group, freed = Impact.of(key.context, kv.sums, kv.tokens), _group(key), []
         with self._lock:
-            known = self._known[space]
+            known = self._known[group]
             if key in known:
                 return
-            while known and not self._fits(space, kv.nbytes):
-                freed.append(min(known, key=lambda k: self._worth(known[k], space)))
+            while known and not self._fits(group, kv.nbytes):
+                freed.append(min(known, key=lambda k: self._worth(known[k], group)))
                 self._drop(freed[-1])
-            known[key] = _Variant(impact, NEWCOMER, self._uses[space], kv.nbytes)
+            known[key] = _Variant(impact, NEWCOMER, self._uses[group], kv.nbytes)
             self._nbytes += kv.nbytes
             self._of[_chunk(key)][key] = None
         for gone in freed:
@@ -133,7 +133,7 @@ class VariantPool:
     def recall(self, key: KVKey, kv: Recorded) -> bool:
         """As :meth:`add` of what an earlier process left, if there is room; False if there is none."""
         with self._lock:
-            if not self._fits(_space(key), kv.nbytes):
+            if not self._fits(_group(key), kv.nbytes):
                 return False
         self.add(key, kv)
         return True
@@ -141,7 +141,7 @@ class VariantPool:
     def ranked(self, key: KVKey, before: Sequence[str]) -> list[Fit]:
         """The variants of this chunk (in prompts of this kind), the cheapest behind ``before`` first."""
         with self._lock:
-            known = self._known.get(_space(key), {})
+            known = self._known.get(_group(key), {})
             own = [(other, known[other].impact) for other in self._of.get(_chunk(key), ())]
         fits = [Fit(other, impact.cost(before)) for other, impact in own]
         return sorted(fits, key=lambda fit: fit.cost)
@@ -149,31 +149,31 @@ class VariantPool:
     def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]:
         """Beginnings of past prompts that end with a chunk and have ``length`` segments."""
         with self._lock:
-            known = [k for k in self._known.get(_space(key), ()) if k.encoding == key.encoding]
+            known = [k for k in self._known.get(_group(key), ()) if k.encoding == key.encoding]
         return [(*k.context, k.chunk_id) for k in known if len(k.context) == length - 1]
 
     def used(self, key: KVKey, before: Sequence[str]) -> None:
         """Count a use behind ``before``."""
-        space = _space(key)
+        group = _group(key)
         with self._lock:
-            variant = self._known.get(space, {}).get(key)
+            variant = self._known.get(group, {}).get(key)
             if variant is None:
                 return
-            worth = self._worth(variant, space)
-            self._uses[space] += 1
-            variant.worth = worth + worth_at(variant.impact.cost(before))
-            variant.at = self._uses[space]
+            weight = self._worth(variant, group)
+            self._uses[group] += 1
+            variant.weight = weight + worth_at(variant.impact.cost(before))
+            variant.at = self._uses[group]
 
-    def worth(self, key: KVKey) -> float:
+    def weight(self, key: KVKey) -> float:
         """f_r as it stands; 0 for a variant that is not here."""
         with self._lock:
-            variant = self._known.get(_space(key), {}).get(key)
-            return 0.0 if variant is None else self._worth(variant, _space(key))
+            variant = self._known.get(_group(key), {}).get(key)
+            return 0.0 if variant is None else self._worth(variant, _group(key))
 
     def cost(self, key: KVKey, before: Sequence[str]) -> float:
         """CCI (1 - β') of a variant behind ``before``; of one that is not here, as of KV without sums."""
         with self._lock:
-            variant = self._known.get(_space(key), {}).get(key)
+            variant = self._known.get(_group(key), {}).get(key)
             impact = Impact() if variant is None else variant.impact
         return impact.cost(before)
 
@@ -191,19 +191,19 @@ class VariantPool:
                     self._drop(key)
 
     def _drop(self, key: KVKey) -> None:
-        gone = self._known.get(_space(key), {}).pop(key, None)
+        gone = self._known.get(_group(key), {}).pop(key, None)
         self._nbytes -= 0 if gone is None else gone.nbytes
         of = self._of.get(_chunk(key), {})
         of.pop(key, None)
         if not of:
             self._of.pop(_chunk(key), None)
 
-    def _fits(self, space: Space, nbytes: int) -> bool:
-        return len(self._known[space]) < self.most and self._nbytes + nbytes <= self._budget
+    def _fits(self, group: Group, nbytes: int) -> bool:
+        return len(self._known[group]) < self.most and self._nbytes + nbytes <= self._budget
 
-    def _worth(self, variant: _Variant, space: Space) -> float:
-        age: float = (self._uses[space] - variant.at) / self._half_life
-        return variant.worth * math.pow(0.5, age)
+    def _worth(self, variant: _Variant, group: Group) -> float:
+        age: float = (self._uses[group] - variant.at) / self._half_life
+        return variant.weight * math.pow(0.5, age)
 
 
 def open_pool(store: KVStore) -> VariantPool:
@@ -278,9 +278,9 @@ def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     return None
 
 
-def _space(key: KVKey) -> Space:
+def _group(key: KVKey) -> Group:
     return key.fingerprint, key.namespace
 
 
 def _chunk(key: KVKey) -> tuple[str, ...]:
-    return (*_space(key), key.encoding, key.chunk_id)
+    return (*_group(key), key.encoding, key.chunk_id)

@@ -35,7 +35,7 @@ class PlacedChunk:
     chunk_id: str
     start: int
     tokens: int
-    exempt: bool
+    is_exact: bool
     attended: torch.Tensor | None = field(default=None, compare=False, repr=False)
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     behind: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -51,7 +51,7 @@ class PlacedChunk:
 class Observer(Protocol):
     """Callback of a linked forward, called before each layer computes attention."""
 
-    def saw(
+    def observe(
         self,
         layer: int,
         query: torch.Tensor,
@@ -231,7 +231,7 @@ def share(ratio: float, count: int) -> int:
 
 def open_positions(chunks: Sequence[PlacedChunk]) -> list[int]:
     """All positions of chunks that are not exempt, ascending."""
-    return [p for chunk in chunks if not chunk.exempt for p in range(chunk.start, chunk.stop)]
+    return [p for chunk in chunks if not chunk.is_exact for p in range(chunk.start, chunk.stop)]
 
 
 def top(positions: Sequence[int], scores: torch.Tensor, count: int) -> list[int]:

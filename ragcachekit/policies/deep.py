@@ -42,7 +42,7 @@ class Deep:
         """First tokens, then the highest scores, within the share of all open positions."""
         positions = open_positions(chunks)
         count = share(self.ratio, len(positions))
-        first = [chunk.start for chunk in chunks if not chunk.exempt][:count]
+        first = [chunk.start for chunk in chunks if not chunk.is_exact][:count]
         rest = sorted(set(positions) - set(first))
         sums = torch.stack(tuple(attention))[:, positions]
         # A window that hides all chunks from the question leaves a layer without a say.

@@ -16,4 +16,4 @@ class Full:
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Every cached row that is not exact."""
-        return [p for chunk in chunks if not chunk.exempt for p in range(chunk.start, chunk.stop)]
+        return [p for chunk in chunks if not chunk.is_exact for p in range(chunk.start, chunk.stop)]

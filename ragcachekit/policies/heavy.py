@@ -34,7 +34,7 @@ class Heavy:
         """The top share of every chunk that is not exempt."""
         chosen: list[int] = []
         for chunk in chunks:
-            if not chunk.exempt:
+            if not chunk.is_exact:
                 sums = chunk.attended if chunk.attended is not None else -torch.arange(chunk.tokens)
                 positions = range(chunk.start, chunk.stop)
                 chosen += top(positions, sums, share(self.ratio, chunk.tokens))

@@ -36,6 +36,6 @@ class Lego:
         return [
             position
             for chunk in chunks
-            if not chunk.exempt
+            if not chunk.is_exact
             for position in range(chunk.start, min(chunk.start + self.k, chunk.stop))
         ]

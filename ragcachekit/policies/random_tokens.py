@@ -30,7 +30,7 @@ class Random:
         return [
             p
             for chunk in chunks
-            if not chunk.exempt
+            if not chunk.is_exact
             for p in random.Random(chunk.chunk_id).sample(
                 range(chunk.start, chunk.stop), share(self.ratio, chunk.tokens)
             )

@@ -9,7 +9,7 @@ from threading import Lock
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root
-from ragcachekit.prefix_tree.longest_prefix import Beginnings, packed
+from ragcachekit.prefix_tree.longest_prefix import LongestPrefixes, packed
 from ragcachekit.store.base import StoreStats
 from ragcachekit.store.counters import Counters
 
@@ -55,7 +55,7 @@ class Turns:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
         self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()
-        self._beginnings: dict[Root, Beginnings] = {}
+        self._beginnings: dict[Root, LongestPrefixes] = {}
         self._nbytes = 0
         self._number = 0
         self._epoch = 0
@@ -91,14 +91,14 @@ class Turns:
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number in list(self._beginnings.get(turn.root, Beginnings()).begun_by(known)):
+            for number in list(self._beginnings.get(turn.root, LongestPrefixes()).begun_by(known)):
                 self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
                 self._remove(next(iter(self._turns)))
                 self._counters.count("evictions")
             self._number += 1
             self._turns[self._number] = (turn, known)
-            self._beginnings.setdefault(turn.root, Beginnings()).add(known, self._number)
+            self._beginnings.setdefault(turn.root, LongestPrefixes()).add(known, self._number)
             self._nbytes += turn.kv.nbytes
             return True
 

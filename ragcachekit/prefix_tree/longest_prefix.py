@@ -12,7 +12,7 @@ _ITEM = array("q").itemsize
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """Sequence as :class:`Beginnings` takes it: eight bytes per token."""
+    """Sequence as :class:`LongestPrefixes` takes it: eight bytes per token."""
     return array("q", token_ids).tobytes()
 
 
@@ -24,7 +24,7 @@ def common(one: bytes, other: bytes) -> int:
     return first if least and differ[first] else least
 
 
-class Beginnings:
+class LongestPrefixes:
     """Packed sequences, sorted by their bytes, each with a number.
 
     Sequences with the same beginning are adjacent in that order: a look-up compares some 14 of 10,000. Not

@@ -27,7 +27,7 @@ class Retrieved:
         self._begin: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def saw(self, namespace: str, texts: Iterable[str]) -> None:
+    def observe(self, namespace: str, texts: Iterable[str]) -> None:
         """Add texts that were retrieved."""
         last = list(texts)[-MOST_CHUNKS:]
         begin = [beginning for text in last if len(beginning := _beginning(text)) >= SHORTEST]

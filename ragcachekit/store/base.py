@@ -132,15 +132,15 @@ class KVStore(Protocol):
     - An entry is not evicted from memory while a caller still holds what ``get`` returned.
     """
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None.
 
-        ``worth`` is for eviction policies that weigh uses; 0 looks, but is no use yet (a prefetch), and
+        ``weight`` is for eviction policies that weigh uses; 0 looks, but is no use yet (a prefetch), and
         changes no order in memory.
         """
         ...
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`, without waiting for the layers where the entry has to be read."""
         ...
 

@@ -10,7 +10,7 @@ from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 
-class Moves:
+class InFlightMoves:
     """Moves between tiers, each allowed unless its namespace was told to forget since the entry was read.
 
     Moves never wait; a drop waits for the moves of its own namespace alone.

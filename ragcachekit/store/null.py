@@ -14,14 +14,14 @@ class NullStore:
     def __init__(self) -> None:
         self._counters = Counters("null")
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """Always None."""
         self._counters.count("misses")
         return None
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`."""
-        return self.get(key, worth)
+        return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Always False; not a failure, so not counted as one."""

@@ -92,9 +92,9 @@ class QuantisedStore:
         self._kind: str = kind
         self.shared, self.remote = tier.shared, tier.remote
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""
-        found = self._tier.get(self._key(key), worth)
+        found = self._tier.get(self._key(key), weight)
         if found is None or _exact(key):
             return found
         if not is_well_packed(found.kv.shapes, found.kv.sums):
@@ -102,9 +102,9 @@ class QuantisedStore:
             return None
         return Found(self._handed_out(found.kv), found.tier)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`, layer by layer where the tier reads so."""
-        opened = self._tier.open(self._key(key), worth)
+        opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):

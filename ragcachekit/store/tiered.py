@@ -11,7 +11,7 @@ from typing import Protocol
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
-from ragcachekit.store.in_flight_moves import Moves
+from ragcachekit.store.in_flight_moves import InFlightMoves
 from ragcachekit.types import KVKey
 
 
@@ -62,24 +62,24 @@ class TieredStore:
             raise ValueError("a tiered store needs at least one tier; use NullStore for none")
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
-        self._moves = Moves()
+        self._moves = InFlightMoves()
         refuse_after_fork(self)
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry from the fastest tier that has it, or None."""
         since = self._moves.now()
         for place, tier in enumerate(self._tiers):
-            found = tier.get(key, worth)
+            found = tier.get(key, weight)
             if found is not None:
                 self._promote(key, found.kv, place, since)
                 return found
         return None
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones once it was read."""
         since = self._moves.now()
         for place, tier in enumerate(self._tiers):
-            opened = tier.open(key, worth)
+            opened = tier.open(key, weight)
             if isinstance(opened, Found):
                 self._promote(key, opened.kv, place, since)
                 return opened

@@ -59,8 +59,8 @@ def test_the_second_look_sees_what_the_model_does():
     assert check_model._answer_difference(model) < 1e-4
     get = HostStore.get
 
-    def shifted(store, key, worth=1.0):
-        found = get(store, key, worth)
+    def shifted(store, key, weight=1.0):
+        found = get(store, key, weight)
         if found is None:
             return None
         return type(found)(ChunkKV(found.kv.keys, tuple(v + 1 for v in found.kv.values)), found.tier)

@@ -57,5 +57,5 @@ def test_the_policy_of_the_guide_works_as_it_stands(tmp_path: Path) -> None:
     source = python_blocks(ROOT / "docs" / "adding_a_policy.md")[0]
     policy: SelectionPolicy = load(source, tmp_path / "every_of_the_guide.py").Every(4)
     assert policy.name == "every:4"
-    placed = [PlacedChunk("a", 0, 3, exempt=True), PlacedChunk("b", 3, 9, exempt=False)]
+    placed = [PlacedChunk("a", 0, 3, is_exact=True), PlacedChunk("b", 3, 9, is_exact=False)]
     assert policy.select(placed) == [3, 7, 11]

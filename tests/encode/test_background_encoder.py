@@ -9,7 +9,7 @@ from dataclasses import replace
 from families import tokens
 from link_kit import BOS, described, planned, segments
 from loading_kit import WAIT
-from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
@@ -36,7 +36,7 @@ class Encoder:
 
 def made():
     store, encoder = HostStore(1 << 20), Encoder()
-    return Warmer(encoder, store, lambda: True), store, encoder
+    return BackgroundEncoder(encoder, store, lambda: True), store, encoder
 
 
 def missing(number, epoch=0):
@@ -48,93 +48,93 @@ def stored(store):
 
 
 @contextmanager
-def forgetting(warmer, store, chunk_ids=None):
+def forgetting(background_encoder, store, chunk_ids=None):
     """As the engine forgets; what is done inside happens in the middle of it."""
-    with warmer.forgetting(SPACE, chunk_ids):
+    with background_encoder.forgetting(SPACE, chunk_ids):
         store.forget(SPACE, chunk_ids)
         yield
-        warmer.forgets.add(SPACE, chunk_ids)
+        background_encoder.forgets.add(SPACE, chunk_ids)
 
 
 def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
-    warmer, store, _ = made()
-    old = warmer.forgets.now()
-    with forgetting(warmer, store):
-        during = warmer.forgets.now()
-    new = warmer.forgets.now()
+    background_encoder, store, _ = made()
+    old = background_encoder.forgets.now()
+    with forgetting(background_encoder, store):
+        during = background_encoder.forgets.now()
+    new = background_encoder.forgets.now()
     items = [missing(0, old), missing(1, during), missing(2, new)]
-    assert warmer.now(items) == 1
+    assert background_encoder.now(items) == 1
     assert stored(store) == [2]
-    warmer.later(items[:2])
-    assert warmer.flush(WAIT)
+    background_encoder.later(items[:2])
+    assert background_encoder.flush(WAIT)
     assert stored(store) == [2]
-    warmer.close()
+    background_encoder.close()
 
 
 def test_what_names_no_epoch_is_from_before_every_forgetting():
-    warmer, store, _ = made()
-    assert warmer.now([missing(0)]) == 1
-    with forgetting(warmer, store):
+    background_encoder, store, _ = made()
+    assert background_encoder.now([missing(0)]) == 1
+    with forgetting(background_encoder, store):
         pass
-    assert warmer.now([missing(0)]) == 0
+    assert background_encoder.now([missing(0)]) == 0
     assert stored(store) == []
-    warmer.close()
+    background_encoder.close()
 
 
 def test_other_chunks_and_namespaces_are_not_concerned():
-    warmer, store, _ = made()
-    item = missing(0, warmer.forgets.now())
-    with forgetting(warmer, store, frozenset(["chunk-1"])):
+    background_encoder, store, _ = made()
+    item = missing(0, background_encoder.forgets.now())
+    with forgetting(background_encoder, store, frozenset(["chunk-1"])):
         pass
-    with warmer.forgetting("another"):
-        warmer.forgets.add("another")
-    warmer.now([item])
+    with background_encoder.forgetting("another"):
+        background_encoder.forgets.add("another")
+    background_encoder.now([item])
     assert stored(store) == [0]
-    warmer.close()
+    background_encoder.close()
 
 
 def test_what_waits_and_was_not_forgotten_is_stored():
-    warmer, store, encoder = made()
+    background_encoder, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    epoch = warmer.forgets.now()
-    warmer.later([missing(0, epoch), missing(1, epoch)])
+    epoch = background_encoder.forgets.now()
+    background_encoder.later([missing(0, epoch), missing(1, epoch)])
     assert reached.wait(WAIT)
-    with forgetting(warmer, store, frozenset(["chunk-0"])):
+    with forgetting(background_encoder, store, frozenset(["chunk-0"])):
         pass
     gate.set()
-    assert warmer.flush(WAIT)
-    warmer.close()
+    assert background_encoder.flush(WAIT)
+    background_encoder.close()
     assert stored(store) == [1]
 
 
 def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored():
-    warmer, store, encoder = made()
+    background_encoder, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    warmer.later([missing(0)])
+    background_encoder.later([missing(0)])
     assert reached.wait(WAIT)
-    with forgetting(warmer, store):
+    with forgetting(background_encoder, store):
         pass
-    warmer.later([missing(0, warmer.forgets.now())])
+    background_encoder.later([missing(0, background_encoder.forgets.now())])
     gate.set()
-    assert warmer.flush(WAIT)
-    warmer.close()
+    assert background_encoder.flush(WAIT)
+    background_encoder.close()
     assert stored(store) == [0]
 
 
 def test_nothing_is_stored_while_something_is_forgotten():
-    warmer, store, encoder = made()
+    background_encoder, store, encoder = made()
     encoded = threading.Event()
     encoder.before = encoded.set
-    thread = threading.Thread(target=warmer.now, args=([missing(0), missing(1)],))
-    with forgetting(warmer, store, frozenset(["chunk-0"])):
+    thread = threading.Thread(target=background_encoder.now, args=([missing(0), missing(1)],))
+    with forgetting(background_encoder, store, frozenset(["chunk-0"])):
         thread.start()
         assert encoded.wait(WAIT)
         assert stored(store) == []
     thread.join(WAIT)
     assert stored(store) == [1]
-    warmer.close()
+    background_encoder.close()
 
 
 def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
@@ -156,17 +156,17 @@ def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
 
 
 def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog):
-    warmer, store, _ = made()
+    background_encoder, store, _ = made()
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        warmer.later([missing(0)])
+        background_encoder.later([missing(0)])
     assert "can't start new thread" in caplog.text
-    assert warmer.flush(0)
-    warmer.later([missing(0), missing(1)])
-    assert warmer.flush(WAIT)
+    assert background_encoder.flush(0)
+    background_encoder.later([missing(0), missing(1)])
+    assert background_encoder.flush(WAIT)
     assert stored(store) == [0, 1]
-    warmer.close()
+    background_encoder.close()

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
 from link_kit import described
-from ragcachekit.encode.background import BATCH, Warmer
+from ragcachekit.encode.background import BATCH, BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
@@ -30,17 +30,17 @@ def wanted(name, system=SYSTEM, near=NEAR, chunk=CHUNK):
     return Missing(encodings.key(chunk, encoding, context, "model", "space", 0), chunk, encoding)
 
 
-def warmer(name, store):
+def background_encoder(name, store):
     model, rope = wrapped(name), described(name)
     install(model)
     chunks = ChunkEncoder(model, rope, ObservedCache)
-    return Warmer(chunks, store, lambda: True, NeighbourEncoder(model, rope, chunks, store))
+    return BackgroundEncoder(chunks, store, lambda: True, NeighbourEncoder(model, rope, chunks, store))
 
 
 def encoded(name, item, store=None):
     """K at the positions behind the context, V, and the attention sums, by way of the store."""
     store = store or HostStore(1 << 26)
-    warmer(name, store).now([item])
+    background_encoder(name, store).now([item])
     kv = store.get(item.key).kv
     assert kv.start is None
     start = len(item.encoding.behind) + sum(map(len, item.encoding.neighbours))
@@ -139,7 +139,7 @@ def test_behind_the_system_text_and_nothing_else_it_is_a_system_encoding(name):
     item = wanted(name, near=())
     assert item.encoding.name == item.key.encoding == "system"
     store = HostStore(1 << 26)
-    warmer(name, store).now([item])
+    background_encoder(name, store).now([item])
     kv, theirs = store.get(item.key).kv, prefill(plain(name), (*SYSTEM, *CHUNK))
     angles = described(name).angles(torch.arange(9, 23), 23)
     keys = [described(name).apply(i, k, angles) for i, k in enumerate(kv.keys)]
@@ -154,7 +154,7 @@ class TestIngredients:
     def test_are_stored_as_what_a_prompt_would_look_for(self):
         store = HostStore(1 << 26)
         item = wanted("llama")
-        assert warmer("llama", store).now([item]) == 5
+        assert background_encoder("llama", store).now([item]) == 5
         system = Encodings("system", described("llama"), 1)
         for near in NEAR:
             encoding, context = system.encoding(near, SYSTEM)
@@ -164,7 +164,7 @@ class TestIngredients:
     def test_come_from_the_store_where_it_has_them(self):
         store, item = HostStore(1 << 26), wanted("llama")
         parts = [part for _, part in ingredients(item)]
-        work = warmer("llama", store)
+        work = background_encoder("llama", store)
         assert work.complete([item, item]) == [*parts, item]
         work.now(parts[1:3])
         assert work.complete([item]) == [parts[0], parts[3], item]
@@ -186,7 +186,7 @@ class TestIngredients:
     def test_neighbours_are_shared_and_never_written_to(self):
         store = HostStore(1 << 26)
         items = [wanted("llama"), wanted("llama", chunk=tokens(20, 8))]
-        work = warmer("llama", store)
+        work = background_encoder("llama", store)
         parts = [part for _, part in ingredients(items[0])]
         work.now(parts)
         before = [t.clone() for t in tensors(store, parts)]
@@ -207,7 +207,9 @@ class TestIngredients:
         items = [
             wanted("llama", near=(tokens(3, 100 + i),), chunk=tokens(4, 200 + i)) for i in range(BATCH + 2)
         ]
-        warmer("llama", Listening(1 << 26)).now([*items, wanted("llama", near=(), chunk=tokens(5, 99))])
+        background_encoder("llama", Listening(1 << 26)).now(
+            [*items, wanted("llama", near=(), chunk=tokens(5, 99))]
+        )
         assert len(order) == len(set(order)) == 2 * len(items) + 2
         place = {key: at for at, key in enumerate(order)}
         assert all(place[part.key] < place[item.key] for item in items for _, part in ingredients(item))

@@ -151,9 +151,9 @@ class TestTokens:
         source = self.source()
         source.forget("here", frozenset([name("b")]))
         assert source.of("d", "here") == ((99,), (97,))
-        source.welcome("here", ["a"])
+        source.register("here", ["a"])
         assert source.of("d", "here") == ((99,), (97,))
-        source.welcome("here", ["b"])
+        source.register("here", ["b"])
         assert source.of("d", "here") == ((99,), (98,), (97,))
 
     def test_after_all_is_forgotten_only_what_came_again_counts(self):
@@ -161,7 +161,7 @@ class TestTokens:
         source.forget("here", frozenset([name("b")]))
         source.forget("here")
         assert source.of("d", "here") == ()
-        source.welcome("here", ["b", "c"])
+        source.register("here", ["b", "c"])
         assert source.of("d", "here") == ((99,), (98,))
         source.forget("here", frozenset([name("c")]))
         assert source.of("d", "here") == ((98,),)

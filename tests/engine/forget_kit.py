@@ -57,10 +57,10 @@ class Engine:
             **{"store": self.store, "tree": self.tree, "policy": "reuse", "load": "always", **options},
         )
 
-    def chunk_ids(self, texts: Iterable[str], space: str = SPACE) -> frozenset[str]:
-        return frozenset(chunk_id(self.rag._prompts.chunk_ids(text), space) for text in texts)
+    def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:
+        return frozenset(chunk_id(self.rag._prompts.chunk_ids(text), namespace) for text in texts)
 
-    def left(self, gone: frozenset[str] | None, space: str = SPACE) -> list[str]:
+    def left(self, gone: frozenset[str] | None, namespace: str = SPACE) -> list[str]:
         """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
         memory = {"gpu": self.gpu._entries, "host": self.host._entries}
         at = {name: list(entries) for name, entries in memory.items()}
@@ -68,8 +68,8 @@ class Engine:
         at["tree:host"] = [key_of(node.root, node.path()) for node in self.tree._levels]
         at["tree:disk"] = _keys_in(self.folder / "tree")
         at["prefetched"] = list(self.rag._components.loads._loader._queue.findable)
-        out = [name for name, keys in at.items() if any(concerns(key, space, gone) for key in keys)]
-        turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == space]
+        out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
+        turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):
             out.append("tree:turns")
         return out
@@ -82,15 +82,15 @@ class Engine:
         finally:
             with_disk.close()
 
-    def reused(self, text: str, space: str = SPACE) -> int:
+    def reused(self, text: str, namespace: str = SPACE) -> int:
         """Tokens of ``text`` that a prompt with it reuses, and does not compute."""
-        report = self.rag.link(prompt_of(text), namespace=space, policy="reuse").report
-        (own,) = self.chunk_ids([text], space)
+        report = self.rag.link(prompt_of(text), namespace=namespace, policy="reuse").report
+        (own,) = self.chunk_ids([text], namespace)
         return sum(use.tokens for use in report.chunks if use.chunk_id == own and use.source != "computed")
 
-    def recognised(self, text: str, space: str = SPACE) -> bool:
+    def recognised(self, text: str, namespace: str = SPACE) -> bool:
         """Whether prompts are searched for it."""
-        return bool(self.rag._prompts.registry.find(space, prompt_of(text)).found)
+        return bool(self.rag._prompts.registry.find(namespace, prompt_of(text)).found)
 
     def close(self) -> None:
         self.rag.close()

@@ -229,14 +229,14 @@ class TestModelChangedUnderOurFeet:
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
         rag = RagCache(model, cache_dir=tmp_path, cold="now")
-        encode = rag._components.warmer._encoder.encode
+        encode = rag._components.background_encoder._encoder.encode
 
         def changed_meanwhile(*args):
             for item in encode(*args):
                 self.change_weights(model)
                 yield item
 
-        monkeypatch.setattr(rag._components.warmer._encoder, "encode", changed_meanwhile)
+        monkeypatch.setattr(rag._components.background_encoder._encoder, "encode", changed_meanwhile)
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.report.link.fallback is None
         assert rag.stats()[0].entries == 0

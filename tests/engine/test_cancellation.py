@@ -359,7 +359,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
 
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
     rag, encoding = make(cold="background"), threading.Event()
-    closed = rag._components.warmer._pool.closed
+    closed = rag._components.background_encoder._pool.closed
 
     def wait():
         encoding.set()

@@ -101,10 +101,10 @@ class Listening(HostStore):
         super().__init__(1 << 26)
         self.worths: list[tuple[str, float]] = []
 
-    def open(self, key, worth=1.0):
-        found = super().open(key, worth)
+    def open(self, key, weight=1.0):
+        found = super().open(key, weight)
         if found is not None:
-            self.worths.append((key.chunk_id, worth))
+            self.worths.append((key.chunk_id, weight))
         return found
 
 
@@ -116,7 +116,7 @@ def test_f_r_hears_what_a_variant_costs_where_it_is_used(tmp_path):
         rag.generate(first, max_new_tokens=1)
         store.worths.clear()
         rag.generate(first, max_new_tokens=1)
-        assert [worth for _, worth in store.worths] == [20, 20, 20]
+        assert [weight for _, weight in store.worths] == [20, 20, 20]
         store.worths.clear()
         prompt = Prompt([text(9, 1), *others, text(6, 9)])
         used = rag.generate(prompt, max_new_tokens=1).report.link.chunks[1]

@@ -45,7 +45,7 @@ STEPS = {
     "ids": lambda engine: (engine.rag._prompts, "missing"),
     "registration": lambda engine: (engine.rag._prompts.registry, "add"),
     "forward": lambda engine: (engine.rag.model.base_model, "forward"),
-    "model check": lambda engine: (engine.rag._components.warmer, "_still_valid"),
+    "model check": lambda engine: (engine.rag._components.background_encoder, "_still_valid"),
 }
 
 
@@ -271,7 +271,7 @@ class Race:
 
     def __init__(self, engine, seed):
         self.random = random.Random(seed)
-        self.engine, self.space = engine, f"tenant-{seed}"
+        self.engine, self.namespace = engine, f"tenant-{seed}"
         self.texts = self.random.sample(TEXTS, 3)
         self.gone = self.random.sample(TEXTS, self.random.choice((1, 1, 2)))
         self.what = self.random.choice(("texts", "texts", "ids", "namespace"))
@@ -279,37 +279,37 @@ class Race:
         self.meanwhile = Meanwhile(self.forget, self.random.randint(1, 12), self.random.random() < 0.5)
 
     def __str__(self):
-        return f"{self.space}: {self.kind}, forget by {self.what} at step {self.meanwhile._at}"
+        return f"{self.namespace}: {self.kind}, forget by {self.what} at step {self.meanwhile._at}"
 
     @property
     def ids(self):
-        return None if self.what == "namespace" else self.engine.chunk_ids(self.gone, self.space)
+        return None if self.what == "namespace" else self.engine.chunk_ids(self.gone, self.namespace)
 
     def forget(self):
         calls = {"texts": {"texts": self.gone}, "ids": {"ids": self.ids}, "namespace": {}}
-        self.engine.rag.forget(**calls[self.what], namespace=self.space)
+        self.engine.rag.forget(**calls[self.what], namespace=self.namespace)
 
     def prepare(self):
         """Have some of it in the tiers before."""
         if self.kind == "prefetch" or self.random.random() < 0.3:
-            self.engine.rag.encode(self.texts, namespace=self.space, system=BEFORE)
-            self.engine.host.forget(self.space)
+            self.engine.rag.encode(self.texts, namespace=self.namespace, system=BEFORE)
+            self.engine.host.forget(self.namespace)
         else:
-            self.engine.rag.register(self.texts, namespace=self.space)
+            self.engine.rag.register(self.texts, namespace=self.namespace)
 
     def work(self):
         rag, prompt = self.engine.rag, prompt_of(*self.texts)
         if self.kind == "encode":
-            rag.encode(self.texts, namespace=self.space, system=BEFORE)
+            rag.encode(self.texts, namespace=self.namespace, system=BEFORE)
         elif self.kind == "prefetch":
-            rag.prefetch(self.texts, namespace=self.space)
+            rag.prefetch(self.texts, namespace=self.namespace)
             assert rag.flush(WAIT)
         elif self.kind == "link":
-            rag.link(prompt, namespace=self.space)
+            rag.link(prompt, namespace=self.namespace)
         elif self.kind == "stream":
-            list(rag.stream(prompt, namespace=self.space, **ASKED))
+            list(rag.stream(prompt, namespace=self.namespace, **ASKED))
         else:
-            rag.generate(prompt, namespace=self.space, **ASKED)
+            rag.generate(prompt, namespace=self.namespace, **ASKED)
 
     def check(self):
         """Nothing of it is left, and nothing is reused."""
@@ -317,13 +317,13 @@ class Race:
         if not self.meanwhile.finish():
             self.forget()  # the work had fewer steps: what was begun before is still under way, perhaps
             assert self.engine.rag.flush(WAIT)
-        assert self.engine.left(self.ids, self.space) == [], str(self)
+        assert self.engine.left(self.ids, self.namespace) == [], str(self)
         for text in self.gone:
             if self.what != "ids":
-                assert not self.engine.recognised(text, self.space), str(self)
-            assert self.engine.reused(text, self.space) == 0, str(self)
+                assert not self.engine.recognised(text, self.namespace), str(self)
+            assert self.engine.reused(text, self.namespace) == 0, str(self)
         assert self.engine.rag.flush(WAIT)
-        self.engine.rag.forget(namespace=self.space)
+        self.engine.rag.forget(namespace=self.namespace)
 
 
 def race(make, monkeypatch, seeds, **options):
@@ -345,7 +345,7 @@ def race(make, monkeypatch, seeds, **options):
         (engine.disk, "open"),
         (engine.tree, "match"),
         (stock.keeper, "_unchanged"),
-        (stock.warmer, "_still_valid"),
+        (stock.background_encoder, "_still_valid"),
     ):
         around(monkeypatch, owner, name, step, after=False)
         around(monkeypatch, owner, name, step, after=True)

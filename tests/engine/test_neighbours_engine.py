@@ -287,8 +287,8 @@ class TestForget:
         """A chunk in the queue is given up when its neighbour is forgotten."""
         going = threading.Event()
         rag = make(DOCUMENT, cold="background")
-        encode = rag._components.warmer._encoder.encode
-        rag._components.warmer._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
+        encode = rag._components.background_encoder._encoder.encode
+        rag._components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
         rag.register([TWO])
         rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
         one = chunk_id(rag._prompts.tokens.chunk(ONE), "default")

@@ -63,20 +63,20 @@ def test_one_string_is_not_a_list_of_texts(make):
 def test_what_is_forgotten_while_it_waits_is_not_stored(make, monkeypatch, everything):
     rag = make(cold="background")
     reached, go = threading.Event(), threading.Event()
-    encode = rag._components.warmer._encoder.encode
+    encode = rag._components.background_encoder._encoder.encode
 
     def slow(*arguments):
         reached.set()
         assert go.wait(60)
         yield from encode(*arguments)
 
-    monkeypatch.setattr(rag._components.warmer._encoder, "encode", slow)
+    monkeypatch.setattr(rag._components.background_encoder._encoder, "encode", slow)
     use = rag.generate(COLD, **ASKED).report.link.uses[-1]
     assert reached.wait(60)  # the chunk is being encoded
     rag.forget(None if everything else [use.chunk_id])
     go.set()
     assert rag.flush(60)
-    rag._components.warmer.close()  # what was in work is done
+    rag._components.background_encoder.close()  # what was in work is done
     assert rag.stats()[0].entries == (0 if everything else 1)  # the prefix is another entry
     assert rag.generate(COLD, **ASKED).report.link.uses[-1].source == "computed"
 
@@ -98,14 +98,14 @@ def test_a_stream_that_is_dropped_ends(make, begun):
 
 async def test_the_loop_runs_while_cold_chunks_are_encoded(make, monkeypatch):
     rag, free = make(cold="now"), threading.Event()
-    now, loop = rag._components.warmer.now, asyncio.get_running_loop()
+    now, loop = rag._components.background_encoder.now, asyncio.get_running_loop()
 
     def waits_for_the_loop(missing):
         loop.call_soon_threadsafe(free.set)
         assert free.wait(20), "the event loop stood still"
         return now(missing)
 
-    monkeypatch.setattr(rag._components.warmer, "now", waits_for_the_loop)
+    monkeypatch.setattr(rag._components.background_encoder, "now", waits_for_the_loop)
     assert len((await agenerate(rag, COLD, **ASKED)).token_ids) == 16
 
 

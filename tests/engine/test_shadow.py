@@ -320,8 +320,8 @@ def test_it_falls_back_until_reset():
 def test_namespaces_do_not_share_figures_or_fall_back():
     rag = shadowed(config=ShadowConfig(1.0, "after", window=1, bound=0.0, fall_back=True))
     (prompt, *_) = differing(rag)
-    for space in ("one", "two"):
-        rag.generate(prompt, namespace=space, **ASKED)  # cold
+    for namespace in ("one", "two"):
+        rag.generate(prompt, namespace=namespace, **ASKED)  # cold
     rag.generate(prompt, namespace="one", **ASKED)
     assert rag.generate(prompt, namespace="one", **ASKED).report.link.fallback
     assert rag.generate(prompt, namespace="two", **ASKED).report.link.fallback is None

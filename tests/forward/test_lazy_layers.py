@@ -302,8 +302,8 @@ def test_a_file_damaged_between_opening_and_reading(tmp_path, layer, cold):
     warmed(name, PROMPT, policy="lego:1000", store=(disk := DiskStore(tmp_path, 1 << 26)))
     real = disk.open
 
-    def open_and_damage(key, worth=1.0):
-        source = real(key, worth)
+    def open_and_damage(key, weight=1.0):
+        source = real(key, weight)
         if source is not None and source.tokens == 33:
             file = tmp_path / f"{key.digest()}.safetensors"
             size, per_layer = file.stat().st_size, source.nbytes // source.layers

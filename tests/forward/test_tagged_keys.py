@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from ragcachekit.forward.tagged_keys import MarkedTensor, mark_of, marked, unmarked
+from ragcachekit.forward.tagged_keys import TaggedKeys, tag_of, tagged, untagged
 
 
 def test_marks_survive_what_models_do_to_keys():
     note = object()
-    keys = marked(torch.arange(24.0).view(1, 2, 3, 4), note)
+    keys = tagged(torch.arange(24.0).view(1, 2, 3, 4), note)
     expanded = torch.nn.Linear(4, 6, bias=False)(keys).view(1, 2, 3, 6).transpose(1, 2)
     first, second = torch.split(expanded, [2, 4], -1)
     joined = torch.cat((torch.ones(1, 3, 2, 1), second), -1)
     fresh = keys.new_empty(2, 2)
     fresh[:, :1].copy_(torch.ones(2, 1))
     for made in (expanded, first, joined, fresh, keys.repeat(1, 2, 1, 1), keys.to(torch.float64)):
-        assert mark_of(made) is note
+        assert tag_of(made) is note
 
 
 def test_the_original_and_plain_tensors_stay_unmarked():
     plain = torch.ones(2, 3)
-    keys = marked(plain, "note")
-    assert mark_of(plain) is None
-    assert type(unmarked(keys)) is torch.Tensor
-    assert unmarked(keys).data_ptr() == plain.data_ptr()
-    assert mark_of(unmarked(keys) * 2) is None
-    assert mark_of(torch.ones(3) + 1) is None
+    keys = tagged(plain, "note")
+    assert tag_of(plain) is None
+    assert type(untagged(keys)) is torch.Tensor
+    assert untagged(keys).data_ptr() == plain.data_ptr()
+    assert tag_of(untagged(keys) * 2) is None
+    assert tag_of(torch.ones(3) + 1) is None
 
 
 def test_two_marks_do_not_mix():
-    one, other = marked(torch.ones(2), "one"), marked(torch.ones(2), "other")
-    assert mark_of(one * 2) == "one"
-    assert mark_of(other * 2) == "other"
-    assert MarkedTensor.mark is None
+    one, other = tagged(torch.ones(2), "one"), tagged(torch.ones(2), "other")
+    assert tag_of(one * 2) == "one"
+    assert tag_of(other * 2) == "other"
+    assert TaggedKeys.mark is None

@@ -11,7 +11,7 @@ from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
 from families import build, greedy, plain
 from ragcachekit import RagCache
 from ragcachekit.errors import GenerationNotSupported
-from ragcachekit.generate.options import Way, way_in
+from ragcachekit.generate.options import LinkMode, way_in
 
 REFUSED = {
     "assistant_model": object(),
@@ -124,18 +124,18 @@ def test_stop_strings_need_a_tokenizer(rag):
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({}, Way.ONE_PASS),
-        ({"do_sample": True, "top_p": 0.9, "temperature": 0.5}, Way.ONE_PASS),
-        ({"repetition_penalty": 1.3}, Way.ONE_PASS),
-        ({"num_beams": 1}, Way.ONE_PASS),
-        ({"no_repeat_ngram_size": 0}, Way.ONE_PASS),
-        ({"logits_processor": []}, Way.ONE_PASS),
-        ({"num_beams": 2}, Way.AHEAD),
-        ({"no_repeat_ngram_size": 2}, Way.AHEAD),
-        ({"bad_words_ids": [[3]]}, Way.AHEAD),
-        ({"logits_processor": [lambda i, s: s]}, Way.AHEAD),
-        ({"prefix_allowed_tokens_fn": lambda b, i: [3]}, Way.AHEAD),
-        ({"generation_config": tf.GenerationConfig(num_beams=2)}, Way.AHEAD),
+        ({}, LinkMode.ONE_PASS),
+        ({"do_sample": True, "top_p": 0.9, "temperature": 0.5}, LinkMode.ONE_PASS),
+        ({"repetition_penalty": 1.3}, LinkMode.ONE_PASS),
+        ({"num_beams": 1}, LinkMode.ONE_PASS),
+        ({"no_repeat_ngram_size": 0}, LinkMode.ONE_PASS),
+        ({"logits_processor": []}, LinkMode.ONE_PASS),
+        ({"num_beams": 2}, LinkMode.AHEAD),
+        ({"no_repeat_ngram_size": 2}, LinkMode.AHEAD),
+        ({"bad_words_ids": [[3]]}, LinkMode.AHEAD),
+        ({"logits_processor": [lambda i, s: s]}, LinkMode.AHEAD),
+        ({"prefix_allowed_tokens_fn": lambda b, i: [3]}, LinkMode.AHEAD),
+        ({"generation_config": tf.GenerationConfig(num_beams=2)}, LinkMode.AHEAD),
     ],
 )
 def test_only_what_reads_the_prompts_order_costs_a_pass_ahead(options, way):

@@ -331,7 +331,7 @@ def test_namespaces_are_apart_and_default_to_the_engines(store):
     assert retriever._retrieval.stats().hits == 0
     retriever.invoke(QUESTION)
     assert retriever._retrieval.stats().hits == 1
-    assert [space for space, _ in engine.registered] == ["acme", "other", "acme"]
+    assert [namespace for namespace, _ in engine.registered] == ["acme", "other", "acme"]
     assert all(texts == [store.get_by_ids(["doc-0"])[0].page_content] for _, texts in engine.registered)
     assert engine.prefetched == engine.registered
 

@@ -161,7 +161,7 @@ class TestThroughATable:
             self.scatter(torch.float64)
 
 
-class Guard:
+class DeadlineExecutor:
     """Stands in for ``torch.cuda.device``."""
 
     def __init__(self, device):
@@ -177,9 +177,9 @@ class Guard:
 @pytest.mark.parametrize(("device", "guarded"), [("cuda:0", False), ("cuda:1", True), ("cpu", False)])
 def test_launches_go_to_the_tensors_device(monkeypatch, device, guarded):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "device", DeadlineExecutor)
     with launch.launching_on(torch.device(device)) as guard:
-        assert isinstance(guard, Guard) == guarded
+        assert isinstance(guard, DeadlineExecutor) == guarded
         assert not guarded or guard.device == torch.device(device)
 
 

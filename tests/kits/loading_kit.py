@@ -62,15 +62,15 @@ class SlowStore:
         self.finished: list[tuple[KVKey, ChunkKV]] = []
         self.sources: list[Source] = []
 
-    def open(self, key, worth=1.0):
-        found = self.inner.get(key, worth)
+    def open(self, key, weight=1.0):
+        found = self.inner.get(key, weight)
         if found is None:
             return None
         self.sources.append(Source(self, key, found.kv))
         return self.sources[-1]
 
-    def get(self, key, worth=1.0):
-        found = self.inner.get(key, worth)
+    def get(self, key, weight=1.0):
+        found = self.inner.get(key, weight)
         return None if found is None else Found(found.kv, "disk")
 
     def put(self, key, kv):

@@ -19,8 +19,8 @@ from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import KVKey
 
 
-def key(chunk, context="s", space="one", encoding="in-prompt"):
-    return KVKey("model", space, chunk, encoding, tuple(context))
+def key(chunk, context="s", namespace="one", encoding="in-prompt"):
+    return KVKey("model", namespace, chunk, encoding, tuple(context))
 
 
 def kv(context, tokens=4):
@@ -53,7 +53,7 @@ def test_the_variant_whose_context_is_most_like_this_one_comes_first():
     fit = pool.ranked(key("x"), tuple("sac"))[0]
     assert fit.cost == Impact.of(tuple("sab"), kv("sab").sums, 4).cost(tuple("sac"))
     assert pool.ranked(key("z"), tuple("sab")) == []
-    assert pool.ranked(key("x", space="two"), tuple("sab")) == []
+    assert pool.ranked(key("x", namespace="two"), tuple("sab")) == []
     assert pool.ranked(key("x", encoding="in-prompt@long"), tuple("sab")) == []
 
 
@@ -64,7 +64,7 @@ def test_the_bound_is_one_for_all_chunks():
         assert len(pool) == min(6, number + 1)
     pool.add(key("y"), kv("s"))
     assert (len(pool), key("y") in pool) == (6, True)
-    pool.add(key("x", space="two"), kv("s"))
+    pool.add(key("x", namespace="two"), kv("s"))
     assert len(pool) == 7, "another tenant has a pool of its own"
 
 
@@ -82,21 +82,21 @@ def test_the_least_used_goes():
 def test_a_use_counts_by_what_it_saved():
     pool = filled(("x", "sa"), half_life=10**9)
     pool.used(key("x", "sa"), tuple("sa"))
-    assert pool.worth(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
+    assert pool.weight(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
     cost = pool.ranked(key("x"), ("t",))[0].cost
     pool.used(key("x", "sa"), ("t",))
-    assert pool.worth(key("x", "sa")) == pytest.approx(21 + 1 / cost)
-    assert pool.worth(key("y")) == 0.0
+    assert pool.weight(key("x", "sa")) == pytest.approx(21 + 1 / cost)
+    assert pool.weight(key("y")) == 0.0
 
 
 def test_what_was_popular_once_does_not_stay():
     pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), chunks=1, variants=3, half_life=4)
     for _ in range(50):
         pool.used(key("x", "sa"), tuple("sa"))
-    before = pool.worth(key("x", "sa"))
+    before = pool.weight(key("x", "sa"))
     for _ in range(4):
         pool.used(key("x", "sb"), tuple("sb"))
-    assert pool.worth(key("x", "sa")) == pytest.approx(before / 2)
+    assert pool.weight(key("x", "sa")) == pytest.approx(before / 2)
     for _ in range(40):
         pool.used(key("x", "sb"), tuple("sb"))
         pool.used(key("y", "sc"), tuple("sc"))
@@ -136,7 +136,7 @@ class TestLookUp:
         found = self.find(store, pool, "x", "sa")
         assert (found.key, found.renew) == (key("x", "sa"), False)
         assert key("x", "sa") in pool
-        assert pool.worth(found.key) == pytest.approx(21)
+        assert pool.weight(found.key) == pytest.approx(21)
 
     def test_another_context_does_and_a_bad_one_is_renewed(self):
         store, pool = self.store(("x", "sab"), ("x", "stu"))
@@ -176,53 +176,53 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.pool, self.model, self.uses = VariantPool(2, 2, half_life=3), {}, {"one": 0, "two": 0}
 
-    def of(self, space):
-        return {k: v for k, v in self.model.items() if k.namespace == space}
+    def of(self, namespace):
+        return {k: v for k, v in self.model.items() if k.namespace == namespace}
 
-    @rule(chunk=CHUNKS, context=CONTEXTS, space=SPACES)
-    def add(self, chunk, context, space):
-        new = key(chunk, context, space)
+    @rule(chunk=CHUNKS, context=CONTEXTS, namespace=SPACES)
+    def add(self, chunk, context, namespace):
+        new = key(chunk, context, namespace)
         if new not in self.model:
-            known = self.of(space)
+            known = self.of(namespace)
             if len(known) == 4:
-                worths = {k: self.pool.worth(k) for k in known}
+                worths = {k: self.pool.weight(k) for k in known}
                 gone = next(k for k in known if worths[k] == min(worths.values()))
                 del self.model[gone]
             self.model[new] = 1.0
         self.pool.add(new, kv(context))
 
-    @rule(chunk=CHUNKS, context=CONTEXTS, before=CONTEXTS, space=SPACES)
-    def use(self, chunk, context, before, space):
-        used = key(chunk, context, space)
+    @rule(chunk=CHUNKS, context=CONTEXTS, before=CONTEXTS, namespace=SPACES)
+    def use(self, chunk, context, before, namespace):
+        used = key(chunk, context, namespace)
         if used in self.model:
-            for known in self.of(space):
+            for known in self.of(namespace):
                 self.model[known] *= 0.5 ** (1 / 3)
             cost = Impact.of(used.context, kv(context).sums, 4).cost(tuple(before))
             # Its own age counts from this use on: what it had was not yet aged by it.
             self.model[used] = self.model[used] / 0.5 ** (1 / 3) + 1 / max(cost, 0.05)
         self.pool.used(used, tuple(before))
 
-    @rule(ids=st.sets(st.sampled_from("xyzsab"), max_size=2), space=SPACES)
-    def forget(self, ids, space):
-        self.model = {k: v for k, v in self.model.items() if not concerns(k, space, frozenset(ids))}
-        self.pool.forget(space, frozenset(ids))
+    @rule(ids=st.sets(st.sampled_from("xyzsab"), max_size=2), namespace=SPACES)
+    def forget(self, ids, namespace):
+        self.model = {k: v for k, v in self.model.items() if not concerns(k, namespace, frozenset(ids))}
+        self.pool.forget(namespace, frozenset(ids))
 
-    @rule(space=SPACES)
-    def forget_all(self, space):
-        self.model = {k: v for k, v in self.model.items() if k.namespace != space}
-        self.pool.forget(space)
+    @rule(namespace=SPACES)
+    def forget_all(self, namespace):
+        self.model = {k: v for k, v in self.model.items() if k.namespace != namespace}
+        self.pool.forget(namespace)
 
-    @rule(chunk=CHUNKS, context=CONTEXTS, space=SPACES)
-    def discard(self, chunk, context, space):
-        self.model.pop(key(chunk, context, space), None)
-        self.pool.discard(key(chunk, context, space))
+    @rule(chunk=CHUNKS, context=CONTEXTS, namespace=SPACES)
+    def discard(self, chunk, context, namespace):
+        self.model.pop(key(chunk, context, namespace), None)
+        self.pool.discard(key(chunk, context, namespace))
 
     @invariant()
     def agrees(self):
         assert len(self.pool) == len(self.model)
-        for known, worth in self.model.items():
+        for known, weight in self.model.items():
             assert known in self.pool
-            assert self.pool.worth(known) == pytest.approx(worth)
+            assert self.pool.weight(known) == pytest.approx(weight)
             ranked = [fit.key for fit in self.pool.ranked(known, ())]
             assert set(ranked) == {k for k in self.of(known.namespace) if k.chunk_id == known.chunk_id}
 

@@ -18,7 +18,7 @@ from ragcachekit.plan.load_planner import (
     pipelined_twice,
     preload_depth,
 )
-from ragcachekit.plan.row_cost import Guide
+from ragcachekit.plan.row_cost import ScoringPass
 from ragcachekit.plan.tier_speed import TierSpeed
 
 LAYERS = 8
@@ -301,23 +301,23 @@ class TestGuidedChoice:
     def test_a_second_pass_can_make_loading_the_slower_way(self):
         # Loaded: 62 ms in one pass, 122 in two. Computed: 70.
         made = self.fixed()
-        plain, guided = (made.choose(self.ONE, 200, 100, guide)[0] for guide in (None, Guide(100)))
+        plain, guided = (made.choose(self.ONE, 200, 100, guide)[0] for guide in (None, ScoringPass(100)))
         assert (plain, guided) == ([True], [False])
 
     def test_a_pass_that_runs_in_any_case_decides_nothing_by_itself(self):
         made = self.fixed()
-        assert made.choose(self.ONE, 200, 100, Guide(100, always=True))[0] == [True]
+        assert made.choose(self.ONE, 200, 100, ScoringPass(100, always=True))[0] == [True]
 
     def test_exact_entries_need_no_pass(self):
         made = self.fixed()
-        exact = Candidate("disk", LAYERS, 1000.0, LAYERS, 100, exempt=True)
-        assert made.choose([exact], 200, 100, Guide(100))[0] == [True]
+        exact = Candidate("disk", LAYERS, 1000.0, LAYERS, 100, is_exact=True)
+        assert made.choose([exact], 200, 100, ScoringPass(100))[0] == [True]
 
     def test_a_pass_over_few_layers_costs_little(self):
         made = self.fixed(read=0.0001)
         # Computing all: 70 ms. An eighth of the pass is 7.5 ms, on top of 60; all but one are 52.5.
-        few, all_but_one = Guide(100, watched=(0,)), Guide(100, watched=(-2, 1))
-        assert (few.layers(LAYERS), all_but_one.layers(LAYERS), Guide(1).layers(LAYERS)) == (1, 7, 8)
+        few, all_but_one = ScoringPass(100, watched=(0,)), ScoringPass(100, watched=(-2, 1))
+        assert (few.layers(LAYERS), all_but_one.layers(LAYERS), ScoringPass(1).layers(LAYERS)) == (1, 7, 8)
         assert made.choose(self.ONE, 200, 100, few)[0] == [True]
         assert made.choose(self.ONE, 200, 100, all_but_one)[0] == [False]
 
@@ -338,23 +338,23 @@ class TestGuidedChoice:
             10 ** rng.uniform(-5, -3),
             rng.choice([0.0, 0.01, 0.2]),
         )
-        bandwidth, exempt = 10 ** rng.uniform(5, 8), rng.randrange(-5, 5)
+        bandwidth, is_exact = 10 ** rng.uniform(5, 8), rng.randrange(-5, 5)
         made = LoadPlanner(linear(per_row, fixed))
         for nbytes in range(1000, 9000, 1000):
             made.observe_read("disk", nbytes, nbytes / bandwidth)
         chunks = [
-            Candidate("disk", LAYERS, 64.0 * n, LAYERS, n - r, r, exempt=i == exempt)
+            Candidate("disk", LAYERS, 64.0 * n, LAYERS, n - r, r, is_exact=i == is_exact)
             for i, (n, r) in enumerate(zip(sizes, again, strict=True))
         ]
         total = question + sum(sizes)
-        picked, _ = made.choose(chunks, total, question, Guide(question, watched=(seen - 1,)))
+        picked, _ = made.choose(chunks, total, question, ScoringPass(question, watched=(seen - 1,)))
 
         def seconds(loaded):
             uses = list(zip(sizes, again, loaded, strict=True))
             load = sum(LAYERS * 64 * n for n, _, use in uses if use) / bandwidth
             first = question + sum(n for n, _, use in uses if not use)
             forward = (fixed + per_row * (first + sum(r for _, r, use in uses if use)), LAYERS)
-            watches = any(use for i, use in enumerate(loaded) if i != exempt)
+            watches = any(use for i, use in enumerate(loaded) if i != is_exact)
             watch = ((fixed + per_row * first) * seen / LAYERS, seen)
             return stepped(load, [watch, forward] if watches else [forward], LAYERS)
 

@@ -9,8 +9,8 @@ from ragcachekit.store.entry.image import to_bytes
 from ragcachekit.store.loading.loader import Loader
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.remote.base import Usage
-from ragcachekit.store.remote.deadlines import Guard
-from ragcachekit.store.remote.lookup_budget import Patience
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store.remote.lookup_budget import LookupBudget
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
 from ragcachekit.store.tiered import TieredStore
@@ -40,7 +40,7 @@ class Slow:
 
 
 def tier(name: str, backend: Any) -> RemoteStore:
-    return RemoteStore(name, backend, SEAL, Guard(name, DEADLINE), 1 << 30)
+    return RemoteStore(name, backend, SEAL, DeadlineExecutor(name, DEADLINE), 1 << 30)
 
 
 def hits(fetch: Fetch, begin: int = 0) -> int:
@@ -50,13 +50,15 @@ def hits(fetch: Fetch, begin: int = 0) -> int:
 def test_all_look_ups_of_a_plan_wait_three_deadlines_at_most() -> None:
     service = Slow(0.9 * DEADLINE)
     store = tier("slow", service)
-    fetch = Fetch(store, patience=Patience(lambda: service.now))
+    fetch = Fetch(store, lookup_budget=LookupBudget(lambda: service.now))
     assert hits(fetch) == 3
     assert service.now <= 3 * DEADLINE
     assert (store.health.refused, store.stats()[0].misses) == (CHUNKS - 3, CHUNKS - 3)
     assert hits(fetch.without(frozenset([key_of(99)])), 50) == 0, "a plan that is made again has no more"
     assert service.loads == 3
-    assert hits(Fetch(store, patience=Patience(lambda: service.now))) == 3, "the next one has its own"
+    assert hits(Fetch(store, lookup_budget=LookupBudget(lambda: service.now))) == 3, (
+        "the next one has its own"
+    )
     assert sum(store.get(key_of(number)) is not None for number in range(CHUNKS)) == CHUNKS
     assert (store.health.errors, store.health.is_open) == (0, False)
     store.close()
@@ -65,7 +67,7 @@ def test_all_look_ups_of_a_plan_wait_three_deadlines_at_most() -> None:
 def test_a_quick_service_is_asked_for_everything() -> None:
     service = Slow(0.01 * DEADLINE)
     store = tier("quick", service)
-    assert hits(Fetch(store, patience=Patience(lambda: service.now))) == CHUNKS
+    assert hits(Fetch(store, lookup_budget=LookupBudget(lambda: service.now))) == CHUNKS
     store.close()
 
 
@@ -80,7 +82,7 @@ def test_tiers_are_counted_apart_and_memory_not_at_all() -> None:
     for number in range(CHUNKS):
         assert host.put(key_of(1000 + number), kv_of(1))
     services[0].seconds, services[1].seconds = DEADLINE, DEADLINE / 4
-    fetch = Fetch(loader, patience=Patience(lambda: services[0].now + services[1].now))
+    fetch = Fetch(loader, lookup_budget=LookupBudget(lambda: services[0].now + services[1].now))
     assert hits(fetch) == 9, "the slower one behind is asked for as long as its own time lasts"
     assert [service.loads for service in services] == [3, 9]
     assert hits(fetch, 1000) == CHUNKS

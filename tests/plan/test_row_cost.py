@@ -7,7 +7,7 @@ import pytest
 from engine_kit import PROMPT, rag_for, warmed
 from loading_kit import SlowStore
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.plan.row_cost import Use, guide_of, use_of
+from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 
@@ -28,19 +28,20 @@ OPEN, EXACT = PlacedChunk("open", 7, 40, False), PlacedChunk("exact", 0, 40, Tru
 )
 def test_rows_spared_and_recomputed(policy, recomputed):
     policy = open_policy(policy)
-    assert use_of(policy, OPEN, LAYERS) == Use(40 - recomputed, recomputed)
-    assert use_of(policy, EXACT, LAYERS) == Use(40, exempt=True)
+    assert row_cost_of(policy, OPEN, LAYERS) == RowCost(40 - recomputed, recomputed)
+    assert row_cost_of(policy, EXACT, LAYERS) == RowCost(40, is_exact=True)
 
 
 def test_only_policies_that_watch_the_question_need_a_pass():
-    assert guide_of(open_policy("lego:4"), 10, [OPEN]) is None
-    assert guide_of(open_policy("cacheblend:0.2"), 10, [OPEN]) is None
+    assert scoring_pass_of(open_policy("lego:4"), 10, [OPEN]) is None
+    assert scoring_pass_of(open_policy("cacheblend:0.2"), 10, [OPEN]) is None
     query, deep = (
-        guide_of(open_policy(name), 10, known) for name, known in (("query:0.2", ()), ("deep:0.2", [OPEN]))
+        scoring_pass_of(open_policy(name), 10, known)
+        for name, known in (("query:0.2", ()), ("deep:0.2", [OPEN]))
     )
     assert (query.rows, query.always, query.layers(LAYERS)) == (10, False, LAYERS)
     assert (deep.rows, deep.always, deep.layers(LAYERS)) == (10, True, LAYERS)
-    assert not guide_of(open_policy("query:0.2"), 10, [EXACT]).always
+    assert not scoring_pass_of(open_policy("query:0.2"), 10, [EXACT]).always
 
 
 @pytest.mark.parametrize("policy", ["query:0.2", "deep:0.4", "lego:4"])
@@ -88,8 +89,8 @@ def keep_in_memory(store, tokens):
     """Have the entries of so many tokens come from memory."""
     opened = store.open
 
-    def open(key, worth=1.0):
-        found = store.inner.get(key, worth)
-        return found if found is not None and found.kv.tokens == tokens else opened(key, worth)
+    def open(key, weight=1.0):
+        found = store.inner.get(key, weight)
+        return found if found is not None and found.kv.tokens == tokens else opened(key, weight)
 
     store.open = open

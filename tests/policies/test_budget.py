@@ -131,7 +131,7 @@ def test_models_and_namespaces_have_their_own(tmp_path):
     write_record(tmp_path, record(fingerprint="e" * 64, n=8))
     write_record(tmp_path, record(n=9))  # in place of the first
     found = [("f", "acme/docs"), ("f", "other"), ("e", "acme/docs")]
-    assert [read_record(tmp_path, f * 64, space).n for f, space in found] == [9, 7, 8]
+    assert [read_record(tmp_path, f * 64, namespace).n for f, namespace in found] == [9, 7, 8]
     assert read_record(tmp_path, "e" * 64, "other") is None
 
 
@@ -236,11 +236,11 @@ def test_any_budget_is_read_off_the_curve(tmp_path, caplog, name, policy):
         ("budget:0.001", "standalone", "acme/docs", "none of the candidates calibrated on 400 questions"),
     ],
 )
-def test_full_and_one_warning_where_nothing_is_sure(tmp_path, caplog, name, encoder, space, why):
+def test_full_and_one_warning_where_nothing_is_sure(tmp_path, caplog, name, encoder, namespace, why):
     write_record(tmp_path, record())
     found = budgets(tmp_path, encoder)
     for _ in range(3):
-        chosen = found.resolve(open_policy(name), space)
+        chosen = found.resolve(open_policy(name), namespace)
         assert (chosen.policy.name, chosen.label) == ("full", f"{name} -> full")
         assert why in chosen.notes[0]
     (logged,) = caplog.records

@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
-from ragcachekit.encode.background import Warmer
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder, runs
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
@@ -48,7 +48,7 @@ class Cached:
         self.store, self.pool = HostStore(1 << 26), VariantPool()
         self.encodings = Encodings(encoder, self.rope, BOS)
         chunks = ChunkEncoder(self.model, self.rope, ObservedCache)
-        self.warmer = Warmer(
+        self.background_encoder = BackgroundEncoder(
             chunks,
             self.store,
             lambda: True,
@@ -62,7 +62,7 @@ class Cached:
 
     def answered(self, parts):
         plan = self.plan(parts)
-        self.warmer.now(plan.missing)
+        self.background_encoder.now(plan.missing)
         return plan
 
 
@@ -131,7 +131,7 @@ def test_the_kv_is_that_of_the_prompt_and_exact_behind_it(name):
         for layer, (keys, values) in enumerate(zip(piece.kv.keys, piece.kv.values, strict=True)):
             assert off(cached.rope.apply(layer, keys, angles), run.keys[layer][:, where]) < 1e-5
             assert off(values, run.values[layer][:, where]) < 1e-5
-    assert all(chunk.exempt for chunk in plan.placed)
+    assert all(chunk.is_exact for chunk in plan.placed)
     assert plan.missing == ()
     assert plan.report.recompute_ratio == 0
     assert plan.report.exact_tokens == len(S) + len(A) + len(B) + len(C)
@@ -183,7 +183,7 @@ def test_the_tokens_that_are_picked(name, alpha):
 def test_the_cheapest_variant_is_taken(name):
     cached = Cached(name)
     for chunks in ((A, C), (B, C), (D, A, C)):
-        cached.warmer.now(cached.plan(prompt(*chunks)).missing)
+        cached.background_encoder.now(cached.plan(prompt(*chunks)).missing)
     new = prompt(B, D, C)
     costs = {}
     for chunks in ((A, C), (B, C), (D, A, C)):

@@ -89,8 +89,8 @@ def test_impact_of_an_entry():
     assert Impact.of(("s",), {"attended": SUMS["outward"]}, 4) == Impact() == Impact((), (), 0.5)
 
 
-def placed(before, behind=(), sums=None, exempt=False, start=10, name="x"):
-    return PlacedChunk(name, start, 4, exempt, before=before, behind=behind, sums=sums or {})
+def placed(before, behind=(), sums=None, is_exact=False, start=10, name="x"):
+    return PlacedChunk(name, start, 4, is_exact, before=before, behind=behind, sums=sums or {})
 
 
 def test_the_tokens_that_leaned_on_the_old_context():
@@ -101,7 +101,7 @@ def test_the_tokens_that_leaned_on_the_old_context():
     assert sorted(Craft(4.0).select([chunk])) == [10, 11, 12, 13]
     assert fix_overhead(4.0, share) == 1.0
     assert Craft(4.0).select([placed(("s", "a"), ("s", "a"), SUMS)]) == []
-    assert Craft(4.0).select([placed(("s", "b"), ("s", "a"), SUMS, exempt=True)]) == []
+    assert Craft(4.0).select([placed(("s", "b"), ("s", "a"), SUMS, is_exact=True)]) == []
 
 
 def test_a_chunk_that_saw_nothing_is_taken_from_its_beginning():
@@ -154,7 +154,7 @@ def test_the_focus_is_the_top(scores):
 
 
 def row(name, before, behind, at):
-    return placed(tuple(before), tuple(behind), exempt=tuple(before) == tuple(behind), start=at, name=name)
+    return placed(tuple(before), tuple(behind), is_exact=tuple(before) == tuple(behind), start=at, name=name)
 
 
 class TestSet:

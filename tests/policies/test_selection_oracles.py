@@ -53,7 +53,7 @@ def picked(plan):
 
 
 def spans(plan):
-    return [(c.start, c.stop) for c in plan.placed if not c.exempt]
+    return [(c.start, c.stop) for c in plan.placed if not c.is_exact]
 
 
 def linked_columns(name, plan):
@@ -245,11 +245,11 @@ def blend(name, ratio, gradual):
     plan = plan_for(name, "reuse")
     ids, linked = plan.token_ids, linked_columns(name, plan)
     prompt = {p for start, stop in spans(plan) for p in range(start, stop)}
-    exempt = {p for c in plan.placed if c.exempt for p in range(c.start, c.stop)}
-    going, columns, survivors = sorted(prompt), [{p: linked[0][p] for p in exempt}], [sorted(prompt)]
+    is_exact = {p for c in plan.placed if c.is_exact for p in range(c.start, c.stop)}
+    going, columns, survivors = sorted(prompt), [{p: linked[0][p] for p in is_exact}], [sorted(prompt)]
     for layer in range(1, len(linked)):
         if layer == 1 or gradual:
-            columns.append({p: linked[layer][p] for p in exempt | (prompt - set(going))})
+            columns.append({p: linked[layer][p] for p in is_exact | (prompt - set(going))})
             empty = [{} for _ in linked[layer + 1 :]]
             _, layers = slow(name, ids, [*columns, *empty])
             scores = {
@@ -259,7 +259,7 @@ def blend(name, ratio, gradual):
             share = ratio * (1.5 - (layer - 1) / (len(linked) - 2)) if gradual else ratio
             going = highest(scores, min(len(going), math.ceil(share * len(prompt) - 1e-9)))
         else:
-            columns.append({p: linked[layer][p] for p in exempt | (prompt - set(going))})
+            columns.append({p: linked[layer][p] for p in is_exact | (prompt - set(going))})
         survivors.append(going)
     return ids, survivors, columns
 

@@ -243,8 +243,8 @@ def test_a_disk_alone_is_a_tree_too() -> None:
 )
 def test_what_a_disk_gives_back_must_be_exact_and_whole(change) -> None:
     class Changing(HostStore):
-        def get(self, key, worth=1.0):
-            found = super().get(key, worth)
+        def get(self, key, weight=1.0):
+            found = super().get(key, weight)
             if found is None or len(key.context) < 2:
                 return found
             kv = kv_of(ROOT, path_of("s3", "a5")) if "keys" in change else replace(found.kv, **change)
@@ -427,10 +427,10 @@ def test_look_ups_do_not_wait_for_one_that_reads_the_disk() -> None:
     reading, read = threading.Event(), threading.Event()
 
     class Slow(HostStore):
-        def get(self, key, worth=1.0):
+        def get(self, key, weight=1.0):
             reading.set()
             assert read.wait(30)
-            return super().get(key, worth)
+            return super().get(key, weight)
 
     disk = Slow(1 << 20)
     tree = host_tree(5, disk=disk)

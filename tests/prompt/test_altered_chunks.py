@@ -24,7 +24,7 @@ def registry():
 @pytest.fixture
 def retrieved():
     retrieved = Retrieved()
-    retrieved.saw("default", [BERLIN, PARIS])
+    retrieved.observe("default", [BERLIN, PARIS])
     return retrieved
 
 
@@ -69,12 +69,12 @@ def test_chunks_under_one_heading_are_not_mixed_up(registry):
     used, unused = heading + "Descale it once a month.", heading + "Never immerse it in water."
     registry.add("default", [used, unused])
     retrieved = Retrieved()
-    retrieved.saw("default", [used, unused])
+    retrieved.observe("default", [used, unused])
     assert noted(retrieved, registry, f"Context:\n{used}\nHow?") == ()
 
 
 def test_short_texts_and_other_tenants_are_left_out(retrieved, registry):
-    retrieved.saw("default", ["is the"])
+    retrieved.observe("default", ["is the"])
     assert noted(retrieved, registry, "What IS  THE answer?") == ()
     assert noted(retrieved, registry, BERLIN.lower(), "other") == ()
     retrieved.forget("default")
@@ -82,5 +82,5 @@ def test_short_texts_and_other_tenants_are_left_out(retrieved, registry):
 
 
 def test_only_the_last_ones_are_remembered(retrieved, registry):
-    retrieved.saw("default", [f"chunk number {n} of very many" for n in range(MOST_CHUNKS)])
+    retrieved.observe("default", [f"chunk number {n} of very many" for n in range(MOST_CHUNKS)])
     assert noted(retrieved, registry, BERLIN.lower()) == ()

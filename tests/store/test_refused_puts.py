@@ -12,7 +12,7 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.remote.base import Saved, Usage
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
 from ragcachekit.store.tiered import TieredStore
@@ -71,7 +71,9 @@ class SlowToSave:
 @pytest.mark.parametrize("before", [True, False])
 def test_what_a_service_saves_too_late_is_deleted_again(before: bool) -> None:
     backend = SlowToSave(before)
-    store = RemoteStore("slow", backend, Seal(b"a key for tests, nothing more"), Guard("slow", 0.05), 1 << 30)
+    store = RemoteStore(
+        "slow", backend, Seal(b"a key for tests, nothing more"), DeadlineExecutor("slow", 0.05), 1 << 30
+    )
     assert not store.put(KEY, kv_of(1))
     backend.go.set()
     assert backend.ended.wait(30)
@@ -82,7 +84,9 @@ def test_what_a_service_saves_too_late_is_deleted_again(before: bool) -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_kept_before_stays_when_the_same_comes_too_late(before: bool) -> None:
     backend = SlowToSave(before)
-    store = RemoteStore("slow", backend, Seal(b"a key for tests, nothing more"), Guard("slow", 0.2), 1 << 30)
+    store = RemoteStore(
+        "slow", backend, Seal(b"a key for tests, nothing more"), DeadlineExecutor("slow", 0.2), 1 << 30
+    )
     backend.go.set()
     assert store.put(KEY, kv_of(1))
     backend.go.clear()

@@ -13,7 +13,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.in_flight_moves import Moves
+from ragcachekit.store.in_flight_moves import InFlightMoves
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import TieredStore
@@ -74,7 +74,7 @@ class ForgetsWhileRead(HostStore):
 
     store: TieredStore | None = None
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         found = super().get(key)
         if found is not None and self.store is not None:
             self.store.forget(key.namespace)
@@ -139,9 +139,9 @@ class Remote(HostStore):
         super().__init__(budget)
         self.asked: list[str] = []
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         self.asked.append("get")
-        return super().get(key, worth)
+        return super().get(key, weight)
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         self.asked.append("admit")
@@ -194,9 +194,9 @@ def test_only_a_forget_in_its_namespace_stops_what_is_handed_down(namespace: str
 
 def test_a_forget_elsewhere_does_not_stop_a_promotion() -> None:
     class ForgetsElsewhere(HostStore):
-        def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+        def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
             store.forget("globex")
-            return super().get(key, worth)
+            return super().get(key, weight)
 
     fast, slow = HostStore(ONE), ForgetsElsewhere(ONE)
     store = TieredStore([fast, slow])
@@ -239,7 +239,7 @@ def test_one_namespace_does_not_wait_for_the_moves_of_another() -> None:
 
 
 def test_a_forget_waits_for_the_moves_of_its_namespace() -> None:
-    moves, order = Moves(), []
+    moves, order = InFlightMoves(), []
 
     def forget() -> None:
         with moves.drop("acme/docs"):

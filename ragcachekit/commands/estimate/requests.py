@@ -10,7 +10,7 @@ from langchain_core.messages import convert_to_openai_messages
 
 from ragcachekit.commands.estimate.log import LoggedQuery
 from ragcachekit.commands.reading_prompt import SEPARATOR, prompt_for
-from ragcachekit.engine.prompt_planner import Preparer
+from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.encoding import Encoding
@@ -81,7 +81,7 @@ class Requests:
     ) -> None:
         self._policy, self._token_bytes = policy, token_bytes
         self._prompt = prompt_for(tokenizer)
-        self._preparer = Preparer(
+        self._preparer = PromptPlanner(
             model, tokenizer, rope=rope, store=NullStore(), fingerprint=_NAMESPACE, encoder=encoder
         )
         self._preparer.encodings(policy)  # refuses what does not fit together

@@ -72,7 +72,7 @@ class Speeds:
         compute = self._rows(unknown + rows_chosen(policy, [use.chunk for use in used], total), total)
         load = sum({use.key: use.nbytes for use in loaded}.values()) / self.disk
         place = sum(use.nbytes for use in used) / self.copy
-        if not isinstance(policy, GuidedPolicy) or all(use.chunk.exempt for use in used):
+        if not isinstance(policy, GuidedPolicy) or all(use.chunk.is_exact for use in used):
             return place + pipelined(load, compute, self.layers)
         watched = policy.look.layers
         seen = self.layers if watched is None else max(layer % self.layers for layer in watched) + 1
@@ -87,7 +87,7 @@ class Speeds:
 
 def rows_chosen(policy: SelectionPolicy, chunks: Collection[PlacedChunk], tokens: int) -> int:
     """How many of these chunks' rows a policy recomputes; which ones may depend on the question."""
-    if isinstance(policy, GuidedPolicy) and any(not chunk.exempt for chunk in chunks):
+    if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in chunks):
         layers = len(policy.look.layers or (0,))
         return len(policy.choose(list(chunks), [torch.ones(tokens)] * layers))
     return len(policy.select(list(chunks)))

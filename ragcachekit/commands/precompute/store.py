@@ -41,13 +41,13 @@ class WatchedStore:
         self._asked.append(key)
         return True
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """As the store."""
-        return self._store.get(key, worth)
+        return self._store.get(key, weight)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As the store."""
-        return self._store.open(key, worth)
+        return self._store.open(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """As the store, counted."""

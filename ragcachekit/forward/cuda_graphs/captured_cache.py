@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.tagged_keys import mark_of, marked, unmarked
+from ragcachekit.forward.tagged_keys import tag_of, tagged, untagged
 from ragcachekit_kernels import dispatch
 
 
@@ -48,7 +48,7 @@ class CapturedRows:
         ------
         NotCapturable
         """
-        if not (_same(unmarked(key), self.key) and _same(value, self.value)):
+        if not (_same(untagged(key), self.key) and _same(value, self.value)):
             raise NotCapturable("its attention does not read the cached keys and values as they are")
         if query.shape[2] != self.rows.room:
             raise NotCapturable("its layers do not all run the same rows")
@@ -76,10 +76,10 @@ class CapturedLayer(DynamicLayer):  # type: ignore[misc]
         """Scatter; attention gets the rows themselves as stand-ins, marked with where the KV lies."""
         if key_states.shape[0] != 1 or key_states.shape[2] != self._rows.room:
             raise NotCapturable("its layers do not all run the same rows")
-        key, value = unmarked(key_states), unmarked(value_states)
+        key, value = untagged(key_states), untagged(value_states)
         dispatch.scatter_at(key[0], value[0], self._table, self._layer, self._rows)
         mark = CapturedRows(self._table, self._layer, self._rows, self._tokens, key, value)
-        return marked(key, mark), value
+        return tagged(key, mark), value
 
 
 class CapturedCache(Cache):  # type: ignore[misc]
@@ -91,7 +91,7 @@ class CapturedCache(Cache):  # type: ignore[misc]
 
 def captured_rows(keys: torch.Tensor) -> CapturedRows | None:
     """The rows that a layer of :class:`CapturedCache` marked ``keys`` with, or None."""
-    mark = mark_of(keys)
+    mark = tag_of(keys)
     return mark if isinstance(mark, CapturedRows) else None
 
 

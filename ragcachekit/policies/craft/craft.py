@@ -46,7 +46,7 @@ class Craft:
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """The share that each chunk needs where it stands."""
-        return [p for chunk in chunks if not chunk.exempt for p in self._of(chunk)]
+        return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
 
     def _of(self, chunk: PlacedChunk) -> list[int]:
         impact = Impact.of(chunk.behind, chunk.sums, chunk.tokens)
@@ -108,7 +108,7 @@ class FocusWatch:
         self.stopped_at: int | None = None
         """The first layer without the other chunks' rows."""
 
-    def saw(
+    def observe(
         self,
         layer: int,
         query: torch.Tensor,

@@ -8,7 +8,7 @@ _SOME = 256
 _MOST = 16 * _SOME
 
 
-class Notes:
+class AccessLog:
     """Which entries were used, in which order. Thread safe, also after a fork."""
 
     def __init__(self) -> None:

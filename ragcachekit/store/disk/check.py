@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, Shelf, entry_files
+from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
 from ragcachekit.store.disk.folder import FolderBusy, FolderLock, IndexFailed, claim_folder, orphans
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, is_index
 from ragcachekit.store.entry.file import EntryReader, entry_name, nowhere
@@ -99,14 +99,14 @@ def repair(folder: Path, progress: Progress | None = None) -> Repaired:
     claim_folder(folder)
     try:
         found = verify(folder, progress)
-        shelf = Shelf(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
+        tier_files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
         try:
-            shelf.open(SECONDS_TO_OPEN)
-            dropped = tuple(bad for bad in found.damaged if shelf.remove(bad.name, bad.seen))
-            shelf.rebuild(SECONDS_TO_OPEN, anew=True)
-            entries, nbytes = shelf.content()
+            tier_files.open(SECONDS_TO_OPEN)
+            dropped = tuple(bad for bad in found.damaged if tier_files.remove(bad.name, bad.seen))
+            tier_files.rebuild(SECONDS_TO_OPEN, anew=True)
+            entries, nbytes = tier_files.content()
         finally:
-            shelf.close()
+            tier_files.close()
     except (OSError, IndexFailed) as error:
         raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
     return Repaired(dropped, found.orphans, entries, nbytes)

@@ -13,7 +13,7 @@ from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, Shelf, entry_files
+from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
 from ragcachekit.store.disk.folder import FolderBusy, IndexFailed, claim_folder, not_writable
 from ragcachekit.store.disk.forgets import DiskForgets
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, IndexDamaged
@@ -94,8 +94,8 @@ class DiskStore:
         self._counters = Counters("disk")
         self._closed = False
         self._buffers = Buffers(_IDLE_BYTES)
-        self._shelf = Shelf(self._folder, budget, quotas or {}, self._counters, at)
-        self._forgets = DiskForgets(self._shelf, self._counters)
+        self._files = EntryFiles(self._folder, budget, quotas or {}, self._counters, at)
+        self._forgets = DiskForgets(self._files, self._counters)
         self._ours = self._writable = self._no_use = False
         try:
             self._open(SECONDS_TO_OPEN)
@@ -105,7 +105,7 @@ class DiskStore:
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
         refuse_after_fork(self)
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
         digest = key.digest()
         reader = self._reader(key, digest)
@@ -120,7 +120,7 @@ class DiskStore:
         self._ended(digest, reader.status, None)
         return Found(kv, "disk")
 
-    def open(self, key: KVKey, worth: float = 1.0) -> LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
         """The entry under ``key`` with its header verified, layers to be read one by one; or None.
 
         Several threads may read several entries, or the same one, at once.
@@ -162,7 +162,7 @@ class DiskStore:
     def __contains__(self, key: KVKey) -> bool:
         digest = key.digest()
         return not (self._closed or not self._ours or self._forgets.hides(key, digest)) and os.path.exists(
-            self._shelf.name(digest)
+            self._files.name(digest)
         )
 
     def discard(self, key: KVKey) -> None:
@@ -172,7 +172,7 @@ class DiskStore:
         """
         if key in self:
             self._counters.count("damaged")
-            if not self._shelf.remove(key.digest()):
+            if not self._files.remove(key.digest()):
                 self._forgets.hide(key, key.digest())
 
     def keys(self) -> Iterator[KVKey]:
@@ -180,11 +180,11 @@ class DiskStore:
         with suppress(OSError):
             for digest in reversed(entry_files(self._folder)):
                 with suppress(OSError, EntryDamaged):
-                    yield read_key(self._shelf.path(digest))
+                    yield read_key(self._files.path(digest))
 
     def evict(self, key: KVKey) -> None:
         """Delete the entry under ``key`` and count an eviction."""
-        if key in self and self._shelf.remove(key.digest()):
+        if key in self and self._files.remove(key.digest()):
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
@@ -215,7 +215,7 @@ class DiskStore:
         """Close the index; further calls are misses."""
         self._closed = True
         self._forgets.retry()
-        self._shelf.close()
+        self._files.close()
         self._buffers.clear()
 
     def _open(self, seconds: float) -> None:
@@ -223,12 +223,12 @@ class DiskStore:
         if not self._ours:
             claim_folder(self._folder)
             self._ours = True
-        self._shelf.open(seconds)
+        self._files.open(seconds)
         self._writable = True
 
     def _content(self) -> tuple[int, int]:
         try:
-            return self._shelf.content()
+            return self._files.content()
         except OSError as error:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
             return 0, 0
@@ -237,7 +237,7 @@ class DiskStore:
         """The open file of ``key``, or None and a counted miss."""
         if not (self._closed or not self._ours or self._forgets.hides(key, digest)):
             try:
-                return open_entry(self._shelf.name(digest), key, self._buffers)
+                return open_entry(self._files.name(digest), key, self._buffers)
             except FileNotFoundError:
                 pass
             except EntryDamaged as error:
@@ -252,7 +252,7 @@ class DiskStore:
         if error is None:
             self._at("read")
             self._counters.count("hits")
-            self._shelf.note(digest)
+            self._files.note(digest)
         else:
             self._counters.count("misses")
             self._failed(digest, seen, error)
@@ -261,7 +261,7 @@ class DiskStore:
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            self._shelf.remove(digest, seen)
+            self._files.remove(digest, seen)
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
 
@@ -270,7 +270,7 @@ class DiskStore:
         try:
             kept = self._write(key, image)
         except (OSError, StoreError) as error:
-            if not is_full(error) or self._no_use or not self._shelf.make_space(image.nbytes, key.digest()):
+            if not is_full(error) or self._no_use or not self._files.make_space(image.nbytes, key.digest()):
                 raise
             self._no_use = True  # until a put succeeds: no entry leaves for nothing twice
             kept = self._write(key, image)
@@ -280,7 +280,7 @@ class DiskStore:
     def _write(self, key: KVKey, image: EntryImage) -> bool:
         if not self._writable:
             self._open(SECONDS_TO_LOCK)
-        digest, most = key.digest(), self._shelf.most(key.namespace)
+        digest, most = key.digest(), self._files.most(key.namespace)
         if image.nbytes > most:
             self._counters.warn_once(
                 "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
@@ -290,10 +290,10 @@ class DiskStore:
         if self._forgets.hides(key, digest):
             return False
         try:
-            self._shelf.put(digest, key.namespace, image)
+            self._files.put(digest, key.namespace, image)
         except IndexDamaged:
-            self._shelf.rebuild()
-            self._shelf.put(digest, key.namespace, image)
+            self._files.rebuild()
+            self._files.put(digest, key.namespace, image)
         return True
 
 

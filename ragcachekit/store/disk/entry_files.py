@@ -12,7 +12,7 @@ from pathlib import Path
 from ragcachekit.files import sync_folder
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.access_log import Notes
+from ragcachekit.store.disk.access_log import AccessLog
 from ragcachekit.store.disk.folder import FolderLock, IndexFailed, claim_folder, sweep_orphans, temp_file
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged
 from ragcachekit.store.entry.file import At, EntryImage, entry_name, read_key
@@ -25,7 +25,7 @@ SECONDS_TO_OPEN = 60.0
 """How long opening waits for another process that opens the folder or rebuilds the index."""
 
 
-class Shelf:
+class EntryFiles:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
     The files are the truth. Every change of a file stands inside a session of the index, which one process
@@ -52,7 +52,7 @@ class Shelf:
         self._folder, self._budget, self._quotas = folder, budget, dict(quotas)
         self._prefix = os.path.join(folder, "")
         self._counters, self._at = counters, at
-        self._notes = Notes()
+        self._access_log = AccessLog()
         self._lock = FolderLock(folder / "lock")
         self._index = EntryIndex(folder / "index", self._lock)
 
@@ -180,7 +180,7 @@ class Shelf:
 
         A use costs no transaction that way. In a crash, the order of the last uses is lost, no more.
         """
-        if not self._notes.add(digest):
+        if not self._access_log.add(digest):
             return
         with suppress(IndexFailed, OSError):
             try:
@@ -239,7 +239,7 @@ class Shelf:
             self._shrink(self._budget)
 
     def _write_notes(self) -> None:
-        used = self._notes.take()
+        used = self._access_log.take()
         if used:
             self._index.touch(used)
             self._at("uses noted")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import concerns
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, Shelf
+from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles
 from ragcachekit.store.disk.folder import FolderBusy, IndexFailed
 from ragcachekit.store.entry.file import read_key
 from ragcachekit.store.entry.header import EntryDamaged
@@ -25,20 +25,20 @@ class DiskForgets:
     delete it with the next put or forget, when it is asked for, and at the end.
     """
 
-    def __init__(self, shelf: Shelf, counters: Counters) -> None:
-        self._shelf, self._counters = shelf, counters
+    def __init__(self, tier_files: EntryFiles, counters: Counters) -> None:
+        self._files, self._counters = tier_files, counters
         # Digest → forgets that it may be about. Single steps on it are atomic: it needs no lock.
         self._left: dict[str, set[_Which]] = {}
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> frozenset[str]:
         """Digests of what went; raises as :meth:`ragcachekit.store.disk.disk_store.DiskStore.forget`."""
-        if not self._shelf.exists():
+        if not self._files.exists():
             return frozenset()
         late, which = self._late_writer(), (namespace, chunk_ids)
         try:
-            files: Iterable[str] = self._shelf.files()
+            files: Iterable[str] = self._files.files()
         except OSError as error:
-            self._dropped(which, [d for d, owner in self._shelf.owners().items() if owner == namespace])
+            self._dropped(which, [d for d, owner in self._files.owners().items() if owner == namespace])
             raise StoreError(
                 f"cannot list the cache folder, so entries may be left; forget again: {error}"
             ) from error
@@ -60,7 +60,7 @@ class DiskForgets:
         which = self._left.get(digest)
         if which is None:
             return False
-        if any(concerns(key, *forget) for forget in tuple(which)) and not self._shelf.remove(digest):
+        if any(concerns(key, *forget) for forget in tuple(which)) and not self._files.remove(digest):
             return True
         self._left.pop(digest, None)
         return False
@@ -69,9 +69,9 @@ class DiskForgets:
         """Try again to delete what is left."""
         for digest in tuple(self._left):
             try:
-                self.hides(read_key(self._shelf.path(digest)), digest)
+                self.hides(read_key(self._files.path(digest)), digest)
             except (EntryDamaged, FileNotFoundError):
-                if self._shelf.remove(digest):
+                if self._files.remove(digest):
                     self._left.pop(digest, None)
             except OSError:
                 continue
@@ -79,7 +79,7 @@ class DiskForgets:
     def _late_writer(self) -> FolderBusy | None:
         """Wait for a put under way; the error if that takes too long."""
         try:
-            self._shelf.wait_for_writers(SECONDS_TO_OPEN)
+            self._files.wait_for_writers(SECONDS_TO_OPEN)
         except FolderBusy as error:
             return error
         except IndexFailed as error:  # nobody can lock the folder, and so write to it
@@ -96,25 +96,25 @@ class DiskForgets:
                 "forget", "%d entries could not be forgotten; this process serves them no more", len(left)
             )
         if dropped:
-            self._shelf.sync()
+            self._files.sync()
         return dropped
 
     def _drops(self, which: _Which, digest: str, left: list[str]) -> bool:
         """Whether an entry has gone, by its sealed header; one that should have is added to ``left``."""
         try:
-            if not concerns(read_key(self._shelf.path(digest)), *which):
+            if not concerns(read_key(self._files.path(digest)), *which):
                 return False
         except EntryDamaged:
             self._counters.count("damaged")
         except FileNotFoundError:  # another process evicted it just now
             return False
         except OSError:
-            owner = self._shelf.owners().get(digest)
+            owner = self._files.owners().get(digest)
             if owner is None:
                 left.append(digest)
             if owner != which[0]:
                 return False
-        gone = self._shelf.remove(digest)
+        gone = self._files.remove(digest)
         if not gone:
             left.append(digest)
         return gone

@@ -28,7 +28,7 @@ class Access:
     hit: bool = True
     seconds: float = 0.0
     new_tokens: int = 0
-    worth: float = 1.0
+    weight: float = 1.0
     times: int = 1
 
 
@@ -76,7 +76,7 @@ class Record:
     at: int = 0
     missed: int = 0
     cost: float = 0.0
-    worth: float = 0.0
+    weight: float = 0.0
     holds: int = 0
 
 

@@ -32,10 +32,10 @@ class FrequencyReuse:
     def accessed(self, record: Record, access: Access, now: int) -> None:
         """Age what there is and add the use's worth."""
         record.frequency += access.times
-        aged = record.worth * 0.5 ** ((now - record.at) / self._half_life)
-        record.worth = aged + access.times * access.worth
-        if record.worth > 0:
-            record.priority = math.log2(record.worth) + now / self._half_life
+        aged = record.weight * 0.5 ** ((now - record.at) / self._half_life)
+        record.weight = aged + access.times * access.weight
+        if record.weight > 0:
+            record.priority = math.log2(record.weight) + now / self._half_life
         else:
             record.priority = -math.inf
 

@@ -56,7 +56,7 @@ class Loader:
         self._queue = LoadQueue(store, observe, bytes_in_flight, threads, step)
         weakref.finalize(self, methodcaller("close", 0.0), self._queue)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Hit | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Hit | None:
         """What the store has, without reading its layers: :meth:`begin` does, for all of a prompt at once."""
         queue = self._queue
         with queue.changed:
@@ -65,7 +65,7 @@ class Loader:
             handle = LoadingKV(load, self._deadline) if load is not None else None
             forgets = queue.forgets
         if handle is None:
-            opened = queue.store.open(key, worth)
+            opened = queue.store.open(key, weight)
             if opened is None or isinstance(opened, Found):
                 return Hit(opened.kv, opened.tier) if opened is not None else None
             if queue.pool.hopeless:

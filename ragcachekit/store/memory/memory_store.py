@@ -87,22 +87,22 @@ class MemoryStore:
         self._counters = Counters(tier)
         refuse_after_fork(self)
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""
         with self._lock:
             kv = self._entries.get(key)
-            if worth:
+            if weight:
                 self._counters.count("misses" if kv is None else "hits")
             if kv is None:
                 return None
             view = self._lend(key, kv)
-            if worth:
-                self._ranking.touch(key, HIT if worth == 1 else Access(worth=worth))
+            if weight:
+                self._ranking.touch(key, HIT if weight == 1 else Access(weight=weight))
             return Found(view, self._tier)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`: nothing is left to be read."""
-        return self.get(key, worth)
+        return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Keep ``kv``, evicting the lowest entries; False if it would not fit even so."""

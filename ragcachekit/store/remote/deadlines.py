@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.lookup_budget import patience
+from ragcachekit.store.remote.lookup_budget import lookup_budget
 from ragcachekit.threads import Condition
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class GuardStats:
+class DeadlineStats:
     """Counts of a guard since it was made.
 
     Attributes
@@ -63,7 +63,7 @@ class _Call:
     error: BaseException | None = None
 
 
-class Guard:
+class DeadlineExecutor:
     """Runs each operation in a thread of its own and waits for it until a deadline. Thread safe.
 
     Parameters
@@ -115,7 +115,7 @@ class Guard:
 
     def look(self, operation: Callable[[], T], default: T) -> T:
         """As :meth:`run`, but refused if the plan that asks has waited enough for this service."""
-        plan = patience()
+        plan = lookup_budget()
         if plan is None:
             return self.run(operation, default)
         if not plan.lasts(self, self.deadline):
@@ -125,10 +125,10 @@ class Guard:
         with plan.spending(self):
             return self.run(operation, default)
 
-    def stats(self) -> GuardStats:
+    def stats(self) -> DeadlineStats:
         """Counts so far."""
         with self._changed:
-            return GuardStats(
+            return DeadlineStats(
                 **self._counts,
                 opened=self._breaker.opened,
                 stuck=sum(call.given_up for call in self._calls),

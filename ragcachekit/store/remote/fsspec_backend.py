@@ -26,15 +26,15 @@ class FsspecBackend:
     Objects that other processes write count from their first read here. Another process may finish writing
     an entry after it was forgotten here, so what was forgotten is a miss until this process writes it again.
 
-    ``root`` is a folder of the file system, without protocol. A write waits ``patience`` seconds for another
+    ``root`` is a folder of the file system, without protocol. A write waits ``lock_wait`` seconds for another
     one to end.
     """
 
     def __init__(
-        self, fs: AbstractFileSystem, root: str, budget: int, quotas: Mapping[str, int], patience: float
+        self, fs: AbstractFileSystem, root: str, budget: int, quotas: Mapping[str, int], lock_wait: float
     ) -> None:
         self._objects = Objects(fs, root)
-        self._budget, self._patience = budget, patience
+        self._budget, self._patience = budget, lock_wait
         self._quotas = {hashed(name): quota for name, quota in quotas.items() if name != "*"}
         self._other_quota = quotas.get("*")
         self._index: Ranking[str] = Ranking(Lru(), groups=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.remote_store import PATIENCE, RemoteStore
 from ragcachekit.store.remote.seal import Seal
 
@@ -67,7 +67,7 @@ class FsspecStore(RemoteStore):
                 f"the bulk tier needs fsspec and what it names for this url ({error}): "
                 "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
             ) from error
-        guard = Guard("bulk", deadline)
+        guard = DeadlineExecutor("bulk", deadline)
         backend = FsspecBackend(fs, root, budget, dict(quotas or {}), deadline)
         super().__init__("bulk", backend, seal, guard, budget, quotas=quotas)
         guard.run(backend.open, 0, PATIENCE * deadline)

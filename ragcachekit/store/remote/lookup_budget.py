@@ -11,10 +11,10 @@ PLAN_DEADLINES = 3
 """Deadlines of a service that the look-ups of one plan may take there."""
 
 # Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
-_current: ContextVar[Patience | None] = ContextVar("ragcachekit_patience", default=None)
+_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_patience", default=None)
 
 
-class Patience:
+class LookupBudget:
     """Seconds that each service has taken from one plan.
 
     Parameters
@@ -50,6 +50,6 @@ class Patience:
             self._spent[service] = self._spent.get(service, 0.0) + self._clock() - begun
 
 
-def patience() -> Patience | None:
+def lookup_budget() -> LookupBudget | None:
     """The budget of the plan that this thread is making; None outside of plans."""
     return _current.get()

@@ -10,7 +10,7 @@ MOST_IDS = 10_000
 """Chunk ids per namespace that are remembered; beyond that, the whole namespace is forgotten."""
 
 
-class PendingForgets:
+class PendingDeletes:
     """Per namespace, the chunk ids that are still to be forgotten there. Thread safe.
 
     Each carries the number of its last forget, so that confirming one forget leaves out those that came

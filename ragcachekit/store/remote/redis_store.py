@@ -10,7 +10,7 @@ from typing import Any
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.remote.base import Saved, Usage, hashed
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
@@ -77,7 +77,7 @@ class RedisStore(RemoteStore):
         if not 0 < entry_bytes <= _LARGEST:
             raise ValueError(f"entry_bytes must be from 1 to {_LARGEST}, got {entry_bytes}")
         seal = Seal(key)
-        guard = Guard("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
+        guard = DeadlineExecutor("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
         backend = RedisBackend(url, prefix, budget, dict(quotas or {}), deadline)
         super().__init__("redis", backend, seal, guard, budget, largest=entry_bytes, quotas=quotas)
         guard.run(backend.trim, 0)  # the budget may be smaller than last time

@@ -16,8 +16,8 @@ from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import from_bytes, to_bytes
 from ragcachekit.store.entry.layout import storable
 from ragcachekit.store.remote.base import Backend, Left, Saved, Usage
-from ragcachekit.store.remote.deadlines import Guard, GuardStats
-from ragcachekit.store.remote.pending_deletes import PendingForgets
+from ragcachekit.store.remote.deadlines import DeadlineExecutor, DeadlineStats
+from ragcachekit.store.remote.pending_deletes import PendingDeletes
 from ragcachekit.store.remote.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
@@ -58,7 +58,7 @@ class RemoteStore:
         tier: str,
         backend: Backend,
         seal: Seal,
-        guard: Guard,
+        guard: DeadlineExecutor,
         budget: int,
         *,
         largest: int | None = None,
@@ -68,7 +68,7 @@ class RemoteStore:
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
-        self._pending = PendingForgets()
+        self._pending = PendingDeletes()
         self._telling = Lock()
         self._dropping: list[str] = []  # namespaces of forgets under way, which count what they drop
         self._retry_at = 0.0  # monotonic seconds
@@ -78,7 +78,7 @@ class RemoteStore:
         self._end.atexit = False
         refuse_after_fork(self)
 
-    def get(self, key: KVKey, worth: float = 1.0) -> Found | None:
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, its seal verified, now the most recently used one, or None."""
         kv = None if self._closed else self._guard.look(lambda: self._load(key), None)
         if kv is None or self._pending.concern(key):  # forgotten while it was read
@@ -87,9 +87,9 @@ class RemoteStore:
         self._counters.count("hits")
         return Found(kv, self._tier)
 
-    def open(self, key: KVKey, worth: float = 1.0) -> Found | LayerSource | None:
+    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`: the seal is over the whole entry, so no layer can be used before the last."""
-        return self.get(key, worth)
+        return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Seal ``kv`` and keep it, evicting least recently used entries.
@@ -136,11 +136,11 @@ class RemoteStore:
         dropped: set[str] = set()
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        patience = PATIENCE * self._guard.deadline
+        lookup_budget = PATIENCE * self._guard.deadline
         try:
             self._dropping.append(namespace)
             self._pending.add(namespace, chunk_ids)
-            self._guard.run(lambda: self._forget(namespace, dropped, patience), None, patience)
+            self._guard.run(lambda: self._forget(namespace, dropped, lookup_budget), None, lookup_budget)
         finally:
             with suppress(ValueError):  # interrupted before it was in there
                 self._dropping.remove(namespace)
@@ -160,7 +160,7 @@ class RemoteStore:
         return (self._counters.stats(entries=usage.entries, nbytes=usage.nbytes, budget=self._budget),)
 
     @property
-    def health(self) -> GuardStats:
+    def health(self) -> DeadlineStats:
         """Time-outs, errors and refusals so far."""
         return self._guard.stats()
 
@@ -231,8 +231,8 @@ class RemoteStore:
                 self._telling.release()
         return not self._pending.concern(key)
 
-    def _forget(self, namespace: str, dropped: set[str], patience: float) -> None:
-        if not self._telling.acquire(timeout=patience):
+    def _forget(self, namespace: str, dropped: set[str], lookup_budget: float) -> None:
+        if not self._telling.acquire(timeout=lookup_budget):
             raise TimeoutError("an earlier forget has not ended")
         try:
             self._tell(namespace, dropped)

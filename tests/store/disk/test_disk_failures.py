@@ -189,11 +189,11 @@ def test_an_unwritable_index_is_asked_now_and_then_and_notes_do_not_pile_up(
     with monkeypatch.context() as patch:
         patch.setattr(folder.FileLock, "acquire", busy)
         for number in range(6000):
-            store._shelf.note(key_of(number).digest())
+            store._files.note(key_of(number).digest())
     assert 15 <= len(tries) <= 6000 // 256
-    assert len(store._shelf._notes) <= 16 * 256
+    assert len(store._files._notes) <= 16 * 256
     assert agrees_with_files(store, path)
-    assert len(store._shelf._notes) == 0
+    assert len(store._files._notes) == 0
     store.close()
 
 
@@ -203,9 +203,9 @@ def test_a_process_that_only_reads_rebuilds_a_damaged_index(tmp_path: Path) -> N
     store = opened(path)
     (path / "index" / "cache.db").write_bytes(b"this is no database" * 500)
     for number in range(4, 600):
-        store._shelf.note(key_of(number).digest())
+        store._files.note(key_of(number).digest())
     assert all(holds(store, number) for number in range(4))
     assert (path / "index" / "cache.db").read_bytes().startswith(b"SQLite format 3")
-    assert len(store._shelf._notes) < 256
+    assert len(store._files._notes) < 256
     assert agrees_with_files(store, path)
     store.close()

@@ -170,8 +170,8 @@ def test_an_index_that_cannot_be_read_evicts_what_was_written_first(
         file = path / f"{key_of(number).digest()}.safetensors"
         os.utime(file, (1000 - number, 1000 - number))  # 3 is the oldest
     store = opened(path)
-    store._shelf._index.close()
-    assert store._shelf.make_space(size + 1, key_of(2).digest())
+    store._files._index.close()
+    assert store._files.make_space(size + 1, key_of(2).digest())
     assert [holds(store, n) for n in range(4)] == [True, False, True, False]
 
 

@@ -107,8 +107,8 @@ def pgdsf_windowed(oracle, past):
 
 def f_r(oracle, past):
     """Each use's worth, halved every 40 accesses since; in the form that compares over time."""
-    worth = sum(a.worth * 0.5 ** ((oracle.now - number) / 40) for number, a in past)
-    return math.log2(worth) + oracle.now / 40
+    weight = sum(a.weight * 0.5 ** ((oracle.now - number) / 40) for number, a in past)
+    return math.log2(weight) + oracle.now / 40
 
 
 CASES = {
@@ -129,13 +129,13 @@ CASES = {
 
 def some_access(draw):
     if draw.random() < 0.5:
-        return Access(worth=draw.uniform(0.5, 20))
+        return Access(weight=draw.uniform(0.5, 20))
     known = draw.random() < 0.8
     return Access(
         hit=False,
         seconds=draw.uniform(0.1, 5) if known else 0.0,
         new_tokens=draw.randint(1, 900) if known else 0,
-        worth=draw.uniform(0.5, 20),
+        weight=draw.uniform(0.5, 20),
     )
 
 
@@ -261,9 +261,9 @@ def test_an_old_favourite_leaves_in_the_end_but_not_under_lfu():
 
 def test_uses_without_worth_go_first():
     ranking = Ranking(FrequencyReuse())
-    ranking.add("useless", 1, access=Access(worth=0.0))
-    ranking.add("useful", 1, access=Access(worth=0.01))
-    ranking.touch("useless", Access(worth=0.0))
+    ranking.add("useless", 1, access=Access(weight=0.0))
+    ranking.add("useful", 1, access=Access(weight=0.01))
+    ranking.touch("useless", Access(weight=0.0))
     assert ranking.evict() == "useless"
 
 

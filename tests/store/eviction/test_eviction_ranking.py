@@ -18,7 +18,7 @@ groups = st.sampled_from(["", "acme", "globex"])
 
 
 class Given:
-    """A policy whose numbers the test chooses: ``worth`` is the priority."""
+    """A policy whose numbers the test chooses: ``weight`` is the priority."""
 
     name = "given"
 
@@ -26,7 +26,7 @@ class Given:
         self.left = []
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        record.priority = access.worth
+        record.priority = access.weight
 
     def evicted(self, record: Record) -> None:
         self.left.append(record)
@@ -43,14 +43,14 @@ class RankingMachine(RuleBasedStateMachine):
 
     @rule(item=items, priority=st.integers(0, 5), nbytes=st.integers(0, 9), group=groups)
     def add(self, item, priority, nbytes, group):
-        self.ranking.add(item, nbytes, group=group, access=Access(worth=priority))
+        self.ranking.add(item, nbytes, group=group, access=Access(weight=priority))
         self.now += 1
         holds = self.model[item][4] if item in self.model else 0
         self.model[item] = [priority, self.now, nbytes, group, holds]
 
     @rule(item=items, priority=st.integers(0, 5))
     def touch(self, item, priority):
-        self.ranking.touch(item, Access(worth=priority))
+        self.ranking.touch(item, Access(weight=priority))
         if item in self.model:
             self.now += 1
             self.model[item][:2] = [priority, self.now]
@@ -131,15 +131,15 @@ def work(size, rounds=2000):
     """Comparisons per operation in a tier of ``size`` entries with holds, touches, misses and evictions."""
     ranking, draw = Ranking(Given(), groups=True), random.Random(size)
     for item in range(size):
-        ranking.add(item, 1, group=str(item % 3), access=Access(worth=Counted(draw.random())))
+        ranking.add(item, 1, group=str(item % 3), access=Access(weight=Counted(draw.random())))
     Counted.comparisons = 0
     for number in range(rounds):
         item = draw.randrange(size)
         ranking.hold(item)
-        ranking.touch(draw.randrange(size), Access(worth=Counted(draw.random())))
+        ranking.touch(draw.randrange(size), Access(weight=Counted(draw.random())))
         ranking.evict(draw.choice([None, "0", "1", "2"]))
         ranking.release(item)
-        new = Access(worth=Counted(draw.random()))
+        new = Access(weight=Counted(draw.random()))
         ranking.add(size + number, 1, group=str(number % 3), access=new)
     return Counted.comparisons / (5 * rounds)
 
@@ -155,9 +155,9 @@ def test_many_holds_of_the_lowest_cost_no_search_each_time():
     """Who is held and lowest is passed over once, not at every look."""
     ranking = Ranking(Given())
     for item in range(1000):
-        ranking.add(item, 1, access=Access(worth=Counted(item)))
+        ranking.add(item, 1, access=Access(weight=Counted(item)))
         ranking.hold(item)
-    ranking.add("free", 1, access=Access(worth=Counted(5000)))
+    ranking.add("free", 1, access=Access(weight=Counted(5000)))
     assert ranking.lowest() == "free"
     Counted.comparisons = 0
     for _ in range(100):

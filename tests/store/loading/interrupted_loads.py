@@ -18,7 +18,7 @@ from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.loading.load import LoadingKV
 from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from store_kit import contents, key_of, kv_of
 
 ENTRIES = 6
@@ -92,7 +92,7 @@ def write(store: KVStore, numbers: list[int]) -> None:
         assert store.put(key_of(number), kv_of(number))
 
 
-def guarded(guard: Guard, numbers: list[int]) -> None:
+def guarded(guard: DeadlineExecutor, numbers: list[int]) -> None:
     for number in numbers:
         assert guard.run(lambda number=number: number, None) == number
 
@@ -103,7 +103,7 @@ def main(folder: Path, seed: int, rounds: int) -> None:
     write(store, list(range(ENTRIES)))
     loader = Loader(store, deadline=20.0)
     # Never given up for being late, and never left alone after failures: what is counted is interrupts alone.
-    guard = Guard("test", 20.0, failures=1 << 30, cooldown=0.0)
+    guard = DeadlineExecutor("test", 20.0, failures=1 << 30, cooldown=0.0)
     works = ((load, loader), (prefetch, loader), (read, store), (write, store), (guarded, guard))
     for work, what in works:
         work(what, [0, 1])

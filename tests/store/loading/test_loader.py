@@ -218,8 +218,8 @@ def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
     loader = closing(store)
     real = store.open
 
-    def slow(key, worth=1.0):
-        source = real(key, worth)
+    def slow(key, weight=1.0):
+        source = real(key, weight)
         loader.forget("acme/docs")
         return source
 

@@ -57,8 +57,8 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, monkeypatch):
     disk = filled(DiskStore(tmp_path, 1 << 20), 3)
     real = disk.open
 
-    def opening(key, worth=1.0):
-        source = real(key, worth)
+    def opening(key, weight=1.0):
+        source = real(key, weight)
         close = source.close
         source.close = lambda: (close(), closings.append(source._reader._file.fd))
         return source

@@ -219,7 +219,9 @@ class HoldingMachine(RuleBasedStateMachine):
         self.held: list[tuple[KVKey, int, Found]] = []
 
     keys = st.builds(
-        lambda n, space: key_of(n, namespace=space), st.integers(0, 7), st.sampled_from(["acme", "globex"])
+        lambda n, namespace: key_of(n, namespace=namespace),
+        st.integers(0, 7),
+        st.sampled_from(["acme", "globex"]),
     )
 
     @rule(key=keys, size=st.integers(1, 3))
@@ -253,10 +255,10 @@ class HoldingMachine(RuleBasedStateMachine):
         if self.held:
             self.held.pop(which % len(self.held))
 
-    @rule(space=st.sampled_from(["acme", "globex"]), number=st.integers(0, 7))
-    def forget(self, space: str, number: int) -> None:
-        self.store.forget(space, frozenset({f"chunk-{number}"}))
-        self.model.pop(key_of(number, namespace=space), None)
+    @rule(namespace=st.sampled_from(["acme", "globex"]), number=st.integers(0, 7))
+    def forget(self, namespace: str, number: int) -> None:
+        self.store.forget(namespace, frozenset({f"chunk-{number}"}))
+        self.model.pop(key_of(number, namespace=namespace), None)
 
     @invariant()
     def holders_keep_theirs(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 
 SHORT, LONG = 0.02, 60.0
 
@@ -54,7 +54,7 @@ def failing() -> str:
 
 
 def test_returns_what_the_operation_returns() -> None:
-    guard = Guard("test", LONG)
+    guard = DeadlineExecutor("test", LONG)
     assert [guard.run(lambda n=n: n * n, -1) for n in range(5)] == [0, 1, 4, 9, 16]
     assert guard.run(lambda: None, "default") is None
     assert (guard.stats().calls, guard.stats().errors, guard.stats().is_open) == (6, 0, False)
@@ -65,14 +65,14 @@ def test_no_error_reaches_the_caller(error: type[BaseException]) -> None:
     def operation() -> str:
         raise error("no")
 
-    guard = Guard("test", LONG)
+    guard = DeadlineExecutor("test", LONG)
     assert guard.run(operation, "default") == "default"
     assert (guard.stats().errors, guard.stats().timeouts) == (1, 0)
     assert guard.run(lambda: "next", "default") == "next"
 
 
 def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
-    guard = Guard("test", SHORT)
+    guard = DeadlineExecutor("test", SHORT)
     assert guard.run(hanging, "default") == "default"
     assert (guard.stats().timeouts, guard.stats().stuck) == (1, 1)
     hanging.go_on.set()
@@ -82,7 +82,7 @@ def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
 
 def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down() -> None:
     clock, calls = Clock(), []
-    guard = Guard("test", LONG, failures=3, cooldown=5, clock=clock)
+    guard = DeadlineExecutor("test", LONG, failures=3, cooldown=5, clock=clock)
 
     def operation(answer: bool) -> str:
         calls.append(clock.now)
@@ -107,7 +107,7 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
 
 def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
     clock = Clock()
-    guard = Guard("test", LONG, failures=1, cooldown=5, clock=clock)
+    guard = DeadlineExecutor("test", LONG, failures=1, cooldown=5, clock=clock)
     guard.run(failing, "")
     clock.now += 6
     trial = threading.Thread(target=guard.run, args=(hanging, ""))
@@ -120,7 +120,7 @@ def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
 
 
 def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Hanging) -> None:
-    guard = Guard("bounded", SHORT, failures=10**6, threads=5)
+    guard = DeadlineExecutor("bounded", SHORT, failures=10**6, threads=5)
     assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
     assert len(threads_of("bounded")) == 5
     stats = guard.stats()
@@ -138,7 +138,7 @@ class Owner:
     """Whoever owns a guard, and asks it for operations of its own."""
 
     def __init__(self, name: str) -> None:
-        self.guard = Guard(name, LONG)
+        self.guard = DeadlineExecutor(name, LONG)
 
     def operation(self) -> str:
         return "answer"
@@ -157,7 +157,7 @@ def test_who_is_dropped_without_close_is_freed() -> None:
 
 
 def test_a_guard_does_not_hold_what_it_did_last() -> None:
-    guard, owner = Guard("waiting", LONG), Owner("unused")
+    guard, owner = DeadlineExecutor("waiting", LONG), Owner("unused")
     assert guard.run(owner.operation, "") == "answer"
     freed = threading.Event()
     weakref.finalize(owner, freed.set)
@@ -167,7 +167,7 @@ def test_a_guard_does_not_hold_what_it_did_last() -> None:
 
 
 def test_one_thread_after_the_other() -> None:
-    guard = Guard("returning", LONG, threads=1)
+    guard = DeadlineExecutor("returning", LONG, threads=1)
     assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
     assert guard.stats().refused == 0
 
@@ -176,7 +176,7 @@ def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyP
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard = Guard("test", LONG, threads=1)
+    guard = DeadlineExecutor("test", LONG, threads=1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert guard.run(lambda: 1, 0) == 0
@@ -185,7 +185,7 @@ def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_many_callers_share_few_threads() -> None:
-    guard = Guard("test", LONG, threads=2)
+    guard = DeadlineExecutor("test", LONG, threads=2)
     most, here, lock = [0], [0], threading.Lock()
 
     def operation() -> int:
@@ -210,7 +210,7 @@ def test_many_callers_share_few_threads() -> None:
 
 
 def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> None:
-    guard = Guard("test", LONG, threads=1)
+    guard = DeadlineExecutor("test", LONG, threads=1)
     ran: list[str] = []
     first = threading.Thread(target=guard.run, args=(hanging, ""))
     first.start()
@@ -248,7 +248,7 @@ def test_one_failure_in_three_opens_nothing() -> None:
 @pytest.mark.parametrize("deadline", [0, -1, float("nan")])
 def test_a_deadline_has_to_be_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match="deadline must be > 0"):
-        Guard("test", deadline)
+        DeadlineExecutor("test", deadline)
 
 
 def test_a_breaker_needs_sense() -> None:

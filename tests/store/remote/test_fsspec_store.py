@@ -21,7 +21,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store.entry.image import to_bytes
 from ragcachekit.store.remote import fsspec_objects, remote_store
 from ragcachekit.store.remote.base import Saved
-from ragcachekit.store.remote.deadlines import Guard
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.fsspec_backend import FsspecBackend
 from ragcachekit.store.remote.fsspec_store import FsspecStore
 from ragcachekit.store.remote.remote_store import RemoteStore
@@ -60,7 +60,9 @@ def interrupted(base: type, before: Callable[[str], None]) -> Any:
 
 def store_on(fs: Any, root: str, deadline: float = 20.0, **changes: Any) -> RemoteStore:
     backend = FsspecBackend(fs, root, BUDGET, {}, deadline)
-    return RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", deadline, **changes), BUDGET)
+    return RemoteStore(
+        "bulk", backend, Seal(KEY_BYTES), DeadlineExecutor("bulk", deadline, **changes), BUDGET
+    )
 
 
 class Fails:
@@ -208,7 +210,7 @@ def test_every_operation_may_fail(tmp_path: Path) -> None:
 def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
     fails = Fails()
     backend = FsspecBackend(interrupted(LocalFileSystem, fails), str(tmp_path), 3 * ONE, {}, 20.0)
-    guard = Guard("bulk", 20.0, failures=1_000)
+    guard = DeadlineExecutor("bulk", 20.0, failures=1_000)
     store = RemoteStore("bulk", backend, Seal(KEY_BYTES), guard, 3 * ONE)
     assert all(store.put(key_of(number), kv_of(number)) for number in range(3))
     fails.names = {"rm_file"}
@@ -234,7 +236,7 @@ def test_one_object_that_cannot_be_deleted_does_not_stop_the_others(tmp_path: Pa
     (first,) = tmp_path.glob(f"kv/*/{key_of(0).digest()}.kv")
     os.utime(first, (1_000, 1_000))
     backend = FsspecBackend(Kept(), str(tmp_path / "kv"), 2 * ONE, {}, 20.0)
-    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", 20.0), 2 * ONE)
+    store = RemoteStore("bulk", backend, Seal(KEY_BYTES), DeadlineExecutor("bulk", 20.0), 2 * ONE)
     assert not store.put(key_of(3), kv_of(3))
     assert store.put(key_of(4), kv_of(4))
     assert {path.stem for path in files(tmp_path / "kv")} == {key_of(0).digest(), key_of(4).digest()}
@@ -457,7 +459,9 @@ class ForgottenWhileSaved(FsspecBackend):
 
 def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
     backend = ForgottenWhileSaved(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
-    backend.store = store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("bulk", 20.0), BUDGET)
+    backend.store = store = RemoteStore(
+        "bulk", backend, Seal(KEY_BYTES), DeadlineExecutor("bulk", 20.0), BUDGET
+    )
     assert not store.put(KEY, kv_of(1))
     assert store.pending_forgets == 0
     assert files(tmp_path) == []
@@ -473,7 +477,7 @@ class CountsCloses(FsspecBackend):
 def test_a_store_that_is_dropped_without_close_lets_go_of_its_service(tmp_path: Path) -> None:
     def used() -> RemoteStore:
         backend = CountsCloses(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
-        store = RemoteStore("bulk", backend, Seal(KEY_BYTES), Guard("lettinggo", 20.0), BUDGET)
+        store = RemoteStore("bulk", backend, Seal(KEY_BYTES), DeadlineExecutor("lettinggo", 20.0), BUDGET)
         assert store.put(KEY, kv_of(1))
         for thread in threading.enumerate():
             if thread.name == "ragcachekit-lettinggo":

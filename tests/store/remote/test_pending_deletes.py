@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ragcachekit.store.remote import pending_deletes as pending_module
-from ragcachekit.store.remote.pending_deletes import PendingForgets
+from ragcachekit.store.remote.pending_deletes import PendingDeletes
 from store_kit import key_of
 
 SPACE = key_of(0).namespace
 
 
 def test_concerns_chunks_and_what_was_encoded_behind_them() -> None:
-    pending = PendingForgets()
+    pending = PendingDeletes()
     pending.add(SPACE, frozenset({"chunk-1"}))
     assert pending.concern(key_of(1))
     assert pending.concern(key_of(2, context=("chunk-0", "chunk-1")))
@@ -22,7 +22,7 @@ def test_concerns_chunks_and_what_was_encoded_behind_them() -> None:
 
 
 def test_a_confirmation_leaves_out_what_came_after_it() -> None:
-    pending = PendingForgets()
+    pending = PendingDeletes()
     pending.add(SPACE, frozenset({"chunk-1", "chunk-2"}))
     ids, number = pending.of(SPACE)
     assert ids == {"chunk-1", "chunk-2"}
@@ -38,7 +38,7 @@ def test_a_confirmation_leaves_out_what_came_after_it() -> None:
 
 def test_too_many_ids_stand_for_the_whole_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_module, "MOST_IDS", 3)
-    pending = PendingForgets()
+    pending = PendingDeletes()
     pending.add("globex", frozenset({"chunk-1"}))
     for number in range(3):
         pending.add(SPACE, frozenset({f"chunk-{number}"}))
