@@ -224,7 +224,7 @@ def test_any_budget_is_read_off_the_curve(tmp_path, caplog, name, policy):
 
 
 @pytest.mark.parametrize(
-    ("name", "encoder", "space", "why"),
+    ("name", "encoder", "namespace", "why"),
     [
         ("budget:0.01", "standalone", "elsewhere", "not calibrated for this model and namespace 'elsewhere'"),
         (

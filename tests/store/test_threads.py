@@ -162,10 +162,10 @@ begun.wait(60)
 """
 
 
-@pytest.mark.parametrize(("patience", "takes", "said"), [(60, 0.3, "ended\n"), (0.05, 60, "")])
-def test_the_interpreter_waits_for_jobs_in_work_but_not_for_ever(lookup_budget, takes, said):
+@pytest.mark.parametrize(("waiting", "takes", "said"), [(60, 0.3, "ended\n"), (0.05, 60, "")])
+def test_the_interpreter_waits_for_jobs_in_work_but_not_for_ever(waiting, takes, said):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(lookup_budget), str(takes)],
+        [sys.executable, "-c", PROGRAM, str(waiting), str(takes)],
         capture_output=True,
         text=True,
         timeout=50,
