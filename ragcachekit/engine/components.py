@@ -53,8 +53,8 @@ class EngineComponents:
     """What one engine is made of; each part was given those that it needs when it was made.
 
     ``policy`` is the default. ``forgets`` records what was forgotten and when. ``loads`` reads entries of
-    slow tiers, ``prompts`` plans, ``background_encoder`` encodes what is missing, ``keeper`` copies exact rows
-    to the tree, and ``shadow`` answers a share of the prompts again.
+    slow tiers, ``prompts`` plans, ``background_encoder`` encodes what is missing, ``keeper`` copies exact
+    rows to the tree, and ``shadow`` answers a share of the prompts again.
     """
 
     policy: SelectionPolicy
