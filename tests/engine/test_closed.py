@@ -57,13 +57,15 @@ def test_every_use_in_a_forked_child_is_refused(rag):
     child = os.fork()
     if not child:
         good = 0
-        for call in (*CALLS.values(), lambda _: next(stream), lambda _: stream.answer):
-            try:
-                call(rag)
-            except Closed as refused:
-                good += "open it again after the fork" in str(refused)
-        rag.close()
-        os._exit(0 if good == len(CALLS) + 2 else 1)
+        try:
+            for call in (*CALLS.values(), lambda _: next(stream), lambda _: stream.answer):
+                try:
+                    call(rag)
+                except Closed as refused:
+                    good += "open it again after the fork" in str(refused)
+            rag.close()
+        finally:  # whatever is raised: the child must not go on as a test run
+            os._exit(0 if good == len(CALLS) + 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert stream.answer.text == rag.generate(PROMPT, **ASKED).text
 
