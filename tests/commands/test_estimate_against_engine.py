@@ -13,9 +13,11 @@ from ragcachekit import RagCache, StoreConfig
 from ragcachekit.commands.ask import AskSession, IndexRetriever, corpus_index
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate.run import EstimateSettings, run
+from ragcachekit.commands.estimate.speed import assumed
 from ragcachekit.commands.precompute.run import PrecomputeSettings, open_run
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.config import LoadConfig
+from ragcachekit.model.prefill_timing import PrefillCost
 from ragcachekit.model.pretrained import load_model
 
 SMALL = 34
@@ -60,8 +62,13 @@ def estimated(log, corpus, minilm, prepared, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def really(log, corpus, minilm, reader, tmp_path):
+def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
     """The chain of `ask` over the log: tiers of all its segments in order, and the store's last counts."""
+    # Eviction weighs measured prefill times; those that the estimate assumes come out the same every time.
+    profile = assumed(reader[0], None).profile
+    monkeypatch.setattr(
+        PrefillCost, "seconds", lambda _, cached, new, share=0.0: profile.seconds(cached, new)
+    )
 
     def ask_all(store, *, k=4, policy="lego:16", encoder=None, ahead=False):
         model, tokenizer = reader

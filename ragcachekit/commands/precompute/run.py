@@ -5,45 +5,73 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcachekit.commands.ask import Say, corpus_index
 from ragcachekit.commands.checks import check_writable
+from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import MiniLM, model_folder
-from ragcachekit.commands.own_files import OwnFiles
-from ragcachekit.commands.precompute.job import Job, Work
-from ragcachekit.commands.precompute.store import WatchedStore
+from ragcachekit.commands.own_files import OwnFiles, one_token
+from ragcachekit.commands.precompute.listing import ListingStore
+from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
+from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import StoreConfig
+from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.store.entry.file import entry_name
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
+SAMPLE_TOKENS = 1024
+"""Tokens that a dry run encodes to measure the speed."""
+
 
 @dataclass(frozen=True)
 class PrecomputeSettings(OwnFiles):
-    """What ``ragcachekit precompute`` is told.
+    """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
 
-    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``); the other names must be
-    the same in :class:`~ragcachekit.commands.ask.AskSettings` for the KV to be found.
-
-    Attributes
-    ----------
-    keep_gone : bool
-        Leave the KV of chunks that are gone from the corpus.
+    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
+    :class:`~ragcachekit.commands.ask.AskSettings` for the KV to be found.
     """
 
     keep_gone: bool = False
 
 
 @dataclass(frozen=True)
+class Work:
+    """How much there is to do.
+
+    ``todo_tokens`` are those of chunks that are not among the ``stored`` ones, ``token_bytes`` is the KV of
+    one token over all layers, ``gone`` counts chunks to forget, ``seconds`` is estimated from a small sample
+    (None: not measured), ``notes`` name what was skipped.
+    """
+
+    files: int
+    chunks: int
+    tokens: int
+    stored: int
+    todo_tokens: int
+    token_bytes: int
+    gone: int
+    notes: tuple[str, ...]
+    seconds: float | None = None
+
+    @property
+    def todo_bytes(self) -> int:
+        """Bytes of KV to be stored."""
+        return self.todo_tokens * self.token_bytes
+
+
+@dataclass(frozen=True)
 class Precomputed:
-    """What one run did: chunks encoded, were there, forgotten; tokens encoded, bytes of KV, seconds."""
+    """Chunks that one run encoded, found stored and forgot; tokens and bytes of KV encoded, seconds taken."""
 
     encoded: int
     stored: int
@@ -54,7 +82,7 @@ class Precomputed:
 
 
 def estimate(settings: PrecomputeSettings) -> Work:
-    """Measure the work and leave the cache folder as it is (the dry run).
+    """Measure the work without touching the cache folder (the dry run).
 
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
@@ -64,44 +92,40 @@ def estimate(settings: PrecomputeSettings) -> Work:
         return (kv / entry_name(key.digest())).is_file()
 
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
-        store = WatchedStore(NullStore())
+        store = ListingStore(NullStore())
         with settings.open_engine(store, corpus, cache_dir=Path(scratch), cold="never") as rag:
-            job = Job(rag, corpus, store, settings, keep_gone=settings.keep_gone)
-            work, todo = job.work(on_disk)
+            job = _Job(settings, rag, corpus, store)
+            work = job.work(on_disk)
+            todo = [text for key, text in job.texts.items() if not on_disk(key)]
             return replace(work, seconds=job.seconds_per_token(todo) * work.todo_tokens) if todo else work
 
 
 @contextmanager
 def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterator[PrecomputeRun]:
-    """Load everything for a run; :attr:`PrecomputeRun.work` says how much it will be.
+    """Load everything for a run, and check that its KV fits.
 
-    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: the corpus, the model or
-    the cache folder cannot be used, or the KV would not fit; ValueError: A setting is wrong, or a chunk is
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError if the corpus, the model
+    or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
     model_folder()
     check_writable(settings.folder.path)
     corpus = settings.read_corpus()
-    kept = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
-    store = WatchedStore(kept)
-    with closing(kept), settings.open_engine(store, corpus, cold="never") as rag:
-        job = Job(rag, corpus, store, settings, keep_gone=settings.keep_gone)
-        work, _ = job.work(kept.__contains__)
+    disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
+    store = ListingStore(disk)
+    with closing(disk), settings.open_engine(store, corpus, cold="never") as rag:
+        job = _Job(settings, rag, corpus, store)
+        work = job.work(disk.__contains__)
         needed = work.todo_bytes - sum(job.gone.values()) * work.token_bytes
-        _check_room(needed, sum(tier.budget - tier.nbytes for tier in kept.stats()), settings.folder)
-        yield PrecomputeRun(job, work, settings, say)
+        _check_room(needed, sum(tier.budget - tier.nbytes for tier in disk.stats()), settings.folder)
+        yield PrecomputeRun(job, work, say)
 
 
 class PrecomputeRun:
-    """A corpus ready to be encoded.
+    """A corpus ready to be encoded, and the work that it will be."""
 
-    Attributes
-    ----------
-    work : Work
-    """
-
-    def __init__(self, job: Job, work: Work, settings: PrecomputeSettings, say: Say) -> None:
-        self._job, self._settings, self._say = job, settings, say
+    def __init__(self, job: _Job, work: Work, say: Say) -> None:
+        self._job, self._say = job, say
         self.work = work
 
     def run(self, *, progress: bool = False) -> Precomputed:
@@ -109,22 +133,83 @@ class PrecomputeRun:
 
         The KV that was stored stays if this is interrupted.
 
-        Raises StoreError: some KV, or the list of what is encoded, could not be written.
+        Raises StoreError if some KV, or the list of what is encoded, could not be written.
         """
-        begun, store = time.perf_counter(), self._job.store
-        self._job.forget_gone()
-        self._job.encode(progress=progress)
-        if store.failed:
+        begun, job, work = time.perf_counter(), self._job, self.work
+        job.forget_gone()
+        job.encode(job.corpus.texts, progress)
+        if lost := sum(key not in job.store for key in job.texts):
             raise StoreError(
-                f"{store.failed} of {store.failed + store.kept} chunks could not be stored; free some space "
+                f"{lost} of {work.chunks} chunks could not be stored; free some space "
                 "and run the same command again"
             )
         seconds = time.perf_counter() - begun
-        corpus, folder = Path(self._settings.corpus), self._settings.folder
-        corpus_index(self._job.corpus, corpus, MiniLM(), folder.indexes, self._say)
-        work = self.work
-        encoded = work.chunks - work.stored  # similar:n stores what chunks stand behind, too
-        return Precomputed(encoded, work.stored, work.gone, store.tokens, store.nbytes, seconds)
+        corpus_index(job.corpus, Path(job.settings.corpus), MiniLM(), job.settings.folder.indexes, self._say)
+        encoded = work.chunks - work.stored
+        return Precomputed(encoded, work.stored, work.gone, work.todo_tokens, work.todo_bytes, seconds)
+
+
+class _Job:
+    """A corpus and the engine that encodes it; ``gone`` are chunks to forget, with their tokens."""
+
+    def __init__(
+        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, store: ListingStore
+    ) -> None:
+        self.settings, self.rag, self.corpus, self.store = settings, rag, corpus, store
+        self._system = prompt_for(rag.tokenizer).before
+        with store.listing() as keys:
+            self.encode(corpus.texts)
+        self.texts = dict(zip(keys, corpus.texts, strict=True))
+        count = SegmentTokenizer(rag.tokenizer).chunk
+        self._tokens = {key: len(count(text)) for key, text in self.texts.items()}
+        self._present = {key.chunk_id: tokens for key, tokens in self._tokens.items()}
+        self._scope = Scope(
+            rag.namespace,
+            str(Path(settings.corpus).expanduser().resolve()),
+            keys[0].encoding.partition("@")[0],
+            rag.fingerprint,
+            settings.chunk_tokens,
+        )
+        self._manifests = read_manifests(settings.folder.manifests, self._scope)
+        self.gone = {} if settings.keep_gone else self._manifests.gone(self._present)
+
+    def encode(self, texts: list[str], progress: bool = False) -> None:
+        self.rag.encode(texts, system=self._system, progress=progress)
+
+    def forget_gone(self) -> None:
+        """Drop what is gone, then list all that is stored or about to be.
+
+        In this order, and before anything is encoded: whatever interrupts it, a later run can forget all
+        that is stored.
+        """
+        if self.gone:
+            self.rag.forget(self.gone)
+        earlier = {id: n for id, n in self._manifests.own().items() if id not in self.gone}
+        write_manifest(self.settings.folder.manifests, self._scope, {**earlier, **self._present})
+
+    def work(self, is_stored: Callable[[KVKey], bool]) -> Work:
+        todo = [tokens for key, tokens in self._tokens.items() if not is_stored(key)]
+        return Work(
+            self.corpus.files,
+            len(self._tokens),
+            sum(self._tokens.values()),
+            len(self._tokens) - len(todo),
+            sum(todo),
+            one_token(self.rag.model, describe_rope(self.rag.model)).nbytes,
+            len(self.gone),
+            (*self.corpus.notes, *self._manifests.notes),
+        )
+
+    def seconds_per_token(self, texts: list[str]) -> float:
+        """Time to encode up to :data:`SAMPLE_TOKENS` of the texts."""
+        self.encode(texts[:1])  # a model's first forward is slower than the others
+        sample, tokens = list[str](), 0
+        while len(sample) < len(texts) and tokens < SAMPLE_TOKENS:
+            sample.append(texts[len(sample)])
+            tokens += self.rag.count_tokens(sample[-1])
+        begun = time.perf_counter()
+        self.encode(sample)
+        return (time.perf_counter() - begun) / tokens
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder) -> None:
