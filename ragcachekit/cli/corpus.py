@@ -14,7 +14,7 @@ from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, p
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
-    from ragcachekit.commands.precompute.job import Work
+    from ragcachekit.commands.precompute.run import Work
 
 
 def ask(

@@ -1,4 +1,4 @@
-"""Questions about one's own files: a LangChain chain with both caches, and what they saved."""
+"""Questions about a user's own files: a LangChain chain with both caches, and what they saved."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ from ragcachekit.search.registry import load_index, open_index
 
 Say = Callable[[str], object]
 CAPACITY = 1000
+"""Entries of the query cache."""
 
 
 @dataclass(frozen=True)
 class AskSettings(OwnFiles):
-    """What ``ragcachekit ask`` is told.
-
-    ``k`` chunks stand in the prompt; up to the cosine distance ``tolerance`` a question is answered from
-    the query cache.
-    """
+    """What ``ragcachekit ask`` takes: ``k`` chunks per prompt, ``tolerance`` of the query cache."""
 
     k: int = 4
     tolerance: float = 0.0
@@ -58,9 +55,9 @@ class AskSettings(OwnFiles):
 class Asked:
     """One answer and how it came about.
 
-    ``sources`` are ``file#number`` of the chunks in the prompt, in order; ``hit`` says whether the query
-    cache knew the question (None: it was not asked), ``distance`` how far its nearest one is; embedding
-    counts among ``retrieval_ms``; ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
+    ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache
+    (None: not asked), ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding;
+    ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
     """
 
     text: str
@@ -72,7 +69,7 @@ class Asked:
 
 
 class AskSession:
-    """A chain that stays open for several questions; made by :func:`open_session`."""
+    """A chain for several questions; made by :func:`open_session`."""
 
     def __init__(self, rag: RagCache, retriever: RagCacheRetriever, max_new_tokens: int) -> None:
         self.rag = rag
@@ -84,7 +81,7 @@ class AskSession:
         self._chain = inputs | prompt.template | model
 
     def ask(self, question: str, on_text: Say = lambda _: None) -> Asked:
-        """Answer; ``on_text`` hears the answer while it is written. What was missed is kept for next time."""
+        """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
         if not question.strip():
             raise ValueError("the question is empty")
         trace, parts = _Trace(), list[str]()
@@ -94,7 +91,7 @@ class AskSession:
         return trace.asked("".join(parts))
 
     def keep(self) -> tuple[str, ...]:
-        """Wait until the KV of the chunks that were missed is stored; names the tiers that refused some."""
+        """Wait until missed KV is stored; returns the names of the tiers that refused some."""
         self.rag.flush()
         return tuple(record.tier for record in self.rag.stats() if record.failed_writes)
 
@@ -103,7 +100,7 @@ class AskSession:
 def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model, join them into a chain.
 
-    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: each says what to do.
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
     """
     model_folder()
     folder = settings.folder
@@ -123,10 +120,7 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
 
 
 def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:
-    """The index of a corpus, from ``place`` where it was built before; only new chunks are embedded.
-
-    Ids are digests of the chunks' texts, so a changed file costs the embedding of what changed in it.
-    """
+    """Vector index of a corpus, stored in the folder ``place``; only new chunks are embedded."""
     name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
     path = place / f"minilm-{name}.index"
     index, held = _stored_index(path, say)
@@ -154,7 +148,7 @@ def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
 
 
 class IndexRetriever(BaseRetriever):
-    """The chunks of a corpus nearest to a question, as LangChain documents."""
+    """Retriever of the chunks of a corpus nearest to a question."""
 
     index: Any
     corpus: Any
@@ -167,7 +161,7 @@ class IndexRetriever(BaseRetriever):
         super().model_post_init(context)
 
     def cache_key_parts(self) -> int:
-        """What results depend on: index and corpus stay as they are."""
+        """Part of the query cache's key; index and corpus do not change."""
         return self.k
 
     def _get_relevant_documents(
@@ -184,7 +178,7 @@ def _joined(documents: list[Document]) -> str:
 
 @dataclass(eq=False)
 class _Trace(BaseCallbackHandler):
-    """Listens to one run of the chain."""
+    """Callbacks of one run of the chain."""
 
     hit: bool | None = None
     distance: float | None = None

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -302,9 +303,9 @@ def test_a_corpus_larger_than_the_budget_or_the_disk_is_refused_first(precompute
     result = precompute("--disk-gb", "0.0001")
     assert result.exit_code == 2
     assert "raise --disk-gb" in result.output
-    usage = type("Usage", (), {"free": 1000})
+    usage = type("Usage", (), {"free": 1000, "total": 10**12})
     monkeypatch.setattr("ragcachekit.commands.precompute.run.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(StoreError, match="choose another --cache"), open_run(settings):
+    with pytest.raises(StoreError, match="choose another --cache"), open_run(replace(settings, disk_gb=1)):
         pass
 
 

@@ -15,7 +15,6 @@ from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import MiniLM, model_folder
 from ragcachekit.commands.own_files import OwnFiles, one_token
-from ragcachekit.commands.precompute.listing import ListingStore
 from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.workspace import CacheFolder
@@ -24,6 +23,7 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.store.base import KVStore
 from ragcachekit.store.entry.file import entry_name
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
@@ -92,7 +92,7 @@ def estimate(settings: PrecomputeSettings) -> Work:
         return (kv / entry_name(key.digest())).is_file()
 
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
-        store = ListingStore(NullStore())
+        store = _ListingStore(NullStore())
         with settings.open_engine(store, corpus, cache_dir=Path(scratch), cold="never") as rag:
             job = _Job(settings, rag, corpus, store)
             work = job.work(on_disk)
@@ -112,7 +112,7 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     check_writable(settings.folder.path)
     corpus = settings.read_corpus()
     disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
-    store = ListingStore(disk)
+    store = _ListingStore(disk)
     with closing(disk), settings.open_engine(store, corpus, cold="never") as rag:
         job = _Job(settings, rag, corpus, store)
         work = job.work(disk.__contains__)
@@ -153,7 +153,7 @@ class _Job:
     """A corpus and the engine that encodes it; ``gone`` are chunks to forget, with their tokens."""
 
     def __init__(
-        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, store: ListingStore
+        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, store: _ListingStore
     ) -> None:
         self.settings, self.rag, self.corpus, self.store = settings, rag, corpus, store
         self._system = prompt_for(rag.tokenizer).before
@@ -210,6 +210,31 @@ class _Job:
         begun = time.perf_counter()
         self.encode(sample)
         return (time.perf_counter() - begun) / tokens
+
+
+class _ListingStore:
+    """Another store, which claims to hold every key while it lists them."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._keys: list[KVKey] | None = None
+        self.get, self.open, self.put, self.discard = store.get, store.open, store.put, store.discard
+        self.forget, self.stats, self.close = store.forget, store.stats, store.close
+
+    @contextmanager
+    def listing(self) -> Iterator[list[KVKey]]:
+        """Collect the keys that are looked up; meanwhile nothing is encoded."""
+        self._keys = []
+        try:
+            yield self._keys
+        finally:
+            self._keys = None
+
+    def __contains__(self, key: KVKey) -> bool:
+        if self._keys is None:
+            return key in self._store
+        self._keys.append(key)
+        return True
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder) -> None:
