@@ -124,12 +124,6 @@ class CacheContent:
         """Number of entries of one namespace, or of all."""
         return sum(use.entries for use in self._usage() if namespace in (None, use.namespace))
 
-    def others(self) -> tuple[Path, ...]:
-        """Files of other programs in our folders."""
-        ours = {*_indexes(self.folder), *manifests(self.folder.manifests)}
-        found = chain(self.folder.indexes.glob("*"), self.folder.manifests.glob("*"))
-        return tuple(path for path in sorted(found) if path not in ours)
-
     def _usage(self) -> Iterator[Usage]:
         return chain.from_iterable(tier.usage() for tier in self.tiers)
 

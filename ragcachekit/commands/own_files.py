@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.commands.workspace import CacheFolder, check_dtype, disk_bytes, explained, load_tokenizer
+from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.encode.neighbours import PrecedingChunks
 from ragcachekit.encode.standalone import ChunkEncoder
@@ -53,7 +53,9 @@ class OwnFiles:
     @property
     def disk_bytes(self) -> int | None:
         """Disk budget; None for the library's default."""
-        return disk_bytes(self.disk_gb)
+        if self.disk_gb is not None and not self.disk_gb > 0:
+            raise ValueError(f"the disk budget must be > 0 GB, got {self.disk_gb}")
+        return None if self.disk_gb is None else int(self.disk_gb * 1e9)
 
     def read_corpus(self) -> Corpus:
         """Read the corpus, cut by the model's tokenizer, before the model is loaded."""

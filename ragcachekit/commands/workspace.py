@@ -75,10 +75,3 @@ def check_dtype(dtype: str) -> None:
     """ValueError for an unknown dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-
-
-def disk_bytes(gigabytes: float | None) -> int | None:
-    """A disk budget in bytes; None for the library's default."""
-    if gigabytes is not None and not gigabytes > 0:
-        raise ValueError(f"the disk budget must be > 0 GB, got {gigabytes}")
-    return None if gigabytes is None else int(gigabytes * 1e9)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.world.reader_folder import READER
+from command_fixtures import kv_of
 from langchain_ragcachekit import RagCacheRetriever
 from ragcachekit import RagCache, StoreConfig
 from ragcachekit.commands.ask import AskSession, IndexRetriever, corpus_index
@@ -144,5 +145,6 @@ def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_pa
     found, _ = estimated((True, True))
     settings = PrecomputeSettings(str(corpus), READER, cache=str(tmp_path / "other"), chunk_tokens=SMALL)
     with open_run(settings) as opened:
-        done = opened.run()
-    assert (found.corpus_chunks, found.corpus_bytes) == (done.encoded, done.nbytes)
+        opened.run()
+    stored = [kv.nbytes for kv in kv_of(settings.folder.kv)]
+    assert (found.corpus_chunks, found.corpus_bytes) == (len(stored), sum(stored))

@@ -154,17 +154,12 @@ def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: flo
 def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
     """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
     mean = float(f1.mean())
-    if mean < LEAST_F1:
-        what = "answers (nearly) nothing right, so that nothing can be lost against it"
-    elif upper_bound(f1, seed) <= budget:
-        what = f"scores so little that a policy which answers nothing would be within {budget:g}"
-    else:
-        return
-    raise RagCacheError(
-        f"no budget is stored: a full prefill {what} (F1 {mean:.3f} on {len(f1)} questions). The questions "
-        "or the model do not fit: are the answers short and taken from the given chunks, does the model know "
-        "the language, does --max-new-tokens leave room to answer, and little more?"
-    )
+    if mean < LEAST_F1 or upper_bound(f1, seed) <= budget:
+        raise RagCacheError(
+            f"no budget is stored: a full prefill answers (nearly) nothing right (F1 {mean:.3f} on {len(f1)} "
+            "questions), so that nothing can be lost against it. Are the answers short and taken from the "
+            "given chunks, was the model trained on the language, is --max-new-tokens right?"
+        )
 
 
 def upper_bound(losses: NDArray[np.float64], seed: int) -> float:

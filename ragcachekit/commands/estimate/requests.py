@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from langchain_core.messages import convert_to_openai_messages
@@ -67,7 +68,7 @@ def retrieve(
                 known[query.query] = search(vector)
             found = known[query.query]
         pairs = [(text, text) for text in found]
-        results = {t: cache.get(vector, _NAMESPACE, lambda p=pairs: p) for t, cache in caches.items()}
+        results = {t: cache.get(vector, _NAMESPACE, partial(list, pairs)) for t, cache in caches.items()}
         texts.append(results[tolerance].documents if query.docs is None else found)
     return Retrievals(tuple(texts), {t: caches[t].stats().hits for t in sorted(caches)})
 

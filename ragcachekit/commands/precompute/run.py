@@ -69,18 +69,6 @@ class Work:
         return self.todo_tokens * self.token_bytes
 
 
-@dataclass(frozen=True)
-class Precomputed:
-    """Chunks that one run encoded, found stored and forgot; tokens and bytes of KV encoded, seconds taken."""
-
-    encoded: int
-    stored: int
-    forgotten: int
-    tokens: int
-    nbytes: int
-    seconds: float
-
-
 def estimate(settings: PrecomputeSettings) -> Work:
     """Measure the work without touching the cache folder (the dry run).
 
@@ -94,10 +82,8 @@ def estimate(settings: PrecomputeSettings) -> Work:
     with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
         store = _ListingStore(NullStore())
         with settings.open_engine(store, corpus, cache_dir=Path(scratch), cold="never") as rag:
-            job = _Job(settings, rag, corpus, store)
-            work = job.work(on_disk)
-            todo = [text for key, text in job.texts.items() if not on_disk(key)]
-            return replace(work, seconds=job.seconds_per_token(todo) * work.todo_tokens) if todo else work
+            run = PrecomputeRun(settings, rag, corpus, store, on_disk)
+            return replace(run.work, seconds=run.sampled_seconds()) if run.todo else run.work
 
 
 @contextmanager
@@ -114,102 +100,94 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
     store = _ListingStore(disk)
     with closing(disk), settings.open_engine(store, corpus, cold="never") as rag:
-        job = _Job(settings, rag, corpus, store)
-        work = job.work(disk.__contains__)
-        needed = work.todo_bytes - sum(job.gone.values()) * work.token_bytes
+        run = PrecomputeRun(settings, rag, corpus, store, disk.__contains__, say)
+        needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
         _check_room(needed, sum(tier.budget - tier.nbytes for tier in disk.stats()), settings.folder)
-        yield PrecomputeRun(job, work, say)
+        yield run
 
 
 class PrecomputeRun:
-    """A corpus ready to be encoded, and the work that it will be."""
+    """A corpus ready to be encoded.
 
-    def __init__(self, job: _Job, work: Work, say: Say) -> None:
-        self._job, self._say = job, say
-        self.work = work
-
-    def run(self, *, progress: bool = False) -> Precomputed:
-        """Forget what is gone, encode what is missing, embed what the index of ``ask`` lacks.
-
-        The KV that was stored stays if this is interrupted.
-
-        Raises StoreError if some KV, or the list of what is encoded, could not be written.
-        """
-        begun, job, work = time.perf_counter(), self._job, self.work
-        job.forget_gone()
-        job.encode(job.corpus.texts, progress)
-        if lost := sum(key not in job.store for key in job.texts):
-            raise StoreError(
-                f"{lost} of {work.chunks} chunks could not be stored; free some space "
-                "and run the same command again"
-            )
-        seconds = time.perf_counter() - begun
-        corpus_index(job.corpus, Path(job.settings.corpus), MiniLM(), job.settings.folder.indexes, self._say)
-        encoded = work.chunks - work.stored
-        return Precomputed(encoded, work.stored, work.gone, work.todo_tokens, work.todo_bytes, seconds)
-
-
-class _Job:
-    """A corpus and the engine that encodes it; ``gone`` are chunks to forget, with their tokens."""
+    ``work`` is how much there is to do, ``todo`` the tokens of each text to encode, ``gone`` the ids of
+    chunks to forget, with their tokens.
+    """
 
     def __init__(
-        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, store: _ListingStore
+        self,
+        settings: PrecomputeSettings,
+        rag: RagCache,
+        corpus: Corpus,
+        store: _ListingStore,
+        is_stored: Callable[[KVKey], bool],
+        say: Say = lambda _: None,
     ) -> None:
-        self.settings, self.rag, self.corpus, self.store = settings, rag, corpus, store
+        self._settings, self._rag, self._corpus, self._store, self._say = settings, rag, corpus, store, say
         self._system = prompt_for(rag.tokenizer).before
-        with store.listing() as keys:
-            self.encode(corpus.texts)
-        self.texts = dict(zip(keys, corpus.texts, strict=True))
+        with store.listing() as self._keys:
+            self._encode(corpus.texts)
         count = SegmentTokenizer(rag.tokenizer).chunk
-        self._tokens = {key: len(count(text)) for key, text in self.texts.items()}
-        self._present = {key.chunk_id: tokens for key, tokens in self._tokens.items()}
+        tokens = [len(count(text)) for text in corpus.texts]
+        entries = list(zip(self._keys, corpus.texts, tokens, strict=True))
+        self.todo = {text: number for key, text, number in entries if not is_stored(key)}
+        self._present = {key.chunk_id: number for key, _, number in entries}
         self._scope = Scope(
             rag.namespace,
             str(Path(settings.corpus).expanduser().resolve()),
-            keys[0].encoding.partition("@")[0],
+            self._keys[0].encoding.partition("@")[0],
             rag.fingerprint,
             settings.chunk_tokens,
         )
         self._manifests = read_manifests(settings.folder.manifests, self._scope)
         self.gone = {} if settings.keep_gone else self._manifests.gone(self._present)
-
-    def encode(self, texts: list[str], progress: bool = False) -> None:
-        self.rag.encode(texts, system=self._system, progress=progress)
-
-    def forget_gone(self) -> None:
-        """Drop what is gone, then list all that is stored or about to be.
-
-        In this order, and before anything is encoded: whatever interrupts it, a later run can forget all
-        that is stored.
-        """
-        if self.gone:
-            self.rag.forget(self.gone)
-        earlier = {id: n for id, n in self._manifests.own().items() if id not in self.gone}
-        write_manifest(self.settings.folder.manifests, self._scope, {**earlier, **self._present})
-
-    def work(self, is_stored: Callable[[KVKey], bool]) -> Work:
-        todo = [tokens for key, tokens in self._tokens.items() if not is_stored(key)]
-        return Work(
-            self.corpus.files,
-            len(self._tokens),
-            sum(self._tokens.values()),
-            len(self._tokens) - len(todo),
-            sum(todo),
-            one_token(self.rag.model, describe_rope(self.rag.model)).nbytes,
+        self.work = Work(
+            corpus.files,
+            len(tokens),
+            sum(tokens),
+            len(tokens) - len(self.todo),
+            sum(self.todo.values()),
+            one_token(rag.model, describe_rope(rag.model)).nbytes,
             len(self.gone),
-            (*self.corpus.notes, *self._manifests.notes),
+            (*corpus.notes, *self._manifests.notes),
         )
 
-    def seconds_per_token(self, texts: list[str]) -> float:
-        """Time to encode up to :data:`SAMPLE_TOKENS` of the texts."""
-        self.encode(texts[:1])  # a model's first forward is slower than the others
+    def run(self, *, progress: bool = False) -> float:
+        """Forget what is gone, encode what is missing, embed what the index of ``ask`` lacks.
+
+        Returned are the seconds that the KV took. What was stored stays if this is interrupted.
+
+        Raises StoreError if some KV, or the list of what is encoded, could not be written.
+        """
+        begun, folder = time.perf_counter(), self._settings.folder
+        if self.gone:
+            self._rag.forget(self.gone)
+        # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
+        earlier = {id: n for id, n in self._manifests.own().items() if id not in self.gone}
+        write_manifest(folder.manifests, self._scope, {**earlier, **self._present})
+        self._encode(self._corpus.texts, progress)
+        if lost := sum(key not in self._store for key in self._keys):
+            raise StoreError(
+                f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
+                "and run the same command again"
+            )
+        seconds = time.perf_counter() - begun
+        corpus_index(self._corpus, Path(self._settings.corpus), MiniLM(), folder.indexes, self._say)
+        return seconds
+
+    def sampled_seconds(self) -> float:
+        """Time to encode everything, from up to :data:`SAMPLE_TOKENS`."""
+        texts = list(self.todo)
+        self._encode(texts[:1])  # a model's first forward is slower than the others
         sample, tokens = list[str](), 0
         while len(sample) < len(texts) and tokens < SAMPLE_TOKENS:
+            tokens += self.todo[texts[len(sample)]]
             sample.append(texts[len(sample)])
-            tokens += self.rag.count_tokens(sample[-1])
         begun = time.perf_counter()
-        self.encode(sample)
-        return (time.perf_counter() - begun) / tokens
+        self._encode(sample)
+        return (time.perf_counter() - begun) / tokens * self.work.todo_tokens
+
+    def _encode(self, texts: list[str], progress: bool = False) -> None:
+        self._rag.encode(texts, system=self._system, progress=progress)
 
 
 class _ListingStore:
