@@ -65,7 +65,7 @@ def estimate(
 
 
 def _about(row: dict[str, Any], found: Estimate) -> Table:
-    near = [f"{count} within {t:g}" for t, count in found.retrievals.near.items() if t]
+    near = [f"{count} within {t:g}" for t, count in found.near.items() if t]
     rows = {
         "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
         f"one: {', '.join(near)}",

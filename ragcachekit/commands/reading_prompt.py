@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import convert_to_openai_messages
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 
 from ragcachekit.model.tokens import SegmentTokenizer
@@ -16,7 +16,6 @@ SEPARATOR = "\n\n"
 
 _CONTEXT = f"{INSTRUCTION}{SEPARATOR}{{context}}"
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
-_ROLES = {"system": "system", "human": "user"}
 
 PLAIN_STOP = ("\nQuestion:",)
 """Stop strings for models without a chat template, which would go on with another question."""
@@ -51,11 +50,7 @@ def prompt_for(tokenizer: Any) -> ReadingPrompt:
 def _before(template: ChatPromptTemplate, tokens: SegmentTokenizer) -> str | None:
     messages = template.format_messages(context=_PLACE, input="Why?")
     try:
-        before, found, _ = tokens.render([_plain(message) for message in messages]).partition(_PLACE)
+        before, found, _ = tokens.render(convert_to_openai_messages(messages)).partition(_PLACE)
     except Exception:  # templates refuse roles with errors of their own kinds
         return None
     return before if found else None
-
-
-def _plain(message: BaseMessage) -> dict[str, str]:
-    return {"role": _ROLES[message.type], "content": str(message.content)}

@@ -136,9 +136,9 @@ def test_host_and_disk_from_nothing(estimated, really, tmp_path):
 def test_bytes_of_what_is_touched_are_those_that_are_stored(estimated, really, encoder):
     found, outcome = estimated((False, False), shares=(1.0,), encoder=encoder)
     tiers, stats = really(StoreConfig(host_bytes=1 << 30), encoder=encoder)
-    assert found.touched_bytes == stats["host"].nbytes
+    assert found.figures.kv_bytes_touched == stats["host"].nbytes
     assert tiers_of(outcome) == tiers
-    assert found.touched_chunks + 1 == stats["host"].entries  # and the text before the first chunk
+    assert found.figures.chunks_touched + 1 == stats["host"].entries  # and the text before the first chunk
 
 
 def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_path):
@@ -147,4 +147,4 @@ def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_pa
     with open_run(settings) as opened:
         opened.run()
     stored = [kv.nbytes for kv in kv_of(settings.folder.kv)]
-    assert (found.corpus_chunks, found.corpus_bytes) == (len(stored), sum(stored))
+    assert (found.figures.chunks_in_corpus, found.figures.kv_bytes_corpus) == (len(stored), sum(stored))

@@ -52,9 +52,10 @@ def advise(estimate: Estimate) -> Advice:
     )
     saved = float(disk.seconds.sum() - ahead.seconds.sum())
     chosen = plain if plain.mean <= ALIKE * disk.mean else disk
-    if saved * LOGS >= estimate.encode_seconds and ahead.mean * ALIKE < chosen.mean:
+    if saved * LOGS >= estimate.figures.encode_corpus_s and ahead.mean * ALIKE < chosen.mean:
         chosen = ahead
-    full, speedup = estimate.mean_full, estimate.mean_full / chosen.mean
+    full = estimate.figures.full_s_mean
+    speedup = full / chosen.mean
     times = f"{_ms(full)} to {_ms(chosen.mean)}"
     if speedup < LEAST_SPEEDUP:
         why_not = f"it will not help you: the mean time to the first token would go from {times}, because"
@@ -81,7 +82,7 @@ def _store_config(estimate: Estimate, chosen: Outcome) -> str:
     tiers = chosen.tiers
     parts = [f"host_bytes={_rounded(tiers.host_bytes):_}"]
     if tiers.disk:
-        held = estimate.touched_bytes + estimate.corpus_bytes * tiers.precomputed
+        held = estimate.figures.kv_bytes_touched + estimate.figures.kv_bytes_corpus * tiers.precomputed
         parts += ['disk_path="..."', f"disk_bytes={_rounded(round(1.25 * held)):_}"]
     if tiers.eviction != StoreConfig().eviction:
         parts.append(f'eviction="{tiers.eviction}"')
@@ -95,27 +96,28 @@ def _rounded(nbytes: int) -> int:
 
 
 def _about_precompute(estimate: Estimate, saved: float, advised: bool) -> str:
-    cost = f"about {duration(estimate.encode_seconds)}"
+    seconds = estimate.figures.encode_corpus_s
+    cost = f"about {duration(seconds)}"
     if saved <= 0:
         return f"precompute does not pay: it takes {cost} and no question is answered sooner"
-    count = math.ceil(estimate.encode_seconds / (saved / len(estimate.log)))
+    count = math.ceil(seconds / (saved / estimate.figures.questions))
     after = f"it takes {cost} and has saved that after about {count} questions like these"
     return f"precompute {'pays' if advised else 'is not needed'}: {after}"
 
 
 def _reasons(estimate: Estimate) -> Iterator[str]:
+    figures = estimate.figures
     if fallbacks := [request.fallback for request in estimate.requests if request.fallback]:
-        count = f"{len(fallbacks)} of {len(estimate.requests)}"
+        count = f"{len(fallbacks)} of {figures.questions}"
         yield f"{count} prompts cannot be taken apart into chunks ({fallbacks[0]})"
-    uses = estimate.chunk_uses
-    if estimate.reuse < 0.1:
+    if figures.chunk_reuse < 0.1:
         yield (
-            f"chunks hardly come back: {estimate.touched_chunks} different ones in {uses} uses "
-            f"({estimate.reuse:.0%} of the uses find a chunk that was used before)"
+            f"chunks hardly come back: {figures.chunks_touched} different ones in {figures.chunk_uses} uses "
+            f"({figures.chunk_reuse:.0%} of the uses find a chunk that was used before)"
         )
     yield (
-        f"{estimate.chunk_share:.0%} of the prompts' tokens are retrieved text, the rest is computed every "
-        "time; so are the tokens of short chunks that the policy recomputes"
+        f"{figures.chunk_token_share:.0%} of the prompts' tokens are retrieved text, the rest is computed "
+        "every time; so are the tokens of short chunks that the policy recomputes"
     )
 
 
@@ -151,26 +153,9 @@ def part(found: BenchReport, name: str) -> BenchReport:
 
 
 def _log(estimate: Estimate) -> dict[str, Any]:
-    questions = [query.query for query in estimate.log]
-    return {
-        "part": LOG,
-        "questions": len(questions),
-        "repeated": len(questions) - len(set(questions)),
-        **{f"near_{t:g}": count for t, count in estimate.retrievals.near.items()},
-        "prompt_tokens": float(np.median([request.tokens for request in estimate.requests])),
-        "chunk_token_share": estimate.chunk_share,
-        "chunk_uses": estimate.chunk_uses,
-        "chunks_touched": estimate.touched_chunks,
-        "chunk_reuse": estimate.reuse,
-        "chunks_not_in_corpus": estimate.foreign_chunks,
-        "chunks_in_corpus": estimate.corpus_chunks,
-        "kv_bytes_corpus": estimate.corpus_bytes,
-        "kv_bytes_touched": estimate.touched_bytes,
-        "encode_corpus_s": estimate.encode_seconds,
-        "full_ms_mean": estimate.mean_full * 1e3,
-        "measured": estimate.settings.measure,
-        "disk_gb_per_s": estimate.speeds.disk / 1e9,
-    }
+    near = {f"near_{tolerance:g}": count for tolerance, count in estimate.near.items()}
+    speed = {"measured": estimate.settings.measure, "disk_gb_per_s": estimate.speeds.disk / 1e9}
+    return {"part": LOG, **vars(estimate.figures), **near, **speed}
 
 
 def _tiers(estimate: Estimate, outcome: Outcome) -> dict[str, Any]:
@@ -179,14 +164,14 @@ def _tiers(estimate: Estimate, outcome: Outcome) -> dict[str, Any]:
         "part": TIERS,
         **vars(tiers),
         "host_mb": tiers.host_bytes / 1e6,
-        "share_of_touched": tiers.host_bytes / estimate.touched_bytes,
+        "share_of_touched": tiers.host_bytes / estimate.figures.kv_bytes_touched,
         "from_host": outcome.rate(HOST),
         "from_disk": outcome.rate(DISK),
         "computed": outcome.rate(COMPUTED),
         "ttft_ms": float(np.median(seconds)) * 1e3,
         "ttft_ms_p90": float(np.quantile(seconds, 0.9)) * 1e3,
         "ttft_ms_mean": outcome.mean * 1e3,
-        "speedup": estimate.mean_full / outcome.mean,
+        "speedup": estimate.figures.full_s_mean / outcome.mean,
     }
 
 
@@ -203,7 +188,7 @@ def plot(found: BenchReport, path: str | os.PathLike[str]) -> None:
         x = [row["host_mb"] for row in line]
         for axes, name in ((hits, "from_host"), (times, "ttft_ms_mean")):
             axes.plot(x, [row[name] for row in line], "o-" if ahead else "o--", label=label)
-    full = found.rows[0]["full_ms_mean"]
+    full = found.rows[0]["full_s_mean"] * 1e3
     times.axhline(full, color="#4d4d4d", linewidth=1, label="full prefill")
     hits.set(xscale="log", xlabel="host memory (MB)", ylabel="chunks found in host memory", ylim=(0, 1.02))
     times.set(xscale="log", xlabel="host memory (MB)", ylabel="mean time to first token (ms)", ylim=(0, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,12 +18,13 @@ from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import MiniLM, model_folder
 from ragcachekit.commands.estimate.log import LoggedQuery, read_log
 from ragcachekit.commands.estimate.replay import Served, Tiers, replay
-from ragcachekit.commands.estimate.requests import Request, Requests, Retrievals, retrieve
+from ragcachekit.commands.estimate.requests import Request, Requests, Retrievals, Use, retrieve
 from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
 from ragcachekit.commands.own_files import OwnFiles, at_least_1, one_token
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.base import LayerwisePolicy, VariantPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.query.proximity import ProximityCache
@@ -100,56 +102,36 @@ class Outcome:
         return float(self.seconds.mean())
 
 
+@dataclass(frozen=True)
+class LogFigures:
+    """Counts, shares, median tokens, bytes and seconds of a log and its corpus."""
+
+    questions: int
+    repeated: int
+    prompt_tokens: float
+    chunk_token_share: float
+    chunk_uses: int
+    chunks_touched: int
+    chunk_reuse: float
+    chunks_not_in_corpus: int
+    chunks_in_corpus: int
+    kv_bytes_corpus: int
+    kv_bytes_touched: int
+    encode_corpus_s: float
+    full_s_mean: float
+
+
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """Requests of a log, the outcome of every replay, and sizes of the KV.
-
-    ``touched_bytes`` is the KV of all entries that the log's prompts use, ``foreign_chunks`` counts chunks
-    of the log that the corpus lacks, ``encode_seconds`` is the time to encode the corpus ahead.
-    """
+    """Figures of a log, query cache hits by tolerance, and the outcome of every replay."""
 
     settings: EstimateSettings
-    log: tuple[LoggedQuery, ...]
-    retrievals: Retrievals
+    figures: LogFigures
+    near: dict[float, int]
     requests: tuple[Request, ...]
     speeds: Speeds
     outcomes: tuple[Outcome, ...]
-    corpus_chunks: int
-    corpus_bytes: int
-    touched_bytes: int
-    foreign_chunks: int
-    encode_seconds: float
     notes: tuple[str, ...]
-
-    @property
-    def touched_chunks(self) -> int:
-        """Different chunks in the log's prompts."""
-        return len(_chunk_ids(self.requests))
-
-    @property
-    def chunk_uses(self) -> int:
-        """Chunks in all prompts."""
-        return sum(len(request.chunks) for request in self.requests)
-
-    @property
-    def chunk_share(self) -> float:
-        """Share of all prompts' tokens that are chunks."""
-        tokens = sum(use.chunk.tokens for request in self.requests for use in request.chunks)
-        return tokens / sum(request.tokens for request in self.requests)
-
-    @property
-    def reuse(self) -> float:
-        """Share of chunk uses that are not the first one of their chunk."""
-        return 1 - self.touched_chunks / self.chunk_uses if self.chunk_uses else 0.0
-
-    @property
-    def mean_full(self) -> float:
-        """Mean time of an ordinary prefill, in seconds."""
-        return float(np.mean([self.speeds.full(request.tokens) for request in self.requests]))
-
-
-def _chunk_ids(requests: tuple[Request, ...]) -> set[str]:
-    return {use.key.chunk_id for request in requests for use in request.chunks}
 
 
 def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool = False) -> Estimate:
@@ -171,17 +153,16 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     bar = tqdm(lines, unit="prompt", desc="planning", disable=not progress)
     requests = tuple(prompts.request(query, texts) for query, texts in bar)
     items = prompts.precomputed(corpus.texts)
-    keys = {item.key for item in items}
 
     disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
     if settings.measure:
         speeds = measured(model, rope, token, folder.path, disk, say)
     else:
         speeds = assumed(model, disk)
-    touched = sum({use.key: use.nbytes for request in requests for use in request.uses}.values())
+    figures = _figures(log, requests, items, token.nbytes, speeds)
     # Below what one prompt uses, a tier would refuse what the prompt misses.
-    least = max(sum({use.key: use.nbytes for use in request.uses}.values()) for request in requests)
-    budgets = sorted({max(least, round(share * touched), 1) for share in settings.shares})
+    least = max(_nbytes(request.uses) for request in requests)
+    budgets = sorted({max(least, round(s * figures.kv_bytes_touched), 1) for s in settings.shares})
     tiers = [
         Tiers(budget, eviction, *way)
         for way in ((False, False), (True, False), (True, True))
@@ -189,24 +170,43 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
         for budget in budgets
     ]
     prefill, ttft = cache(speeds.full), cache(lambda served: speeds.served(served, policy))
-    outcomes = []
+    keys, outcomes = {item.key for item in items}, []
     for each in tqdm(tiers, unit="set of tiers", desc="replaying", disable=not progress):
         served = replay(requests, each, keys, prefill)
         outcomes.append(Outcome(each, served, np.array([ttft(one) for one in served])))
-    return Estimate(
-        settings,
-        log,
-        retrievals,
-        requests,
-        speeds,
-        tuple(outcomes),
-        len(items),
-        sum(token.nbytes * len(item.token_ids) for item in items),
-        touched,
-        len(_chunk_ids(requests) - {key.chunk_id for key in keys}),
-        sum(speeds.full(len(item.encoding.behind) + len(item.token_ids)) for item in items),
-        corpus.notes,
+    return Estimate(settings, figures, retrievals.near, requests, speeds, tuple(outcomes), corpus.notes)
+
+
+def _figures(
+    log: Sequence[LoggedQuery],
+    requests: Sequence[Request],
+    corpus: Sequence[Missing],
+    token_bytes: int,
+    speeds: Speeds,
+) -> LogFigures:
+    uses = [use for request in requests for use in request.chunks]
+    touched = {use.key.chunk_id for use in uses}
+    tokens = [request.tokens for request in requests]
+    return LogFigures(
+        questions=len(log),
+        repeated=len(log) - len({query.query for query in log}),
+        prompt_tokens=float(np.median(tokens)),
+        chunk_token_share=sum(use.chunk.tokens for use in uses) / sum(tokens),
+        chunk_uses=len(uses),
+        chunks_touched=len(touched),
+        chunk_reuse=1 - len(touched) / len(uses) if uses else 0.0,
+        chunks_not_in_corpus=len(touched - {item.key.chunk_id for item in corpus}),
+        chunks_in_corpus=len(corpus),
+        kv_bytes_corpus=sum(len(item.token_ids) for item in corpus) * token_bytes,
+        kv_bytes_touched=_nbytes(use for request in requests for use in request.uses),
+        encode_corpus_s=sum(speeds.full(len(i.encoding.behind) + len(i.token_ids)) for i in corpus),
+        full_s_mean=float(np.mean([speeds.full(count) for count in tokens])),
     )
+
+
+def _nbytes(uses: Iterable[Use]) -> int:
+    """KV bytes of the different entries."""
+    return sum({use.key: use.nbytes for use in uses}.values())
 
 
 def _retrieved(
