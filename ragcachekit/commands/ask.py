@@ -124,13 +124,12 @@ def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, sa
     name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
     path = place / f"minilm-{name}.index"
     index, held = _stored_index(path, say)
-    wanted = {chunk.id: chunk for chunk in corpus.chunks}
-    gone = [id for id in held if id not in wanted]
-    new = [chunk for id, chunk in wanted.items() if id not in held]
+    gone = [id for id in held if id not in corpus.by_id]
+    new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
     if gone:
         index.remove(gone)
     if new:
-        say(f"embedding {len(new)} of {len(wanted)} chunks")
+        say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
         place.mkdir(parents=True, exist_ok=True)
@@ -155,11 +154,6 @@ class IndexRetriever(BaseRetriever):
     embedder: Any
     k: int
 
-    def model_post_init(self, context: Any) -> None:
-        """Look chunks up by id."""
-        self._by_id = {chunk.id: chunk for chunk in self.corpus.chunks}
-        super().model_post_init(context)
-
     def cache_key_parts(self) -> int:
         """Part of the query cache's key; index and corpus do not change."""
         return self.k
@@ -168,7 +162,7 @@ class IndexRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
         found = self.index.search(self.embedder.embed([query])[0], self.k)
-        chunks = [self._by_id[id] for id in found.ids]
+        chunks = [self.corpus.by_id[id] for id in found.ids]
         return [Document(c.text, id=c.id, metadata={"source": f"{c.source}#{c.number}"}) for c in chunks]
 
 

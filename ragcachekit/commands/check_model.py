@@ -69,8 +69,7 @@ def check(model: Any) -> ModelCheck:
 
 def report(checked: ModelCheck, model: str) -> BenchReport:
     """Report with one row."""
-    row = {name: value for name, value in vars(checked).items() if name != "rope"}
-    return BenchReport("check-model", model, 0, ({**row, "rope": list(checked.rope)},))
+    return BenchReport("check-model", model, 0, (vars(checked),))
 
 
 def rope_lines(rope: Rope) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class Corpus:
     def texts(self) -> list[str]:
         """The chunks' texts."""
         return [chunk.text for chunk in self.chunks]
+
+    @cached_property
+    def by_id(self) -> dict[str, CorpusChunk]:
+        """The chunks by their ids."""
+        return {chunk.id: chunk for chunk in self.chunks}
 
 
 def read_corpus(

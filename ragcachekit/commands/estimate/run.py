@@ -216,14 +216,13 @@ def _retrieved(
     questions = list(dict.fromkeys(query.query for query in log))
     rows = embedder.embed(questions, progress=progress and len(questions) > 100)
     vectors = dict(zip(questions, rows, strict=True))
-    texts = {chunk.id: chunk.text for chunk in corpus.chunks}
 
     @cache
     def index() -> Any:  # not built where every line names its documents
         return corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
 
     def search(vector: NDArray[Any]) -> tuple[str, ...]:
-        return tuple(texts[id] for id in index().search(vector, settings.k).ids)
+        return tuple(corpus.by_id[id].text for id in index().search(vector, settings.k).ids)
 
     return retrieve(
         log, corpus, np.stack([vectors[query.query] for query in log]), search, settings.tolerance
