@@ -114,8 +114,6 @@ def clear(
         typer.confirm(f"Delete {what} in {content.folder.path}?", abort=True)
     for tier, dropped in zip(content.tiers, content.clear(namespace), strict=True):
         typer.echo(f"{tier.name}: deleted {dropped} entries")
-    for path in content.others() if namespace is None else ():
-        typer.echo(f"left alone: {path}")
     if left := content.left(namespace):
         typer.echo(f"{left} entries could not be deleted or are new: end what uses the folder, clear again")
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, p
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
-    from ragcachekit.commands.precompute.job import Work
+    from ragcachekit.commands.precompute.run import Work
 
 
 def ask(
@@ -87,16 +87,18 @@ def precompute(
         return
     try:
         with open_run(settings, note) as opened:
-            put(_amount(opened.work))
-            done = opened.run(progress=opened.work.todo_tokens > 0)
+            work = opened.work
+            put(_amount(work))
+            seconds = opened.run(progress=work.todo_tokens > 0)
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
+    new = work.chunks - work.stored
     typer.echo(
-        f"encoded {counted(done.encoded, 'chunk')} ({done.tokens} tokens, {size(done.nbytes)}) "
-        f"in {done.seconds:.1f} s, {done.stored} {'was' if done.stored == 1 else 'were'} stored already"
+        f"encoded {counted(new, 'chunk')} ({work.todo_tokens} tokens, {size(work.todo_bytes)}) "
+        f"in {seconds:.1f} s, {work.stored} {'was' if work.stored == 1 else 'were'} stored already"
     )
-    typer.echo(_changes(done.encoded, done.stored, done.forgotten))
+    typer.echo(_changes(new, work.stored, work.gone))
 
 
 def _typed() -> Iterator[str]:

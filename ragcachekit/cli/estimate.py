@@ -20,8 +20,8 @@ def estimate(
         str,
         typer.Option(
             "--log",
-            help='Questions, one per line: plain, or {"query": ..., "docs": [...], "time": ..., '
-            '"answer_tokens": ...}; docs are texts or file#number, what your retriever returned.',
+            help='Questions, one per line: plain, or {"query": ..., "docs": [...]}; '
+            "docs are texts or file#number, what your retriever returned.",
         ),
     ],
     corpus: opt.CorpusDir,
@@ -46,29 +46,26 @@ def estimate(
     read_log(log)
     opt.check_folders(corpus, cache)
     from ragcachekit.commands.estimate import report as estimate_report
-    from ragcachekit.commands.estimate.advice import advise
     from ragcachekit.commands.estimate.run import EstimateSettings, run
 
     shares, evictions = opt.numbers("--host", host), opt.names(eviction)
     settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
     quiet_loading()
     found = run(settings, note, progress=True)
-    advice = advise(found)
+    advice = estimate_report.advise(found)
     report = estimate_report.report(found, advice)
     for line in (*found.notes, *found.speeds.notes):
         note(line)
     put(_about(report.rows[0], found))
     tiers = estimate_report.part(report, estimate_report.TIERS)
     show(tiers.table("Where chunks come from, and the time to first token", estimate_report.TIER_COLUMNS))
-    policies = estimate_report.part(report, estimate_report.POLICIES)
-    show(policies.table("With the tiers advised below", ("policy", "ttft_ms", "ttft_ms_p90", "speedup")))
     for line in advice.lines:
         typer.echo(line)
     written(report, json, plot, estimate_report.plot)
 
 
 def _about(row: dict[str, Any], found: Estimate) -> Table:
-    near = [f"{count} within {t:g}" for t, count in found.retrievals.near.items() if t]
+    near = [f"{count} within {t:g}" for t, count in found.near.items() if t]
     rows = {
         "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
         f"one: {', '.join(near)}",
@@ -80,11 +77,4 @@ def _about(row: dict[str, Any], found: Estimate) -> Table:
         "KV": f"{size(row['kv_bytes_touched'])} that the log touches, {size(row['kv_bytes_corpus'])} of the "
         "corpus",
     }
-    if "hours" in row:
-        rows["time"] = f"{row['hours']:.3g} hours"
-    if "ttft_share_of_answer" in row:
-        rows["answers"] = (
-            f"{row['ttft_share_of_answer']:.0%} of an answer's time passes before its first token; "
-            "what follows it stays as it is"
-        )
     return pairs(rows)

@@ -1,4 +1,4 @@
-"""Questions about one's own files: a LangChain chain with both caches, and what they saved."""
+"""Questions about a user's own files: a LangChain chain with both caches, and what they saved."""
 
 from __future__ import annotations
 
@@ -34,15 +34,12 @@ from ragcachekit.search.registry import load_index, open_index
 
 Say = Callable[[str], object]
 CAPACITY = 1000
+"""Entries of the query cache."""
 
 
 @dataclass(frozen=True)
 class AskSettings(OwnFiles):
-    """What ``ragcachekit ask`` is told.
-
-    ``k`` chunks stand in the prompt; up to the cosine distance ``tolerance`` a question is answered from
-    the query cache.
-    """
+    """What ``ragcachekit ask`` takes: ``k`` chunks per prompt, ``tolerance`` of the query cache."""
 
     k: int = 4
     tolerance: float = 0.0
@@ -58,9 +55,9 @@ class AskSettings(OwnFiles):
 class Asked:
     """One answer and how it came about.
 
-    ``sources`` are ``file#number`` of the chunks in the prompt, in order; ``hit`` says whether the query
-    cache knew the question (None: it was not asked), ``distance`` how far its nearest one is; embedding
-    counts among ``retrieval_ms``; ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
+    ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache
+    (None: not asked), ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding;
+    ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
     """
 
     text: str
@@ -72,7 +69,7 @@ class Asked:
 
 
 class AskSession:
-    """A chain that stays open for several questions; made by :func:`open_session`."""
+    """A chain for several questions; made by :func:`open_session`."""
 
     def __init__(self, rag: RagCache, retriever: RagCacheRetriever, max_new_tokens: int) -> None:
         self.rag = rag
@@ -84,7 +81,7 @@ class AskSession:
         self._chain = inputs | prompt.template | model
 
     def ask(self, question: str, on_text: Say = lambda _: None) -> Asked:
-        """Answer; ``on_text`` hears the answer while it is written. What was missed is kept for next time."""
+        """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
         if not question.strip():
             raise ValueError("the question is empty")
         trace, parts = _Trace(), list[str]()
@@ -94,7 +91,7 @@ class AskSession:
         return trace.asked("".join(parts))
 
     def keep(self) -> tuple[str, ...]:
-        """Wait until the KV of the chunks that were missed is stored; names the tiers that refused some."""
+        """Wait until missed KV is stored; returns the names of the tiers that refused some."""
         self.rag.flush()
         return tuple(record.tier for record in self.rag.stats() if record.failed_writes)
 
@@ -103,7 +100,7 @@ class AskSession:
 def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model, join them into a chain.
 
-    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError: each says what to do.
+    Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
     """
     model_folder()
     folder = settings.folder
@@ -123,20 +120,16 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
 
 
 def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:
-    """The index of a corpus, from ``place`` where it was built before; only new chunks are embedded.
-
-    Ids are digests of the chunks' texts, so a changed file costs the embedding of what changed in it.
-    """
+    """Vector index of a corpus, stored in the folder ``place``; only new chunks are embedded."""
     name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
     path = place / f"minilm-{name}.index"
     index, held = _stored_index(path, say)
-    wanted = {chunk.id: chunk for chunk in corpus.chunks}
-    gone = [id for id in held if id not in wanted]
-    new = [chunk for id, chunk in wanted.items() if id not in held]
+    gone = [id for id in held if id not in corpus.by_id]
+    new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
     if gone:
         index.remove(gone)
     if new:
-        say(f"embedding {len(new)} of {len(wanted)} chunks")
+        say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
         place.mkdir(parents=True, exist_ok=True)
@@ -154,27 +147,22 @@ def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
 
 
 class IndexRetriever(BaseRetriever):
-    """The chunks of a corpus nearest to a question, as LangChain documents."""
+    """Retriever of the chunks of a corpus nearest to a question."""
 
     index: Any
     corpus: Any
     embedder: Any
     k: int
 
-    def model_post_init(self, context: Any) -> None:
-        """Look chunks up by id."""
-        self._by_id = {chunk.id: chunk for chunk in self.corpus.chunks}
-        super().model_post_init(context)
-
     def cache_key_parts(self) -> int:
-        """What results depend on: index and corpus stay as they are."""
+        """Part of the query cache's key; index and corpus do not change."""
         return self.k
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
         found = self.index.search(self.embedder.embed([query])[0], self.k)
-        chunks = [self._by_id[id] for id in found.ids]
+        chunks = [self.corpus.by_id[id] for id in found.ids]
         return [Document(c.text, id=c.id, metadata={"source": f"{c.source}#{c.number}"}) for c in chunks]
 
 
@@ -184,7 +172,7 @@ def _joined(documents: list[Document]) -> str:
 
 @dataclass(eq=False)
 class _Trace(BaseCallbackHandler):
-    """Listens to one run of the chain."""
+    """Callbacks of one run of the chain."""
 
     hit: bool | None = None
     distance: float | None = None

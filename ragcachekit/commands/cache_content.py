@@ -1,4 +1,4 @@
-"""What lies in a cache folder: its disk tiers and vector indexes, counted and deleted."""
+"""Disk tiers and vector indexes of a cache folder, counted and deleted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ragcachekit.store.entry.header import EntryDamaged
 
 DAMAGED = "(damaged)"
 
-# Manifest, data, and what a killed writer left of either.
+# Manifest, data, and temporary files of either.
 _INDEX_NAME = re.compile(r"(\.)?minilm-[0-9a-f]{16}\.index(?(1)\.\w+\.tmp|(\.[0-9a-f]{16}\.data)?)")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one namespace takes on disk."""
+    """Entries and bytes of one namespace on disk."""
 
     namespace: str
     entries: int
@@ -39,22 +39,22 @@ class Usage:
 
 @dataclass(frozen=True)
 class Tier:
-    """The folder of a disk tier: of a chunk store, or of a knowledge tree."""
+    """Folder of a disk tier, of a chunk store or of a knowledge tree."""
 
     path: Path
 
     @property
     def is_tree(self) -> bool:
-        """Whether a knowledge tree writes here."""
+        """Whether it belongs to a knowledge tree."""
         return (self.path / FORGETS).is_dir()
 
     @property
     def name(self) -> str:
-        """What it holds, and where."""
+        """Content and folder, for people."""
         return f"{'Knowledge tree' if self.is_tree else 'Chunk KV'} in {self.path}"
 
     def usage(self) -> tuple[Usage, ...]:
-        """Entries by namespace, read from their headers; changes nothing."""
+        """Entries by namespace, read from their headers."""
         entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
         for digest, size in entry_files(self.path).items():
             path = self.path / entry_name(digest)
@@ -71,9 +71,9 @@ class Tier:
         return tuple(Usage(name, entries[name], nbytes[name]) for name in sorted(entries))
 
     def forget(self, namespaces: Collection[str]) -> int:
-        """Delete the entries of these namespaces and all damaged ones; returns how many that were."""
+        """Delete the entries of these namespaces and all damaged ones; returns their number."""
         store = DiskStore(self.path, sys.maxsize)  # any smaller budget would evict on opening
-        # Of a tree, processes that hold some of it in memory hear that it is forgotten.
+        # A tree tells processes that hold some of it in memory.
         told: TreeDisk | DiskStore = TreeDisk(store, RLock(), lambda *_: ([], 0)) if self.is_tree else store
         try:
             return sum(told.forget(namespace, None) for namespace in namespaces)
@@ -83,17 +83,14 @@ class Tier:
 
 @dataclass(frozen=True)
 class CacheContent:
-    """The content of a cache folder: each chunk store, and behind it the tree that shares its folder."""
+    """Content of a cache folder: each chunk store, followed by the tree in its folder."""
 
     folder: CacheFolder
     tiers: tuple[Tier, ...]
 
     @classmethod
     def at(cls, path: str | os.PathLike[str] | None) -> CacheContent:
-        """What lies in the folder named, or in the user's own cache folder.
-
-        Raises RagCacheError if a folder is named that there is not, or that cannot be read.
-        """
+        """Content of the folder named, or of the user's own cache folder; RagCacheError without it."""
         folder = CacheFolder.at(path)
         if path is not None and not folder.path.is_dir():
             what = "is a file" if folder.path.exists() else "does not exist"
@@ -111,12 +108,12 @@ class CacheContent:
         return sum(path.stat().st_size for path in _indexes(self.folder))
 
     def clear(self, namespace: str | None = None) -> tuple[int, ...]:
-        """Delete the KV of one namespace, or of all with the indexes; returns how many entries of each tier.
+        """Delete the KV of one namespace, or of all with the indexes; returns entries deleted by tier.
 
-        No file goes that has another name than those we give.
+        Files with names of other programs stay.
         """
-        spaces = {namespace} if namespace is not None else {use.namespace for use in self._usage()}
-        dropped = tuple(tier.forget(spaces) for tier in self.tiers)
+        namespaces = {namespace} if namespace is not None else {use.namespace for use in self._usage()}
+        dropped = tuple(tier.forget(namespaces) for tier in self.tiers)
         for path in _indexes(self.folder) if namespace is None else ():
             path.unlink(missing_ok=True)
         for path in manifests(self.folder.manifests, namespace):
@@ -124,14 +121,8 @@ class CacheContent:
         return dropped
 
     def left(self, namespace: str | None = None) -> int:
-        """How many entries there are of one namespace, or of all."""
+        """Number of entries of one namespace, or of all."""
         return sum(use.entries for use in self._usage() if namespace in (None, use.namespace))
-
-    def others(self) -> tuple[Path, ...]:
-        """What stands between indexes and manifests and is neither."""
-        ours = {*_indexes(self.folder), *manifests(self.folder.manifests)}
-        found = chain(self.folder.indexes.glob("*"), self.folder.manifests.glob("*"))
-        return tuple(path for path in sorted(found) if path not in ours)
 
     def _usage(self) -> Iterator[Usage]:
         return chain.from_iterable(tier.usage() for tier in self.tiers)

@@ -1,4 +1,4 @@
-"""Can this model be linked exactly? The admission check, and one comparison through the public way in."""
+"""Check that a model can be linked exactly: the admission check, and one comparison through RagCache."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PROMPT, _FIRST = 48, 24
 class ModelCheck:
     """Whether the library gives what the model computes.
 
-    ``status`` is ``exact``, ``refused`` (the library will not link this model) or ``wrong`` (it would, and
-    the answer is not the model's own: a bug of this library, please report it). ``max_abs_diff`` is relative
-    to the greatest value of its tensor, ``rope`` has one line per run of equal layers.
+    ``status`` is ``exact``, ``refused`` (the library does not link this model) or ``wrong`` (it does, with
+    another answer than the model's own: a bug). ``max_abs_diff`` is relative to the greatest value of its
+    tensor, ``rope`` has one line per run of equal layers.
     """
 
     family: str
@@ -45,11 +45,8 @@ class ModelCheck:
 
 
 def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelCheck:
-    """Load the model called ``model`` and check it.
-
-    Raises RagCacheError: it cannot be loaded.
-    """
-    load_tokenizer(model)  # for its errors: a folder that holds no model says so
+    """Load the model called ``model`` and check it; RagCacheError if it cannot be loaded."""
+    load_tokenizer(model)  # a folder without a model is named first
     return check(load_checked(model, device, dtype)[0])
 
 
@@ -71,9 +68,8 @@ def check(model: Any) -> ModelCheck:
 
 
 def report(checked: ModelCheck, model: str) -> BenchReport:
-    """The JSON frame, one row."""
-    row = {name: value for name, value in vars(checked).items() if name != "rope"}
-    return BenchReport("check-model", model, 0, ({**row, "rope": list(checked.rope)},))
+    """Report with one row."""
+    return BenchReport("check-model", model, 0, (vars(checked),))
 
 
 def rope_lines(rope: Rope) -> tuple[str, ...]:
@@ -100,10 +96,10 @@ def _rotation(rope: Rope, layer: LayerRope) -> str:
 
 @torch.no_grad()
 def _answer_difference(model: Any) -> float:
-    """Next-token logits through store, link and ``generate``, against the model alone.
+    """Greatest relative difference of next-token logits through the store and link, against the model alone.
 
-    A chunk at the prompt's start is exact without recomputing anything, so ``reuse`` must give the
-    model's own answer. Other code than the admission check's, on purpose.
+    A chunk at the prompt's start is exact, so ``reuse`` must give the model's own answer. Independent of the
+    admission check, on purpose.
     """
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (_PROMPT,), generator=torch.Generator().manual_seed(1))

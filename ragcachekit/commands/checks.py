@@ -1,4 +1,4 @@
-"""What commands check before they begin to work; light, so that it answers before torch is imported."""
+"""Checks of the command line's arguments, before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from pathlib import Path
 from ragcachekit.errors import RagCacheError
 
 INSTALL = "pip install -c constraints.txt '.[demo]' in the folder of RagCacheKit's clone"
-"""How to get what the commands need; the package is on no index."""
+"""Install command for what the commands need."""
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_writable(cache: Path) -> None:
-    """Try to write where a cache folder is or will be made; leaves nothing behind.
+    """RagCacheError if nothing can be written where a cache folder is or will be made.
 
-    Asking for permissions does not do: root has all of them on a file system that takes nothing.
-
-    Raises RagCacheError: names the folder and the reason.
+    A real write is tried: permissions do not show that a file system is read-only.
     """
     place = cache.absolute()
     while not os.path.lexists(place):
@@ -46,11 +44,7 @@ def _unwritable(folder: Path, *, probe: bool) -> str | None:
 
 
 def check_picture(path: Path) -> None:
-    """Whether a picture can be drawn into ``path``.
-
-    Raises ValueError for an ending that is not among :data:`PICTURES`, or a folder that does not exist;
-    RagCacheError: matplotlib is not installed.
-    """
+    """ValueError for a path that no picture can be drawn to; RagCacheError without matplotlib."""
     if path.suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path}: give a name that ends in {', '.join(PICTURES)}")
     if not path.parent.is_dir():
@@ -60,10 +54,7 @@ def check_picture(path: Path) -> None:
 
 
 def check_device(name: str) -> None:
-    """Whether this machine has a device to compute on.
-
-    Raises ValueError: says which devices there are.
-    """
+    """ValueError for a device that this machine lacks."""
     import torch
 
     there = ["cpu"]

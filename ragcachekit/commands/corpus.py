@@ -1,4 +1,4 @@
-"""A folder of the user's own texts, cut into chunks: the same folder always gives the same chunks."""
+"""A folder of the user's own texts, cut into chunks reproducibly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ _BLOCK = re.compile("p|div|li|tr|br|h[1-6]|pre|table|[uo]l|section|article|d[td]
 _UNSEEN = frozenset({"script", "style", "template"})
 
 Count = Callable[[Sequence[str]], list[int]]
-"""Tokens of each of some words; a word comes with the white space before it."""
+"""Function giving the tokens of each word, including the white space before it."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class CorpusChunk:
 
     @property
     def id(self) -> str:
-        """SHA-256 of the text: what an index keeps across changes of other files."""
+        """SHA-256 of the text, which changes of other files do not affect."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a folder gave: chunks by file and place, each text once; ``notes`` say what was skipped."""
+    """Chunks of a folder by file and place, each text once; ``notes`` name what was skipped."""
 
     chunks: tuple[CorpusChunk, ...]
     files: int
@@ -53,18 +54,21 @@ class Corpus:
         """The chunks' texts."""
         return [chunk.text for chunk in self.chunks]
 
+    @cached_property
+    def by_id(self) -> dict[str, CorpusChunk]:
+        """The chunks by their ids."""
+        return {chunk.id: chunk for chunk in self.chunks}
+
 
 def read_corpus(
     folder: str | os.PathLike[str], *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS, tokenizer: Any = None
 ) -> Corpus:
-    """Read every text file below ``folder``.
+    """Read every text file below ``folder`` with one of :data:`SUFFIXES`; hidden ones are skipped.
 
-    Files with the endings :data:`SUFFIXES` count, hidden ones do not. ``chunk_tokens`` is counted word by
-    word (a tokenizer that looks beyond words may come to one or two more or fewer); without a tokenizer
-    it is words. A corpus has at least one chunk.
+    ``chunk_tokens`` are counted word by word (tokenizers that look beyond words may differ by one or two);
+    without a tokenizer they are words.
 
-    Raises CorpusError: the folder is missing or holds no text; the message says what to do; ValueError:
-    ``chunk_tokens`` below 1.
+    Raises CorpusError if the folder is missing or holds no text; ValueError for ``chunk_tokens`` below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
@@ -107,10 +111,9 @@ def documents(chunks: Iterable[CorpusChunk]) -> list[list[str]]:
 
 
 def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
-    """Cut a text into stretches of at most ``chunk_tokens``, at paragraphs, lines or sentences if it can.
+    """Cut a text into pieces of at most ``chunk_tokens``, at paragraphs, lines or sentences if possible.
 
-    Every chunk is a stretch of ``text`` without its outer white space, so that it is found again in a
-    prompt; no word is lost or repeated.
+    Every chunk is a substring of ``text`` without outer white space; no word is lost or repeated.
     """
     counted = count or _words
     words = list(_fitting(_WORD.findall(text), chunk_tokens, counted))
@@ -122,7 +125,7 @@ def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
             tokens += sizes[end]
             end += 1
             half = half if tokens > chunk_tokens // 2 else end
-        if end < len(words):  # the best place to part in the second half, the last one of equals
+        if end < len(words):  # the best boundary in the second half, the last one of equals
             end = max(range(max(half, start + 1), end + 1), key=lambda at: (_seam(words, at), at))
         chunks.append("".join(words[start:end]).strip())
         start = end
@@ -130,19 +133,19 @@ def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
 
 
 def _seam(words: Sequence[str], at: int) -> int:
-    """How good a place to part ``words[:at]`` from ``words[at:]`` is."""
-    namespace = words[at][: len(words[at]) - len(words[at].lstrip())]
-    if namespace.count("\n") > 1:
+    """Quality of the boundary before ``words[at]``: paragraph, line, sentence, word, none."""
+    blank = words[at][: len(words[at]) - len(words[at].lstrip())]
+    if blank.count("\n") > 1:
         return 4
-    if "\n" in namespace:
+    if "\n" in blank:
         return 3
     if words[at - 1].endswith((".", "!", "?")):
         return 2
-    return int(bool(namespace))
+    return int(bool(blank))
 
 
 def _fitting(words: Sequence[str], most: int, count: Count) -> Iterator[str]:
-    """The words, those halved that are longer than a whole chunk (long lines of base64, say)."""
+    """Words, with those longer than a whole chunk (base64, say) cut in halves."""
     for word, size in zip(words, _sizes(words, count), strict=True):
         if size <= most or len(word) == 1:
             yield word

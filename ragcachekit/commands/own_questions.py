@@ -1,4 +1,4 @@
-"""What a user's model is asked: questions from a file, or probes made from the user's corpus."""
+"""Questions for a user's model: from a file, or probes made from the user's corpus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWERS, AGREEMENT = "answers", "agreement"
 
 @dataclass(frozen=True)
 class Sample:
-    """Questions, how answers to them are judged, and the corpus if there is one."""
+    """Questions, how their answers are judged, and the corpus if there is one."""
 
     questions: tuple[FidelityQuestion, ...]
     quality: str = ANSWERS
@@ -27,10 +27,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Asking:
-    """A user's model, and what it is asked: ``questions`` from a JSONL file, else ``probes`` from ``corpus``.
+    """Settings of commands that ask a user's model.
 
-    ``policies`` are all that are compared (empty: those of this version); ``chunk_tokens`` is the greatest
-    size of a chunk of the corpus; ``cache_dir`` is as for :class:`~ragcachekit.engine.rag_cache.RagCache`.
+    Questions are from the JSONL file ``questions``, or else ``probes`` of them are made from ``corpus``, cut
+    into chunks of at most ``chunk_tokens``. ``policies`` are compared (empty: the default ones); the rest is
+    as for :class:`~ragcachekit.engine.rag_cache.RagCache`.
     """
 
     model: str
@@ -51,7 +52,7 @@ class Asking:
         return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
 
     def sample(self) -> Sample:
-        """Read the questions, or make probes; ValueError or CorpusError if neither can be had."""
+        """Read the questions, or make probes; ValueError or CorpusError without either."""
         if self.questions is None and self.corpus is None:
             raise ValueError("give --questions (JSONL), or --corpus to make probes from")
         corpus = None
@@ -65,7 +66,7 @@ class Asking:
 
 
 def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours:
-    """Neighbours for ``similar:n``: the chunks before in the corpus's files, or the nearest by MiniLM."""
+    """Neighbours for ``similar:n``: preceding chunks in the corpus's files, or the nearest by MiniLM."""
     if preceding and sample.corpus is not None:
         return PrecedingChunks(documents(sample.corpus.chunks))
     from ragcachekit.commands.embedding import MiniLM  # an extra, and needed here only

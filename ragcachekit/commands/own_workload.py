@@ -1,4 +1,4 @@
-"""A user's log of questions over the user's corpus, for the sweep of the query-cache bench."""
+"""Workload of the query-cache bench from a user's log and corpus."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from ragcachekit.commands.estimate.log import read_log
 def workload(
     log: str | os.PathLike[str], corpus: str | os.PathLike[str], chunk_tokens: int, progress: bool = False
 ) -> Workload:
-    """Embed the questions of a log, in its order, and the chunks of a corpus.
+    """Embed the questions of a log, in order, and the chunks of a corpus.
 
-    Raises ValueError, CorpusError, RagCacheError, RetrievalError if one of them cannot be read, or the
-    embedding model is not installed.
+    Raises ValueError, CorpusError, RagCacheError, RetrievalError if either or the embedding model is missing.
     """
     asked = [query.query for query in read_log(log)]
     chunks = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=None).texts

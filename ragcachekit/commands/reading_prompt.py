@@ -1,33 +1,31 @@
-"""The prompt of ``ask``: what stands around the chunks, in the form that a model's chat template allows."""
+"""Prompt of ``ask``: the text around the chunks, in a form that the model's chat template allows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import convert_to_openai_messages
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 
 from ragcachekit.model.tokens import SegmentTokenizer
 
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
-"""What stands between chunks."""
+"""Text between chunks."""
 
 _CONTEXT = f"{INSTRUCTION}{SEPARATOR}{{context}}"
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
-_ROLES = {"system": "system", "human": "user"}
 
 PLAIN_STOP = ("\nQuestion:",)
-"""Where the answer of a model without chat template ends: it would go on to ask itself."""
+"""Stop strings for models without a chat template, which would go on with another question."""
 
 
 @dataclass(frozen=True)
 class ReadingPrompt:
-    """A LangChain prompt with the variables ``context`` and ``input``.
+    """A LangChain prompt with the variables ``context`` and ``input``, giving messages if ``chat``.
 
-    ``chat``: it gives messages, not a string. ``before`` is the text before the first chunk, as the model
-    sees it.
+    ``before`` is the text before the first chunk, after the chat template.
     """
 
     template: BasePromptTemplate[Any]
@@ -36,7 +34,7 @@ class ReadingPrompt:
 
 
 def prompt_for(tokenizer: Any) -> ReadingPrompt:
-    """System and user message; one message where the template knows no system; else a plain string."""
+    """System and user message, one message if the template takes no system, or else a plain string."""
     if not tokenizer.chat_template:
         plain = PromptTemplate.from_template(f"{_CONTEXT}\n\nQuestion: {{input}}\nAnswer:")
         return ReadingPrompt(plain, False, plain.format(context=_PLACE, input="").partition(_PLACE)[0])
@@ -52,11 +50,7 @@ def prompt_for(tokenizer: Any) -> ReadingPrompt:
 def _before(template: ChatPromptTemplate, tokens: SegmentTokenizer) -> str | None:
     messages = template.format_messages(context=_PLACE, input="Why?")
     try:
-        before, found, _ = tokens.render([_plain(message) for message in messages]).partition(_PLACE)
+        before, found, _ = tokens.render(convert_to_openai_messages(messages)).partition(_PLACE)
     except Exception:  # templates refuse roles with errors of their own kinds
         return None
     return before if found else None
-
-
-def _plain(message: BaseMessage) -> dict[str, str]:
-    return {"role": _ROLES[message.type], "content": str(message.content)}

@@ -1,4 +1,4 @@
-"""The cache folder of the command line, and loading the models that users name."""
+"""Cache folder of the command line, and loading of the models that users name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Where ``ask`` and ``precompute`` keep chunk KV (``kv``) and vector indexes (``indexes``)."""
+    """Folder of what ``ask`` and ``precompute`` store."""
 
     path: Path
 
     @classmethod
     def at(cls, path: str | os.PathLike[str] | None) -> CacheFolder:
-        """The folder named, or the user's own cache folder; nothing is created yet."""
+        """The folder named, or the user's own cache folder, not created yet."""
         return cls(Path(path).expanduser() if path is not None else default_cache_dir())
 
     @property
@@ -38,16 +38,13 @@ class CacheFolder:
 
     @property
     def manifests(self) -> Path:
-        """Folder of the lists of what ``precompute`` encoded."""
+        """Folder of the manifests of ``precompute``."""
         return self.path / "precomputed"
 
 
 @contextmanager
 def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Say in one line that the model called ``name`` cannot be loaded, and what to give instead.
-
-    ``kinds``: errors that mean this, beside OSError.
-    """
+    """Turn OSError and ``kinds`` into a RagCacheError that names the model and what to give instead."""
     caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
@@ -59,8 +56,8 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer; long before its weights, so that a corpus is checked first."""
-    from transformers import AutoTokenizer  # half a second that a look into the cache folder does without
+    """Load the model's tokenizer, before its weights, so that a corpus is checked first."""
+    from transformers import AutoTokenizer  # half a second that the cache commands do not need
 
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -69,19 +66,12 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
+    """Load model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
     with explained(name, ValueError):
         return load_model(name, device, dtype=dtype)
 
 
 def check_dtype(dtype: str) -> None:
-    """ValueError for a dtype that models are not loaded in."""
+    """ValueError for an unknown dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-
-
-def disk_bytes(gigabytes: float | None) -> int | None:
-    """A disk budget in bytes; None for the library's default, which the volume decides."""
-    if gigabytes is not None and not gigabytes > 0:
-        raise ValueError(f"the disk budget must be > 0 GB, got {gigabytes}")
-    return None if gigabytes is None else int(gigabytes * 1e9)

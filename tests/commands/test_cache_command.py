@@ -139,14 +139,10 @@ def test_clear_leaves_what_others_wrote(command, folder):
     for name in strangers:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    result = command("cache", "clear", "--cache", folder, "--yes")
-    assert result.exit_code == 0
+    assert command("cache", "clear", "--cache", folder, "--yes").exit_code == 0
     assert [(folder / name).read_text() for name in strangers] == ["mine"] * len(strangers)
     assert not (folder / "indexes" / INDEX).exists()
     assert held(folder) == {}
-    for name in ("my_faiss.index", "sub", "minilm-1111111111111111.index"):
-        assert f"left alone: {folder / 'indexes' / name}\n" in result.stdout
-    assert f"left alone: {folder / 'precomputed' / 'mine.json'}\n" in result.stdout
 
 
 def test_an_index_of_somebody_else_makes_no_disk_tier(command, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.estimate.advice import duration
+from ragcachekit.commands.estimate.report import duration
 from ragcachekit.commands.estimate.run import EstimateSettings
 from ragcachekit.commands.workspace import load_tokenizer
 
@@ -50,7 +50,7 @@ def chunks(corpus):
 
 def test_a_log_that_repeats_itself_is_helped(estimate, rows, chunks, tmp_path):
     long = [" ".join(c.text for c in chunks[i : i + 8]) for i in (0, 8)]
-    lines = [{"query": f"Question {n % 3}?", "docs": long, "answer_tokens": 5} for n in range(12)]
+    lines = [{"query": f"Question {n % 3}?", "docs": long} for n in range(12)]
     result = estimate(lines, "--plot", tmp_path / "out.png", "--policy", "lego:4")
     assert result.exit_code == 0, result.output
     (advice,) = rows("advice")
@@ -61,7 +61,6 @@ def test_a_log_that_repeats_itself_is_helped(estimate, rows, chunks, tmp_path):
     (log,) = rows("log")
     assert (log["questions"], log["repeated"], log["chunk_uses"], log["chunks_touched"]) == (12, 9, 24, 2)
     assert log["chunk_reuse"] == pytest.approx(22 / 24)
-    assert {row["policy"] for row in rows("policies")} == {"full", "lego:4", "reuse"}
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 

@@ -5,7 +5,6 @@ import pytest
 from ragcachekit.commands.estimate.replay import Served
 from ragcachekit.commands.estimate.requests import Request, Use
 from ragcachekit.commands.estimate.speed import Speeds
-from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
@@ -19,7 +18,7 @@ def use(start, tokens, exact=False):
     """KV of 8 bytes per token and layer."""
     name = "prefix" if exact else "standalone"
     key = KVKey("f", "n", f"chunk at {start}", name)
-    return Use(key, Encoding(name), PlacedChunk(key.chunk_id, start, tokens, exact), 32 * tokens)
+    return Use(key, PlacedChunk(key.chunk_id, start, tokens, exact), 32 * tokens)
 
 
 @pytest.fixture

@@ -57,8 +57,6 @@ def test_nothing_and_one_string(minilm):
     assert minilm.embed([]).shape == (0, DIM)
     with pytest.raises(TypeError, match="a list of strings"):
         minilm.embed("text")
-    with pytest.raises(ValueError, match="batch_size"):
-        MiniLM(batch_size=0)
 
 
 @pytest.mark.parametrize(

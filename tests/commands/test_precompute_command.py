@@ -3,12 +3,14 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.world.reader_folder import READER
+from command_fixtures import kv_of
 from ragcachekit.commands.embedding import DIM
 from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
 from ragcachekit.errors import StoreError
@@ -134,8 +136,10 @@ def test_the_estimate_is_what_is_then_stored(settings):
     work = estimate(settings)
     with open_run(settings) as opened:
         assert (opened.work.todo_bytes, opened.work.chunks) == (work.todo_bytes, work.chunks)
-        done = opened.run()
-    assert (done.nbytes, done.tokens, done.encoded) == (work.todo_bytes, work.tokens, work.chunks)
+        opened.run()
+    entries = list(kv_of(settings.folder.kv))
+    assert sum(kv.nbytes for kv in entries) == work.todo_bytes
+    assert (sum(kv.tokens for kv in entries), len(entries)) == (work.tokens, work.chunks)
 
 
 @pytest.fixture
@@ -302,9 +306,9 @@ def test_a_corpus_larger_than_the_budget_or_the_disk_is_refused_first(precompute
     result = precompute("--disk-gb", "0.0001")
     assert result.exit_code == 2
     assert "raise --disk-gb" in result.output
-    usage = type("Usage", (), {"free": 1000})
+    usage = type("Usage", (), {"free": 1000, "total": 10**12})
     monkeypatch.setattr("ragcachekit.commands.precompute.run.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(StoreError, match="choose another --cache"), open_run(settings):
+    with pytest.raises(StoreError, match="choose another --cache"), open_run(replace(settings, disk_gb=1)):
         pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from benchmarks.world.world import make_world
 from ragcachekit.cli import app
 from ragcachekit.commands.ask import AskSettings, open_session
 from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry.file import read_key
 
 
 @pytest.fixture(scope="session")
@@ -92,3 +95,10 @@ def reader_copy(tmp_path):
         return folder
 
     return copy
+
+
+def kv_of(folder):
+    """The KV of every entry in the folder of a disk tier."""
+    with closing(DiskStore(folder, 1 << 40)) as store:
+        for path in sorted(folder.glob("*.safetensors")):
+            yield store.get(read_key(path)).kv

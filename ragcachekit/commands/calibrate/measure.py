@@ -1,4 +1,4 @@
-"""The curve of a calibration: what every candidate loses against full, question by question."""
+"""Calibration curve: what every candidate policy loses against full, question by question."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ragcachekit.policies.budgets.calibration import CurvePoint
 from ragcachekit.policies.registry import open_policy
 
 LEVEL = 0.9
-"""Of the one-sided bound that is compared with a budget."""
+"""Confidence of the one-sided bound that is compared with a budget."""
 
 LEAST_F1 = 0.1
-"""Of ``full``; below it, the words of wrong answers that agree by chance are most of what is scored."""
+"""Least F1 of ``full``; below it, most of the score is wrong answers that agree by chance."""
 
-WISHED = (
+CANDIDATES = (
     *("reuse", "lego:4", "lego:16"),
     *("query:0.1", "query:0.3"),
     *("deep:0.05", "deep:0.1", "deep:0.15", "deep:0.3", "deep:0.5"),
@@ -35,15 +35,12 @@ WISHED = (
     *("craft:0.1", "craft:0.25", "craft:0.5", "craft:1", "craft:2"),
     *("craft-focused:0.5", "craft-focused:1", "craft-focused:2"),
 )
-"""Candidates, those of them that this version knows; Cache-Craft's alpha is calibrated among them."""
+"""Policies measured by default; Cache-Craft's alpha is calibrated among them."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What one policy gave, ``[questions]`` each: F1, recomputed / cached rows, and certainty.
-
-    ``first`` is the probability of the token that full's answer begins with.
-    """
+    """F1, recomputed / cached rows, and probability of full's first token, ``[questions]`` each."""
 
     f1: NDArray[np.float64]
     ratio: NDArray[np.float64]
@@ -53,11 +50,11 @@ class Scores:
 def candidates(names: Iterable[str], encoder: str) -> list[str]:
     """Policies to measure over ``encoder``, without ``full``; the default ones if none are named.
 
-    Raises ValueError for an unknown policy, or one that insists on another encoder.
+    Raises ValueError for an unknown policy, or one that is defined over another encoder.
     """
     given = list(names)
     out = []
-    for name in given or _known(WISHED):
+    for name in given or CANDIDATES:
         policy = open_policy(name)
         if policy.encoder not in (None, encoder):
             if given:
@@ -72,10 +69,7 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
 
 
 class Panel:
-    """Questions asked of one model over one encoder; close it.
-
-    With ``agreement`` answers are scored against those of ``full``, not against the right ones.
-    """
+    """Questions asked of one model over one encoder; ``agreement`` scores against the answers of ``full``."""
 
     def __init__(
         self,
@@ -107,7 +101,7 @@ class Panel:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model."""
+        """The model's fingerprint."""
         return self._engines.fingerprint
 
     def scores(self, policy: str) -> Scores:
@@ -132,7 +126,7 @@ class Panel:
         return answer.text.strip(), answer.report.link.recompute_ratio
 
     def _first(self, at: int, way: Way) -> float:
-        """Probability of the token that full begins with."""
+        """Probability of the token that full's answer begins with."""
         prompt = self._asked[at][1]
         if at not in self._begin:
             self._begin[at] = int(self._engines.prefilled(prompt, FULL)[0].log_probs.argmax())
@@ -144,10 +138,7 @@ class Panel:
 
 
 def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: float) -> tuple[CurvePoint, ...]:
-    """Every candidate and ``full``, by the ratio spent.
-
-    Raises RagCacheError as :func:`check_full`; no candidate is measured then.
-    """
+    """Points of every candidate and ``full``, by the ratio spent; raises as :func:`check_full`, first."""
     full = panel.scores(FULL.policy)
     check_full(full.f1, budget, seed)
     points = [CurvePoint(FULL.policy, 1.0, float(full.f1.mean()), 0.0, 0.0, 0.0)]
@@ -161,47 +152,26 @@ def measured_curve(panel: Panel, policies: Sequence[str], seed: int, budget: flo
 
 
 def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
-    """Whether there is anything to lose: where ``full`` scores nothing, no policy can lose against it.
-
-    Raises RagCacheError if a policy that answers nothing would be within the budget, or if ``full`` scores
-    less than :data:`LEAST_F1` on average.
-    """
+    """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
     mean = float(f1.mean())
-    if mean < LEAST_F1:
-        what = "answers (nearly) nothing right, so that nothing can be lost against it"
-    elif upper_bound(f1, seed) <= budget:
-        what = f"scores so little that a policy which answers nothing would be within {budget:g}"
-    else:
-        return
-    raise RagCacheError(
-        f"no budget is stored: a full prefill {what} (F1 {mean:.3f} on {len(f1)} questions). The questions "
-        "or the model do not fit: are the answers short and taken from the given chunks, does the model know "
-        "the language, does --max-new-tokens leave room to answer, and little more?"
-    )
+    if mean < LEAST_F1 or upper_bound(f1, seed) <= budget:
+        raise RagCacheError(
+            f"no budget is stored: a full prefill answers (nearly) nothing right (F1 {mean:.3f} on {len(f1)} "
+            "questions), so that nothing can be lost against it. Are the answers short and taken from the "
+            "given chunks, was the model trained on the language, is --max-new-tokens right?"
+        )
 
 
 def upper_bound(losses: NDArray[np.float64], seed: int) -> float:
     """One-sided 90 % upper bound of the mean loss, paired by question (bootstrap).
 
-    One question more is counted as lost completely. Without it a sample that shows no loss would prove
-    that there is none, however small it is; with it, n questions without a loss are good for a bound of
-    about 2 / (n + 1), near the exact binomial bound of 2.3 / n.
+    One more question counts as lost completely, so that a small sample without loss proves little: n such
+    questions give a bound of about 2 / (n + 1), near the exact binomial bound of 2.3 / n.
     """
     sample = np.append(losses, 1.0)
     return Bootstrap(len(sample), seed).upper_of_mean(sample, LEVEL)
 
 
 def needed(budget: float) -> int:
-    """Questions that must show no loss at all before a budget can be kept."""
+    """Number of questions without any loss that a budget needs as proof."""
     return int(np.ceil(2 / budget - 1e-9)) - 1
-
-
-def _known(names: Iterable[str]) -> list[str]:
-    out = []
-    for name in names:
-        try:
-            open_policy(name)
-        except ValueError:
-            continue
-        out.append(name)
-    return out

@@ -1,4 +1,4 @@
-"""Questions made from a corpus, for calibration where there are none: cloze and continuation."""
+"""Cloze and continuation questions made from a corpus, for calibration without questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcachekit.commands.corpus import CorpusChunk, documents
 from ragcachekit.errors import CorpusError
 
 CHUNKS = 4
-"""Chunks of a prompt: two neighbours of one document among random others."""
+"""Chunks per prompt: two neighbours of one document among random others."""
 
 CLOZE, CONTINUATION = "cloze", "continuation"
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
@@ -25,9 +25,7 @@ _ASK = {
 def probes(chunks: Sequence[CorpusChunk], number: int, seed: int) -> list[FidelityQuestion]:
     """Up to ``number`` questions, each about a sentence of one chunk, half of them of either kind.
 
-    The prompt holds that chunk, behind the one before it in its document where there is one, among random
-    others. The answer given is the text's own; whoever calibrates with probes compares with what ``full``
-    answers, right or wrong.
+    The prompt holds that chunk, preceded by the one before it in its document, among random others.
 
     Raises CorpusError if no chunk holds a sentence of eight words or more.
     """

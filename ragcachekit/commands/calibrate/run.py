@@ -1,4 +1,4 @@
-"""Calibrate a quality budget: which policy is the cheapest that loses no more than that against full."""
+"""Calibration of a quality budget: the cheapest policy that loses no more than that against full."""
 
 from __future__ import annotations
 
@@ -49,15 +49,12 @@ class CalibrateSettings(Asking):
             raise ValueError("give --corpus: a chunk's predecessors are those of its file")
 
 
-def run(
-    settings: CalibrateSettings, *, neighbours: Neighbours | None = None, progress: bool = False
-) -> Calibration:
+def run(settings: CalibrateSettings, *, progress: bool = False) -> Calibration:
     """Measure the curve and store the record, for engines loaded from files and made around a model.
 
-    ``neighbours`` are for the encoder ``similar:n``, instead of those of the settings. Returned is the
-    record as it was stored for a model loaded by ``RagCache.from_pretrained``.
+    Returned is the record as it was stored for a model loaded by ``RagCache.from_pretrained``.
 
-    Raises ValueError, CorpusError for bad settings, questions or corpora; before any work; RagCacheError if
+    Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
     the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
     """
     check_writable(settings.folder)
@@ -65,12 +62,12 @@ def run(
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
 
     def near() -> Neighbours:
-        return neighbours or neighbours_of(sample, settings.neighbours == PRECEDING, progress)
+        return neighbours_of(sample, settings.neighbours == PRECEDING, progress)
 
     record = calibrated(settings, model, tokenizer, sample, near, progress=progress)
     source = weights_folder(settings.model)
     loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
-    # The same weights have two names: by their files, and as they lie in memory.
+    # The same weights have two fingerprints: by their files, and in memory.
     by_files = replace(record, fingerprint=loaded.digest)
     for one in (record, by_files):
         write_record(settings.folder, one)
@@ -86,7 +83,7 @@ def calibrated(
     *,
     progress: bool = False,
 ) -> Calibration:
-    """The record of a model in memory; nothing is stored. ``neighbours`` is for ``similar:n``."""
+    """Measure a model in memory; ``neighbours`` gives those of ``similar:n``. Nothing is stored."""
     encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
     policies = candidates(settings.policies, encoder)
     panel = Panel(
@@ -123,7 +120,7 @@ def calibrated(
 
 
 def report(record: Calibration, model: str) -> BenchReport:
-    """Rows of the curve; ``chosen`` marks the policy that the budget stands for."""
+    """Rows of the curve; ``chosen`` marks the policy of the budget."""
     rows = [
         {
             "policy": point.policy,
@@ -146,7 +143,7 @@ def report(record: Calibration, model: str) -> BenchReport:
 
 
 def summary(record: Calibration) -> str:
-    """One or two sentences: what was chosen and how sure it is."""
+    """What was chosen and how sure it is, in a sentence or two."""
     chosen = record.cheapest(record.budget)
     least = needed(record.budget)
     if chosen.policy == "full" and record.n < least:

@@ -1,4 +1,4 @@
-"""A log of questions, one per line: what `ragcachekit estimate` replays."""
+"""The log of questions that `ragcachekit estimate` replays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +14,31 @@ from ragcachekit.errors import RagCacheError
 
 @dataclass(frozen=True)
 class LoggedQuery:
-    """One line, counted from 1.
-
-    ``docs`` is what the user's retriever returned, ``file#number`` of the corpus or the text itself;
-    ``time`` are seconds since any fixed moment.
-    """
+    """One question; ``docs`` are what the user's retriever returned, ``file#number`` or the text itself."""
 
     line: int
     query: str
     docs: tuple[str, ...] | None = None
-    time: float | None = None
-    answer_tokens: int | None = None
 
 
 def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
-    """Read a log, in order of time if every line has one, else in that of the file.
+    """Read a log with one question per line, as plain text or as JSON.
 
-    A line is a JSON object with ``query`` and, if you like, ``docs`` (list of ``file#number`` or texts),
-    ``time`` (seconds or ISO 8601) and ``answer_tokens``; other fields are let pass. A line that does not
-    begin with ``{`` is a question as it stands; empty lines count for nothing.
+    A JSON object has ``query`` and optionally ``docs``, a list of ``file#number`` or texts; other fields
+    are ignored, and so are empty lines.
 
-    Raises ValueError for a bad line, with its number; for a log without questions; RagCacheError if it
+    Raises ValueError for a bad line, with its number, or a log without questions; RagCacheError if the file
     cannot be read.
     """
     try:
-        queries = list(_queries(Path(path).expanduser()))
+        queries = tuple(_queries(Path(path).expanduser()))
     except OSError as error:
         raise RagCacheError(
             f"cannot read the log {path}: {error.strerror}; give a file with one question per line (--log)"
         ) from error
     if not queries:
         raise ValueError(f'{path} holds no question; write one per line, or {{"query": "..."}} per line')
-    if all(query.time is not None for query in queries):
-        queries.sort(key=lambda query: query.time or 0.0)
-    return tuple(queries)
+    return queries
 
 
 def _queries(path: Path) -> Iterator[LoggedQuery]:
@@ -69,29 +59,11 @@ def _query(number: int, text: str) -> LoggedQuery:
         found: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from error
-    query = found.get("query")
+    query, docs = found.get("query"), found.get("docs")
     if not isinstance(query, str) or not query.strip():
         raise ValueError('"query" must be the question, a text that is not empty')
-    docs, tokens = found.get("docs"), found.get("answer_tokens")
-    if docs is not None and not (
-        isinstance(docs, list) and all(isinstance(d, str) and d.strip() for d in docs)
-    ):
+    if docs is None:
+        return LoggedQuery(number, query)
+    if not isinstance(docs, list) or not all(isinstance(doc, str) and doc.strip() for doc in docs):
         raise ValueError('"docs" must be a list of texts or of "file#number"')
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
-        raise ValueError(f'"answer_tokens" must be a whole number >= 0, not {tokens!r}')
-    return LoggedQuery(
-        number, query, None if docs is None else tuple(docs), _seconds(found.get("time")), tokens
-    )
-
-
-def _seconds(time: Any) -> float | None:
-    if time is None:
-        return None
-    if isinstance(time, int | float) and not isinstance(time, bool):
-        return float(time)
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f'"time" must be seconds or ISO 8601 (2026-01-31T12:00:00Z), not {time!r}'
-        ) from error
+    return LoggedQuery(number, query, tuple(docs))

@@ -1,4 +1,4 @@
-"""Prompts through tiers: keys and bytes through the eviction policy, without any KV."""
+"""Replay of prompts through storage tiers: keys and sizes through the eviction policy, without KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragcachekit.commands.estimate.requests import Request, Use
-from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.store.eviction.base import Access
 from ragcachekit.store.eviction.ranking import Ranking
@@ -19,18 +18,7 @@ HOST, DISK = "host", "disk"
 
 @dataclass(frozen=True)
 class Tiers:
-    """What a replay has.
-
-    Attributes
-    ----------
-    host_bytes : int
-    eviction : str
-        Of the host tier.
-    disk : bool
-        Behind it one that holds everything.
-    precomputed : bool
-        The corpus is on that disk before the first question.
-    """
+    """A host tier, and optionally a disk that holds everything, the corpus from the start if precomputed."""
 
     host_bytes: int
     eviction: str = "pgdsf"
@@ -38,16 +26,9 @@ class Tiers:
     precomputed: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Served:
-    """How one request was served.
-
-    Attributes
-    ----------
-    request : Request
-    tiers : tuple of str
-        Per use: ``host``, ``disk`` or ``computed``.
-    """
+    """One request, and for each of its uses ``host``, ``disk`` or ``computed``."""
 
     request: Request
     tiers: tuple[str, ...]
@@ -56,32 +37,28 @@ class Served:
         """The uses that came from a tier."""
         return [use for use, found in zip(self.request.uses, self.tiers, strict=True) if found == tier]
 
-    def count(self, tier: str) -> int:
-        """Chunks that came from a tier; the text before the first chunk does not count."""
-        return sum(not use.prefix for use in self.from_tier(tier))
-
 
 def replay(
     requests: Sequence[Request],
     tiers: Tiers,
-    ahead: Collection[KVKey] = (),
-    done: Callable[[], object] = lambda: None,
+    precomputed: Collection[KVKey],
+    prefill_seconds: Callable[[int], float],
 ) -> tuple[Served, ...]:
-    """Serve the requests one after the other; what one misses is stored behind it.
+    """Serve the requests one after the other; what one misses is stored before the next.
 
-    ``ahead`` are the keys that are on the disk first, where the tiers are precomputed.
+    ``precomputed`` are the keys of the corpus, ``prefill_seconds`` what eviction policies weigh as cost.
     """
-    host, disk = _Host(tiers), set(ahead if tiers.precomputed else ())
+    host = _HostTier(tiers, prefill_seconds)
+    disk = set(precomputed if tiers.precomputed else ())
     served = []
     for request in requests:
         served.append(_serve(request, host, disk))
         if tiers.disk:
             disk.update(use.key for use in request.uses)
-        done()
     return tuple(served)
 
 
-def _serve(request: Request, host: _Host, disk: set[KVKey]) -> Served:
+def _serve(request: Request, host: _HostTier, disk: set[KVKey]) -> Served:
     """All entries are looked up, then those on the disk are read, then what was missed is stored."""
     uses = {use.key: use for use in request.uses}
     found = {key: HOST if host.get(key) else DISK if key in disk else COMPUTED for key in uses}
@@ -96,18 +73,18 @@ def _serve(request: Request, host: _Host, disk: set[KVKey]) -> Served:
 
 def _as_encoded(uses: Iterable[Use]) -> Iterator[Use]:
     """The order of the chunk encoder: one encoding after the other, the longest chunks first."""
-    groups: defaultdict[Encoding, list[Use]] = defaultdict(list)
+    groups: defaultdict[str, list[Use]] = defaultdict(list)
     for use in uses:
-        groups[use.encoding].append(use)
+        groups[use.key.encoding].append(use)
     for group in groups.values():
         yield from sorted(group, key=lambda use: use.chunk.tokens)[::-1]
 
 
-class _Host:
-    """The host tier's bookkeeping: what a request uses is held until its end."""
+class _HostTier:
+    """Keys and sizes of the host tier; what a request uses is held until its end."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._budget = tiers.host_bytes
+    def __init__(self, tiers: Tiers, prefill_seconds: Callable[[int], float]) -> None:
+        self._budget, self._prefill_seconds = tiers.host_bytes, prefill_seconds
         self._ranking: Ranking[KVKey] = Ranking(open_eviction(tiers.eviction))
         self._held: set[KVKey] = set()
 
@@ -123,7 +100,8 @@ class _Host:
         if sum(map(self._ranking.size, self._held)) + use.nbytes > self._budget:
             return
         tokens = use.chunk.tokens
-        self._ranking.add(use.key, use.nbytes, tokens, "", Access(False, tokens, tokens), hold=True)
+        access = Access(False, self._prefill_seconds(tokens), tokens)
+        self._ranking.add(use.key, use.nbytes, tokens, "", access, hold=True)
         while self._ranking.nbytes > self._budget:
             self._ranking.evict()
         self._ranking.release(use.key)

@@ -1,40 +1,144 @@
-"""An estimate as flat rows, and as a picture."""
+"""Advice from an estimate, its figures as flat rows, and the plot."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.estimate.advice import Advice
 from ragcachekit.commands.estimate.replay import DISK, HOST
 from ragcachekit.commands.estimate.run import Estimate, Outcome
+from ragcachekit.config import StoreConfig
 from ragcachekit.plan.link_plan import COMPUTED
-from ragcachekit.policies.registry import open_policy
 
-LOG, TIERS, POLICIES, ADVICE = "log", "tiers", "policies", "advice"
-"""Parts that rows belong to."""
+LEAST_SPEEDUP = 1.1
+"""Least advantage in mean time to first token for which anything is advised."""
 
-FULL, REUSE = "full", "reuse"
+ALIKE = 1.03
+"""Ratio of mean times below which tiers count as equal; the simpler ones are then advised."""
+
+LOGS = 10
+"""Number of logs like this one within which encoding ahead must save its own time."""
+
+LOG, TIERS, ADVICE = "log", "tiers", "advice"
+"""Parts of the report."""
+
 TIER_COLUMNS = (
     *("host_mb", "share_of_touched", "eviction", "disk", "precomputed"),
     *("from_host", "from_disk", "computed", "ttft_ms", "ttft_ms_p90", "speedup"),
 )
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What is advised: the ``StoreConfig(...)`` to copy and whether to precompute; None if nothing helps."""
+
+    speedup: float
+    store: str | None
+    precompute: bool
+    lines: tuple[str, ...]
+
+
+def advise(estimate: Estimate) -> Advice:
+    """The simplest tiers that are about as good as the best, if they make enough of a difference."""
+    plain, disk, ahead = (
+        _simplest([o for o in estimate.outcomes if (o.tiers.disk, o.tiers.precomputed) == way])
+        for way in ((False, False), (True, False), (True, True))
+    )
+    saved = float(disk.seconds.sum() - ahead.seconds.sum())
+    chosen = plain if plain.mean <= ALIKE * disk.mean else disk
+    if saved * LOGS >= estimate.figures.encode_corpus_s and ahead.mean * ALIKE < chosen.mean:
+        chosen = ahead
+    full = estimate.figures.full_s_mean
+    speedup = full / chosen.mean
+    times = f"{_ms(full)} to {_ms(chosen.mean)}"
+    if speedup < LEAST_SPEEDUP:
+        why_not = f"it will not help you: the mean time to the first token would go from {times}, because"
+        return Advice(speedup, None, False, (why_not, *_reasons(estimate)))
+    precompute, store = chosen.tiers.precomputed, _store_config(estimate, chosen)
+    only = ", but only if you run precompute first" if precompute and full < LEAST_SPEEDUP * disk.mean else ""
+    lines = (
+        f"it will help you{only}:",
+        f"the mean time to the first token falls from {times}, {speedup:.1f} times as quick",
+        f"RagCache(..., policy={estimate.settings.policy!r}, store={store})",
+        _about_precompute(estimate, saved, precompute),
+    )
+    return Advice(speedup, store, precompute, lines)
+
+
+def _simplest(outcomes: list[Outcome]) -> Outcome:
+    """The smallest host tier, with the default policy, that is about as good as the best."""
+    best = min(outcome.mean for outcome in outcomes)
+    good = [outcome for outcome in outcomes if outcome.mean <= ALIKE * best]
+    return min(good, key=lambda o: (o.tiers.host_bytes, o.tiers.eviction != StoreConfig().eviction))
+
+
+def _store_config(estimate: Estimate, chosen: Outcome) -> str:
+    tiers = chosen.tiers
+    parts = [f"host_bytes={_rounded(tiers.host_bytes):_}"]
+    if tiers.disk:
+        held = estimate.figures.kv_bytes_touched + estimate.figures.kv_bytes_corpus * tiers.precomputed
+        parts += ['disk_path="..."', f"disk_bytes={_rounded(round(1.25 * held)):_}"]
+    if tiers.eviction != StoreConfig().eviction:
+        parts.append(f'eviction="{tiers.eviction}"')
+    return f"StoreConfig({', '.join(parts)})"
+
+
+def _rounded(nbytes: int) -> int:
+    """Rounded up to two digits, and to whole megabytes."""
+    step = max(int(10 ** (len(str(nbytes)) - 2)), 1_000_000)
+    return -(-nbytes // step) * step
+
+
+def _about_precompute(estimate: Estimate, saved: float, advised: bool) -> str:
+    seconds = estimate.figures.encode_corpus_s
+    cost = f"about {duration(seconds)}"
+    if saved <= 0:
+        return f"precompute does not pay: it takes {cost} and no question is answered sooner"
+    count = math.ceil(seconds / (saved / estimate.figures.questions))
+    after = f"it takes {cost} and has saved that after about {count} questions like these"
+    return f"precompute {'pays' if advised else 'is not needed'}: {after}"
+
+
+def _reasons(estimate: Estimate) -> Iterator[str]:
+    figures = estimate.figures
+    if fallbacks := [request.fallback for request in estimate.requests if request.fallback]:
+        count = f"{len(fallbacks)} of {figures.questions}"
+        yield f"{count} prompts cannot be taken apart into chunks ({fallbacks[0]})"
+    if figures.chunk_reuse < 0.1:
+        yield (
+            f"chunks hardly come back: {figures.chunks_touched} different ones in {figures.chunk_uses} uses "
+            f"({figures.chunk_reuse:.0%} of the uses find a chunk that was used before)"
+        )
+    yield (
+        f"{figures.chunk_token_share:.0%} of the prompts' tokens are retrieved text, the rest is computed "
+        "every time; so are the tokens of short chunks that the policy recomputes"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, in minutes if there are many."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
+
+
 def report(estimate: Estimate, advice: Advice) -> BenchReport:
-    """All rows: what the log is like, every set of tiers, policies on the advised one, the advice."""
+    """Rows about the log, every set of tiers, and the advice."""
     rows = [_log(estimate), *(_tiers(estimate, outcome) for outcome in estimate.outcomes)]
-    rows += _policies(estimate, advice.outcome)
     rows.append(
         {
             "part": ADVICE,
-            "helps": advice.helps,
+            "helps": advice.store is not None,
             "speedup": advice.speedup,
-            "store": advice.config,
+            "store": advice.store,
             "precompute": advice.precompute,
             "text": " | ".join(advice.lines),
         }
@@ -49,98 +153,43 @@ def part(found: BenchReport, name: str) -> BenchReport:
 
 
 def _log(estimate: Estimate) -> dict[str, Any]:
-    requests, tokens = estimate.requests, [request.tokens for request in estimate.requests]
-    chunk_tokens = sum(use.chunk.tokens for request in requests for use in request.chunks)
-    row: dict[str, Any] = {
-        "part": LOG,
-        "questions": len(estimate.log),
-        "repeated": estimate.retrievals.same,
-        **{f"near_{t:g}": count for t, count in estimate.retrievals.near.items()},
-        "prompt_tokens": float(np.median(tokens)),
-        "chunk_token_share": chunk_tokens / sum(tokens),
-        "chunk_uses": estimate.chunk_uses,
-        "chunks_touched": estimate.touched_chunks,
-        "chunk_reuse": estimate.reuse,
-        "chunks_not_in_corpus": estimate.foreign_chunks,
-        "chunks_in_corpus": estimate.corpus_chunks,
-        "kv_bytes_corpus": estimate.corpus_bytes,
-        "kv_bytes_touched": estimate.touched_bytes,
-        "encode_corpus_s": estimate.encode_seconds,
-        "measured": estimate.settings.measure,
-        "disk_gb_per_s": estimate.speeds.disk / 1e9,
-    }
-    answers = [
-        (full, query.answer_tokens * estimate.speeds.profile.seconds(request.tokens, 1))
-        for full, query, request in zip(estimate.full, estimate.log, requests, strict=True)
-        if query.answer_tokens is not None
-    ]
-    if answers:
-        row["ttft_share_of_answer"] = float(sum(a for a, _ in answers) / sum(a + b for a, b in answers))
-    times = [query.time for query in estimate.log if query.time is not None]
-    if len(times) == len(estimate.log) > 1:
-        row["hours"] = (max(times) - min(times)) / 3600
-    return row
+    near = {f"near_{tolerance:g}": count for tolerance, count in estimate.near.items()}
+    speed = {"measured": estimate.settings.measure, "disk_gb_per_s": estimate.speeds.disk / 1e9}
+    return {"part": LOG, **vars(estimate.figures), **near, **speed}
 
 
 def _tiers(estimate: Estimate, outcome: Outcome) -> dict[str, Any]:
-    host, disk = outcome.rate(HOST), outcome.rate(DISK)
+    tiers, seconds = outcome.tiers, outcome.seconds
     return {
         "part": TIERS,
-        "host_bytes": outcome.tiers.host_bytes,
-        "host_mb": outcome.tiers.host_bytes / 1e6,
-        "share_of_touched": outcome.tiers.host_bytes / estimate.touched_bytes,
-        "eviction": outcome.tiers.eviction,
-        "disk": outcome.tiers.disk,
-        "precomputed": outcome.tiers.precomputed,
-        "from_host": host,
-        "from_disk": disk,
+        **vars(tiers),
+        "host_mb": tiers.host_bytes / 1e6,
+        "share_of_touched": tiers.host_bytes / estimate.figures.kv_bytes_touched,
+        "from_host": outcome.rate(HOST),
+        "from_disk": outcome.rate(DISK),
         "computed": outcome.rate(COMPUTED),
-        **_times(outcome.seconds),
-        "speedup": estimate.mean_full / outcome.mean,
-    }
-
-
-def _policies(estimate: Estimate, outcome: Outcome) -> list[dict[str, Any]]:
-    """Time to first token on one set of tiers, of full, the policy asked for, and plain reuse."""
-    seconds = {FULL: estimate.full, estimate.settings.policy: outcome.seconds}
-    if REUSE not in seconds:
-        reuse = open_policy(REUSE)
-        seconds[REUSE] = np.array([estimate.speeds.served(served, reuse) for served in outcome.served])
-    return [
-        {
-            "part": POLICIES,
-            "policy": name,
-            **_times(times),
-            "speedup": estimate.mean_full / float(times.mean()),
-        }
-        for name, times in seconds.items()
-    ]
-
-
-def _times(seconds: NDArray[np.float64]) -> dict[str, float]:
-    return {
         "ttft_ms": float(np.median(seconds)) * 1e3,
         "ttft_ms_p90": float(np.quantile(seconds, 0.9)) * 1e3,
-        "ttft_ms_mean": float(seconds.mean()) * 1e3,
+        "ttft_ms_mean": outcome.mean * 1e3,
+        "speedup": estimate.figures.full_s_mean / outcome.mean,
     }
 
 
 def plot(found: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw hit rate and mean time to first token over host bytes; the ending says which kind of image."""
+    """Draw hit rate and mean time to first token over host bytes."""
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
     rows = part(found, TIERS).rows
     figure = Figure(figsize=(10, 4), layout="constrained")
     hits, times = figure.subplots(1, 2)
-    for tiers in dict.fromkeys((row["eviction"], row["disk"], row["precomputed"]) for row in rows):
-        line = [row for row in rows if (row["eviction"], row["disk"], row["precomputed"]) == tiers]
-        eviction, disk, precomputed = tiers
-        label = eviction + (" + disk" if disk else "") + (", precomputed" if precomputed else "")
+    for eviction, disk, ahead in dict.fromkeys((r["eviction"], r["disk"], r["precomputed"]) for r in rows):
+        line = [r for r in rows if (r["eviction"], r["disk"], r["precomputed"]) == (eviction, disk, ahead)]
+        label = eviction + (" + disk" if disk else "") + (", precomputed" if ahead else "")
         x = [row["host_mb"] for row in line]
         for axes, name in ((hits, "from_host"), (times, "ttft_ms_mean")):
-            axes.plot(x, [row[name] for row in line], "o-" if precomputed else "o--", label=label)
-    full = next(row for row in found.rows if row.get("policy") == FULL)
-    times.axhline(full["ttft_ms_mean"], color="#4d4d4d", linewidth=1, label="full prefill")
+            axes.plot(x, [row[name] for row in line], "o-" if ahead else "o--", label=label)
+    full = found.rows[0]["full_s_mean"] * 1e3
+    times.axhline(full, color="#4d4d4d", linewidth=1, label="full prefill")
     hits.set(xscale="log", xlabel="host memory (MB)", ylabel="chunks found in host memory", ylim=(0, 1.02))
     times.set(xscale="log", xlabel="host memory (MB)", ylabel="mean time to first token (ms)", ylim=(0, None))
     times.legend(fontsize=7)

@@ -1,8 +1,8 @@
-"""Will it help me: a user's own questions replayed over their own documents, without generating."""
+"""A user's own questions replayed over their own documents, without generating an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,26 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.ask import corpus_index
+from ragcachekit.commands.ask import Say, corpus_index
 from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import MiniLM, model_folder
 from ragcachekit.commands.estimate.log import LoggedQuery, read_log
 from ragcachekit.commands.estimate.replay import Served, Tiers, replay
-from ragcachekit.commands.estimate.requests import Request, Requests, plan_all
-from ragcachekit.commands.estimate.retrieval import Retrievals, retrieve
+from ragcachekit.commands.estimate.requests import Request, Requests, Retrievals, Use, retrieve
 from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
 from ragcachekit.commands.own_files import OwnFiles, at_least_1, one_token
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy, VariantPolicy
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.policies.base import LayerwisePolicy, VariantPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.registry import open_eviction
-from ragcachekit.types import KVKey
-
-Say = Callable[[str], object]
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """Host budgets, as shares of the KV that the log touches; at least what one prompt uses."""
@@ -41,7 +38,7 @@ EVICTIONS = ("lru", StoreConfig().eviction)
 
 @dataclass(frozen=True)
 class EstimateSettings(OwnFiles):
-    """What ``ragcachekit estimate`` is told.
+    """What ``ragcachekit estimate`` takes.
 
     ``k`` chunks are retrieved where the log names none; ``shares`` are host budgets, as shares of the KV
     that the log touches; ``evictions`` are compared in the host tier; without ``measure`` hardware is
@@ -58,8 +55,21 @@ class EstimateSettings(OwnFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_policy(open_policy(self.policy))
-        _check_encoder(self.encoder)
+        policy = open_policy(self.policy)
+        if not policy.reads_cache:
+            raise ValueError(
+                f"policy {policy.name} reuses nothing, so there is nothing to estimate; try lego:16"
+            )
+        if isinstance(policy, LayerwisePolicy | VariantPolicy):
+            raise ValueError(
+                f"estimate cannot say how many rows policy {policy.name} computes without running the model; "
+                "give lego:k, deep:r, query:r, heavy:r, random:r or reuse, at the ratio that you expect"
+            )
+        if (self.encoder or "").partition(":")[0] in ("similar", "in-prompt"):
+            raise ValueError(
+                f"estimate does not replay encoder {self.encoder!r}; give standalone, sinks:n or system "
+                "(same sizes)"
+            )
         ProximityCache(1, self.tolerance)
         at_least_1(self, "k")
         if not self.shares or min(self.shares) <= 0:
@@ -70,24 +80,6 @@ class EstimateSettings(OwnFiles):
             open_eviction(eviction)
         if self.disk_gbps is not None and not self.disk_gbps > 0:
             raise ValueError(f"the disk must give more than 0 GB/s, got {self.disk_gbps}")
-
-
-def _check_policy(policy: SelectionPolicy) -> None:
-    if not policy.reads_cache:
-        raise ValueError("policy 'full' reuses nothing, so there is nothing to estimate; try lego:16")
-    if isinstance(policy, LayerwisePolicy | VariantPolicy):
-        raise ValueError(
-            f"estimate cannot say how many rows policy {policy.name} computes without running the model; "
-            "give lego:k, deep:r, query:r, heavy:r, random:r or reuse, at the ratio that you expect"
-        )
-
-
-def _check_encoder(encoder: str | None) -> None:
-    kind = (encoder or "").partition(":")[0]
-    if kind in ("similar", "in-prompt"):
-        raise ValueError(
-            f"estimate does not replay encoder {encoder!r}; give standalone, sinks:n or system (same sizes)"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,67 +93,52 @@ class Outcome:
     def rate(self, tier: str) -> float:
         """Share of chunk uses that came from a tier."""
         chunks = sum(len(served.request.chunks) for served in self.served)
-        return sum(served.count(tier) for served in self.served) / chunks if chunks else 0.0
+        found = sum(not use.is_prefix for served in self.served for use in served.from_tier(tier))
+        return found / chunks if chunks else 0.0
 
     @property
     def mean(self) -> float:
-        """Seconds."""
+        """Mean time to the first token, in seconds."""
         return float(self.seconds.mean())
+
+
+@dataclass(frozen=True)
+class LogFigures:
+    """Counts, shares, median tokens, bytes and seconds of a log and its corpus."""
+
+    questions: int
+    repeated: int
+    prompt_tokens: float
+    chunk_token_share: float
+    chunk_uses: int
+    chunks_touched: int
+    chunk_reuse: float
+    chunks_not_in_corpus: int
+    chunks_in_corpus: int
+    kv_bytes_corpus: int
+    kv_bytes_touched: int
+    encode_corpus_s: float
+    full_s_mean: float
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """All that was found; :mod:`ragcachekit.commands.estimate.report` makes rows of it.
-
-    ``full`` are seconds of every request's ordinary prefill, ``encode_seconds`` those to encode the
-    corpus ahead; ``touched_bytes`` is the KV of all entries that the log's prompts use; ``foreign_chunks``
-    are different chunks of the log that the corpus does not have; ``notes`` say what was skipped.
-    """
+    """Figures of a log, query cache hits by tolerance, and the outcome of every replay."""
 
     settings: EstimateSettings
-    log: tuple[LoggedQuery, ...]
-    retrievals: Retrievals
+    figures: LogFigures
+    near: dict[float, int]
     requests: tuple[Request, ...]
     speeds: Speeds
     outcomes: tuple[Outcome, ...]
-    full: NDArray[np.float64]
-    corpus_chunks: int
-    corpus_bytes: int
-    touched_bytes: int
-    foreign_chunks: int
-    encode_seconds: float
     notes: tuple[str, ...]
-
-    @property
-    def touched_chunks(self) -> int:
-        """Different chunks in the log's prompts."""
-        return len(_chunk_ids(self.requests))
-
-    @property
-    def chunk_uses(self) -> int:
-        """Chunks in all prompts."""
-        return sum(len(request.chunks) for request in self.requests)
-
-    @property
-    def reuse(self) -> float:
-        """Share of chunk uses that are not the first one of their chunk."""
-        return 1 - self.touched_chunks / self.chunk_uses if self.chunk_uses else 0.0
-
-    @property
-    def mean_full(self) -> float:
-        """Seconds of an ordinary prefill."""
-        return float(self.full.mean())
-
-
-def _chunk_ids(requests: Sequence[Request]) -> set[str]:
-    return {use.key.chunk_id for request in requests for use in request.chunks}
 
 
 def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool = False) -> Estimate:
     """Read the log and the corpus, retrieve, plan every prompt, replay them through tiers.
 
-    Raises ValueError: A bad line of the log, with its number; a prompt that does not fit into the model's
-    context; CorpusError, RetrievalError, RagCacheError, ModelNotSupported: as ``ask``.
+    Raises ValueError for a bad line of the log or a prompt longer than the model's context, with the line's
+    number; CorpusError, RetrievalError, RagCacheError, ModelNotSupported as ``ask``.
     """
     log, folder = read_log(settings.log), settings.folder
     model_folder()
@@ -172,76 +149,81 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     token = one_token(model, rope)
     prompts = Requests(model, tokenizer, rope, policy, settings.encoder, token.nbytes)
     retrievals = _retrieved(settings, log, corpus, say, progress)
-    with tqdm(total=len(log), unit="prompt", desc="planning", disable=not progress) as bar:
-        requests = plan_all(prompts, log, retrievals.texts, bar.update)
-    ahead = prompts.ahead(corpus.texts)
+    lines = list(zip(log, retrievals.texts, strict=True))
+    bar = tqdm(lines, unit="prompt", desc="planning", disable=not progress)
+    requests = tuple(prompts.request(query, texts) for query, texts in bar)
+    items = prompts.precomputed(corpus.texts)
 
     disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
     if settings.measure:
         speeds = measured(model, rope, token, folder.path, disk, say)
     else:
         speeds = assumed(model, disk)
-    touched = sum({use.key: use.nbytes for request in requests for use in request.uses}.values())
+    figures = _figures(log, requests, items, token.nbytes, speeds)
     # Below what one prompt uses, a tier would refuse what the prompt misses.
-    least = max(request.nbytes for request in requests)
-    budgets = sorted({max(least, round(share * touched), 1) for share in settings.shares})
-    keys = {item.key for item in ahead}
-    return Estimate(
-        settings,
-        log,
-        retrievals,
-        requests,
-        speeds,
-        _replays(settings, requests, keys, budgets, speeds, progress),
-        np.array([speeds.full(request.tokens) for request in requests]),
-        len(ahead),
-        sum(token.nbytes * len(item.token_ids) for item in ahead),
-        touched,
-        len(_chunk_ids(requests) - {key.chunk_id for key in keys}),
-        sum(speeds.full(len(item.encoding.behind) + len(item.token_ids)) for item in ahead),
-        corpus.notes,
+    least = max(_nbytes(request.uses) for request in requests)
+    budgets = sorted({max(least, round(s * figures.kv_bytes_touched), 1) for s in settings.shares})
+    tiers = [
+        Tiers(budget, eviction, *way)
+        for way in ((False, False), (True, False), (True, True))
+        for eviction in dict.fromkeys(settings.evictions)
+        for budget in budgets
+    ]
+    prefill, ttft = cache(speeds.full), cache(lambda served: speeds.served(served, policy))
+    keys, outcomes = {item.key for item in items}, []
+    for each in tqdm(tiers, unit="set of tiers", desc="replaying", disable=not progress):
+        served = replay(requests, each, keys, prefill)
+        outcomes.append(Outcome(each, served, np.array([ttft(one) for one in served])))
+    return Estimate(settings, figures, retrievals.near, requests, speeds, tuple(outcomes), corpus.notes)
+
+
+def _figures(
+    log: Sequence[LoggedQuery],
+    requests: Sequence[Request],
+    corpus: Sequence[Missing],
+    token_bytes: int,
+    speeds: Speeds,
+) -> LogFigures:
+    uses = [use for request in requests for use in request.chunks]
+    touched = {use.key.chunk_id for use in uses}
+    tokens = [request.tokens for request in requests]
+    return LogFigures(
+        questions=len(log),
+        repeated=len(log) - len({query.query for query in log}),
+        prompt_tokens=float(np.median(tokens)),
+        chunk_token_share=sum(use.chunk.tokens for use in uses) / sum(tokens),
+        chunk_uses=len(uses),
+        chunks_touched=len(touched),
+        chunk_reuse=1 - len(touched) / len(uses) if uses else 0.0,
+        chunks_not_in_corpus=len(touched - {item.key.chunk_id for item in corpus}),
+        chunks_in_corpus=len(corpus),
+        kv_bytes_corpus=sum(len(item.token_ids) for item in corpus) * token_bytes,
+        kv_bytes_touched=_nbytes(use for request in requests for use in request.uses),
+        encode_corpus_s=sum(speeds.full(len(i.encoding.behind) + len(i.token_ids)) for i in corpus),
+        full_s_mean=float(np.mean([speeds.full(count) for count in tokens])),
     )
 
 
+def _nbytes(uses: Iterable[Use]) -> int:
+    """KV bytes of the different entries."""
+    return sum({use.key: use.nbytes for use in uses}.values())
+
+
 def _retrieved(
-    settings: EstimateSettings, log: Sequence[LoggedQuery], corpus: Corpus, say: Say, progress: bool
+    settings: EstimateSettings, log: tuple[LoggedQuery, ...], corpus: Corpus, say: Say, progress: bool
 ) -> Retrievals:
     embedder = MiniLM()
     questions = list(dict.fromkeys(query.query for query in log))
     rows = embedder.embed(questions, progress=progress and len(questions) > 100)
     vectors = dict(zip(questions, rows, strict=True))
-    texts = {chunk.id: chunk.text for chunk in corpus.chunks}
 
     @cache
-    def index() -> Any:  # not built where every line names what it found
+    def index() -> Any:  # not built where every line names its documents
         return corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
 
     def search(vector: NDArray[Any]) -> tuple[str, ...]:
-        return tuple(texts[id] for id in index().search(vector, settings.k).ids)
+        return tuple(corpus.by_id[id].text for id in index().search(vector, settings.k).ids)
 
     return retrieve(
         log, corpus, np.stack([vectors[query.query] for query in log]), search, settings.tolerance
     )
-
-
-def _replays(
-    settings: EstimateSettings,
-    requests: Sequence[Request],
-    ahead: Collection[KVKey],
-    budgets: Sequence[int],
-    speeds: Speeds,
-    progress: bool,
-) -> tuple[Outcome, ...]:
-    ways = [(False, False), (True, False), (True, True)]
-    policy = open_policy(settings.policy)
-    tiers = [Tiers(b, e, *way) for way in ways for e in dict.fromkeys(settings.evictions) for b in budgets]
-    known: dict[tuple[int, tuple[str, ...]], float] = {}
-    out = []
-    with tqdm(total=len(tiers) * len(requests), unit="prompt", desc="replaying", disable=not progress) as bar:
-        for each in tiers:
-            served = replay(requests, each, ahead, bar.update)
-            for one in served:
-                if (id(one.request), one.tiers) not in known:
-                    known[id(one.request), one.tiers] = speeds.served(one, policy)
-            out.append(Outcome(each, served, np.array([known[id(one.request), one.tiers] for one in served])))
-    return tuple(out)

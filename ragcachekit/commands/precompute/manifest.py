@@ -1,24 +1,19 @@
-"""What earlier runs of precompute encoded, so that what is gone from a corpus can be forgotten."""
+"""Lists of what earlier runs of precompute encoded, so that what is gone from a corpus can be forgotten."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import replace_file
 
 SCHEMA = 1
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
-
-
-class ManifestDamaged(Exception):
-    """A manifest holds something else than was written."""
 
 
 @dataclass(frozen=True)
@@ -33,66 +28,55 @@ class Scope:
 
     @property
     def name(self) -> str:
-        """File name: those of one namespace begin alike."""
+        """File name; those of one namespace share a prefix."""
         return f"{_prefix(self.namespace)}-{_digest(json.dumps(asdict(self), sort_keys=True))}.json"
 
 
 @dataclass(frozen=True)
-class Known:
-    """What manifests say about one scope.
+class Manifests:
+    """Chunk ids and their tokens from the scope's own manifest, and the ids in others of its namespace.
 
-    ``chunks`` are ids of its earlier runs with their tokens, ``elsewhere`` ids that other manifests of the
-    namespace list; ``notes`` say what could not be read, and then nothing may be forgotten.
+    ``notes`` name the manifests that could not be read; then nothing may be forgotten.
     """
 
     chunks: Mapping[str, int]
-    elsewhere: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = field(default=())
+    elsewhere: frozenset[str]
+    notes: tuple[str, ...]
 
     def gone(self, present: Mapping[str, int]) -> dict[str, int]:
-        """What is to be forgotten, and its tokens, if ``present`` is the corpus now."""
-        if self.notes:
-            return {}
-        return {id: n for id, n in self.chunks.items() if id not in present and id not in self.elsewhere}
+        """Chunks to forget, with their tokens, if ``present`` is the corpus now."""
+        return {} if self.notes else {id: n for id, n in self.own().items() if id not in present}
+
+    def own(self) -> dict[str, int]:
+        """Chunks that no other manifest of the namespace lists."""
+        return {id: n for id, n in self.chunks.items() if id not in self.elsewhere}
 
 
-def read_manifests(folder: Path, scope: Scope) -> Known:
-    """Read the manifest of ``scope`` and those beside it; changes nothing."""
-    chunks: Mapping[str, int] = {}
+def read_manifests(folder: Path, scope: Scope) -> Manifests:
+    """Read the manifests of the scope's namespace."""
+    chunks: dict[str, int] = {}
     elsewhere: set[str] = set()
     notes = []
     for path in sorted(manifests(folder, scope.namespace)):
         own = path.name == scope.name
         try:
             found = _read(path)
-        except ManifestDamaged as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             what = "is written anew" if own else "run precompute for its corpus again, or delete it"
-            notes.append(f"nothing is forgotten this time: {path} {error}; {what}")
+            notes.append(f"nothing is forgotten this time: {path} is damaged; {what}")
             continue
         if own:
             chunks = found
         else:
             elsewhere |= found.keys()
-    return Known(chunks, frozenset(elsewhere), tuple(notes))
+    return Manifests(chunks, frozenset(elsewhere), tuple(notes))
 
 
 def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> None:
-    """Replace the manifest of ``scope`` as a whole: after a crash it is the old or the new one.
-
-    Raises StoreError if it cannot be written.
-    """
+    """Replace the manifest of ``scope`` atomically; StoreError if it cannot be written."""
     text = json.dumps({"schema": SCHEMA, **asdict(scope), "chunks": dict(chunks)}, indent=0)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, folder / scope.name)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        replace_file(folder / scope.name, text)
     except OSError as error:
         raise StoreError(
             f"cannot note in {folder} what is encoded ({error.strerror}); free some space or choose "
@@ -101,23 +85,17 @@ def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> Non
 
 
 def manifests(folder: Path, namespace: str | None = None) -> Iterator[Path]:
-    """Files of one namespace, or of all; nothing that another wrote into the folder."""
+    """Manifests of one namespace, or of all."""
     files = folder.glob("*.json" if namespace is None else f"{_prefix(namespace)}-*.json")
     return (path for path in files if _NAME.fullmatch(path.name))
 
 
 def _read(path: Path) -> dict[str, int]:
-    try:
-        found = json.loads(path.read_text())
-        chunks = found["chunks"]
-        whole = found["schema"] == SCHEMA and all(type(count) is int for count in chunks.values())
-    except OSError as error:
-        raise ManifestDamaged(f"cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ManifestDamaged("is damaged") from error
-    if not whole:
-        raise ManifestDamaged(f"is not of schema {SCHEMA}")
-    return dict(chunks)
+    found = json.loads(path.read_text())
+    chunks = dict(found["chunks"].items())
+    if found["schema"] != SCHEMA or not all(type(count) is int for count in chunks.values()):
+        raise ValueError(path)
+    return chunks
 
 
 def _prefix(namespace: str) -> str:
