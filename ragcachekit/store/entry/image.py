@@ -1,4 +1,4 @@
-"""The image of an entry in memory: byte for byte what the disk tier would write to its file."""
+"""An entry in memory, byte for byte as the disk tier writes it to its file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ from ragcachekit.types import KVKey
 def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
     """The parts whose concatenation is the entry of ``key``: header, then keys and values, then sums.
 
-    Parts, not one string, so that signing and sending copies them once.
-
-    Raises
-    ------
-    TypeError
-        For KV of a dtype that safetensors does not know.
+    TypeError for KV of a dtype without a safetensors name.
     """
     header, sums = outline(key, kv)
     layers = RawLayers(kv, header.layout)
@@ -40,10 +35,7 @@ def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
 
 
 def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
-    """The header of an entry but for the CRCs of its layers, and the bytes of its ``sums``.
-
-    TypeError for KV of a dtype that safetensors does not know.
-    """
+    """The header of an entry without the CRCs of its layers, and the bytes of its ``sums``."""
     layout = Layout.of(kv)
     named = sorted(kv.sums.items())
     sums = [as_array(tensor) for _, tensor in named]
@@ -55,13 +47,7 @@ def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
 
 
 def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
-    """The KV in ``image``, in memory of its own.
-
-    Raises
-    ------
-    EntryDamaged
-        Unless every byte is as :func:`to_bytes` made it for exactly this key.
-    """
+    """A copy of the KV in ``image``; EntryDamaged unless :func:`to_bytes` made every byte for this key."""
     header, start = _header(image, len(image))
     if header.key != key:
         raise EntryDamaged("the entry of another key")
@@ -81,10 +67,7 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
 
 
 def key_in(beginning: memoryview, size: int) -> KVKey | None:
-    """The key of an entry of ``size`` bytes; None if the header goes on behind ``beginning``.
-
-    EntryDamaged unless every byte of the header is as it was written.
-    """
+    """The key of an entry of ``size`` bytes, verified; None if the header is longer than ``beginning``."""
     if header_size(bytes(beginning[:8]), size) > len(beginning):
         return None
     return _header(beginning, size)[0].key

@@ -1,8 +1,4 @@
-"""Types and shapes of an entry's tensors, and where each of them lies.
-
-Entries of one model with as many tokens are laid out alike, so layouts and what follows from them are
-cached: they are not computed anew at every read and write.
-"""
+"""Types, shapes and offsets of an entry's tensors, cached: entries of equal length share them."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ from ragcachekit.model.kv import ChunkKV
 
 _KEPT = 256  # layouts, of some ten KB each
 _MOST_LAYERS = 1 << 16
-_MOST_DIMS = 64  # as many as torch can do sums over
-_MOST_NUMBERS = 1 << 40  # zeros in a shape counted as ones, so that strides are far from overflowing
+_MOST_DIMS = 64  # of torch
+_MOST_NUMBERS = 1 << 40  # zeros in a shape counted as ones, so that strides do not overflow
 _COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 
 NAMES = {
@@ -33,13 +29,13 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
-"""As safetensors calls them."""
+"""Names of dtypes in safetensors."""
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 def storable(dtype: torch.dtype) -> torch.dtype:
-    """``dtype`` itself; TypeError if safetensors does not know it."""
+    """``dtype`` itself; TypeError if it has no safetensors name."""
     if dtype not in NAMES:
         raise TypeError(f"KV of {dtype} cannot be stored; cast it to one of {', '.join(map(str, NAMES))}")
     return dtype
@@ -58,7 +54,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def entry(self, name: str, offset: int) -> str:
-        """What a safetensors header says of this tensor, ``offset`` bytes behind the header."""
+        """This tensor's entry in a safetensors header, with its offset after the header."""
         shape, end = ",".join(map(str, self.shape)), offset + self.nbytes
         kind = NAMES[self.dtype]
         return f'{_COMPACT(name)}:{{"dtype":"{kind}","shape":[{shape}],"data_offsets":[{offset},{end}]}}'
@@ -69,25 +65,25 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Keys and values of every layer, keys first, one behind the other; see :meth:`of` and :meth:`read`."""
+    """Keys and values of all layers in order, keys first; made by :meth:`of` and :meth:`read`."""
 
-    groups: tuple[tuple[int, TensorSpec, TensorSpec], ...]  # how many layers, one behind the other
+    groups: tuple[tuple[int, TensorSpec, TensorSpec], ...]  # number of equal layers, keys, values
 
     @staticmethod
     def of(kv: ChunkKV) -> Layout:
-        """The layout of ``kv``; TypeError for a dtype that safetensors does not know."""
+        """The layout of ``kv``; TypeError for a dtype without a safetensors name."""
         runs = [(len(list(same)), *pair) for pair, same in groupby(kv.shapes)]
         specs = [(n, *(TensorSpec(storable(kind), shape) for kind, shape in pair)) for n, *pair in runs]
         return _shared(tuple((count, keys, values) for count, keys, values in specs))
 
     @staticmethod
     def read(text: str) -> Layout:
-        """The reverse of :attr:`text`; KeyError, TypeError or ValueError for any other text."""
+        """The reverse of :attr:`text`; KeyError, TypeError or ValueError for other text."""
         return _read(text)
 
     @cached_property
     def text(self) -> str:
-        """All of it, short."""
+        """The layout as short JSON."""
         return _COMPACT([[n, NAMES[k.dtype], k.shape, NAMES[v.dtype], v.shape] for n, k, v in self.groups])
 
     @cached_property
@@ -102,7 +98,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each layer begins, in bytes behind the header, and where the last one ends."""
+        """Begin of each layer in bytes after the header, and the end of the last one."""
         return tuple(accumulate((keys.nbytes + values.nbytes for keys, values in self.pairs), initial=0))
 
     @property
@@ -112,18 +108,18 @@ class Layout:
 
     @cached_property
     def shapes(self) -> tuple[tuple[Shape, Shape], ...]:
-        """As :class:`ragcachekit.store.base.LayerSource` has them."""
+        """Dtype and shape of keys and values, per layer."""
         return tuple(((k.dtype, k.shape), (v.dtype, v.shape)) for k, v in self.pairs)
 
     @cached_property
     def alike(self) -> TensorSpec | None:
-        """What every tensor is, if they are all the same."""
+        """The spec of every tensor, if they are all the same."""
         first = self.groups[0][1]
         return first if len(self.groups) == 1 and first == self.groups[0][2] else None
 
     @cached_property
     def entries(self) -> str:
-        """What a safetensors header says of each tensor."""
+        """The tensors' entries in a safetensors header."""
         named, offset = [], 0
         for number, (keys, values) in enumerate(self.pairs):
             named.append(keys.entry(f"k.{number}", offset))
@@ -141,7 +137,7 @@ def _read(text: str) -> Layout:
         (count, spec_of(keys, keys_shape), spec_of(values, values_shape))
         for count, keys, keys_shape, values, values_shape in parse_json(text)
     )
-    # By type: 2.0 and True equal 2 and 1, and a shared layout would be handed to honest entries.
+    # By type: 2.0 and True equal 2 and 1, and the layout is shared with other entries.
     if any(type(count) is not int or not 0 < count <= _MOST_LAYERS for count, _, _ in groups):
         raise ValueError("a number of layers that is none")
     shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
@@ -154,7 +150,7 @@ def _read(text: str) -> Layout:
 
 
 def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
-    """The spec of a dtype's name and a shape; KeyError, TypeError or ValueError for what is none."""
+    """The spec of a dtype's name and a shape; KeyError, TypeError or ValueError for bad ones."""
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError("a shape that is none")
     if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_NUMBERS:

@@ -1,4 +1,4 @@
-"""From the raw bytes of an entry to its tensors and back, without copying."""
+"""Conversion between raw bytes and tensors without copying."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ragcachekit.store.entry.layout import Layout, TensorSpec
 
 Array = npt.NDArray[np.uint8]
 
-_PIECE = 1 << 19  # bytes: a medium is given enough to do, and has not long to wait for the next
+_PIECE = 1 << 19  # bytes per write
 _NUMPY_KNOWS = {torch.float64, torch.float32, torch.float16, torch.int8, torch.uint8}
 
 
 def split(
     raw: torch.Tensor, layout: Layout, begin: int, end: int
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Keys and values of the layers from ``begin`` to ``end``, which lie in ``raw`` one behind the other."""
+    """Keys and values of the layers from ``begin`` to ``end``, adjacent in ``raw``."""
     kind = layout.alike
     if kind is not None:  # all tensors in one step, not three for each
         every = as_tensor(raw, TensorSpec(kind.dtype, (2 * (end - begin), *kind.shape))).unbind()
@@ -42,15 +42,15 @@ def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not raw.numel():
         return torch.empty(spec.shape, dtype=spec.dtype)
     if raw.data_ptr() % spec.dtype.itemsize:
-        raw = raw.clone()  # a wider type behind an odd number of narrower ones
+        raw = raw.clone()  # not aligned
     return raw.view(spec.dtype).reshape(spec.shape)
 
 
 class RawLayers:
-    """The bytes of all layers in order, a few layers at a time, and their CRCs.
+    """The bytes of all layers in order, a few layers at a time.
 
-    The CRCs of a piece are computed when the next one is asked for, while a medium works on the piece.
-    ``crcs`` has the running CRC at each layer's end, and is complete after the iteration.
+    ``crcs`` are the running CRCs at each layer's end, complete after the iteration. Those of a piece are
+    computed after it was written.
     """
 
     def __init__(self, kv: ChunkKV, layout: Layout) -> None:
@@ -71,8 +71,8 @@ class RawLayers:
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """The bytes of one tensor: its own memory where that is the CPU's and in order."""
-    # Asked first: each of the calls below costs as much as all these questions.
+    """The bytes of one tensor, in its own memory if that is contiguous and the CPU's."""
+    # Each call below costs as much as all these checks.
     if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype not in _NUMPY_KNOWS:

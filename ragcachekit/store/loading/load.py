@@ -35,7 +35,9 @@ class Load:
     source: LayerSource
     changed: Condition
     late: Callable[[Load, float], object]  # called when a request has waited so many seconds in vain
-    rank: float = float("inf")  # of the request it is read for, the lowest first; infinite until one begins it
+    rank: float = float(
+        "inf"
+    )  # of the request it is read for, the lowest first; infinite until one begins it
     prefetched: bool = False
     busy: bool = False
     read: int = 0  # layers

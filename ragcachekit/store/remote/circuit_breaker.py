@@ -1,8 +1,4 @@
-"""A circuit breaker: a service that keeps failing is left alone for a while.
-
-Written here rather than taken from pybreaker, which has no clock that tests can set and lets concurrent
-callers all make the trial call.
-"""
+"""A circuit breaker. Not pybreaker: it lets all concurrent callers make the trial call."""
 
 from __future__ import annotations
 
@@ -15,16 +11,8 @@ from threading import Lock
 class Breaker:
     """Closed: every call passes. Open: none does; after ``cooldown`` seconds one trial call may.
 
-    It opens after ``failures`` in a row, and when ``2 * failures`` of the last ``4 * failures`` calls failed:
-    a service that answers every other call costs nearly as much as a dead one.
-
-    Parameters
-    ----------
-    failures : int
-    cooldown : float
-        Seconds.
-    clock : callable
-        Monotonic seconds.
+    It opens after ``failures`` in a row, and when ``2 * failures`` of the last ``4 * failures`` calls failed.
+    ``cooldown`` and ``clock`` are in seconds.
     """
 
     def __init__(self, failures: int, cooldown: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,16 +24,15 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=4 * failures)
         self._open_until: float | None = None
         self._on_trial = False
-        self.opened = 0
-        """Times that it opened, or stayed open after a trial."""
+        self.opened = 0  # times, failed trials included
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused, but for trials."""
+        """Whether calls other than trials are refused."""
         return self._open_until is not None
 
     def allow(self) -> bool:
-        """Whether a call may pass; the outcome of one that may has to be passed to :meth:`record`."""
+        """Whether a call may pass; :meth:`record` must get its outcome."""
         with self._lock:
             if self._open_until is None:
                 return True

@@ -101,9 +101,7 @@ class DeadlineExecutor:
         with self._lock:
             counts = dict(self._counts)
         breaker = self._breaker
-        return DeadlineStats(
-            **counts, opened=breaker.opened, stuck=self._pool.stuck, is_open=breaker.is_open
-        )
+        return DeadlineStats(**counts, opened=breaker.opened, stuck=self._pool.stuck, is_open=breaker.is_open)
 
     def close(self) -> None:
         """Refuse further operations; does not wait."""

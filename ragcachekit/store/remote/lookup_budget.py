@@ -1,4 +1,4 @@
-"""How long the look-ups of one plan may wait for each remote service, all together."""
+"""A limit on how long the look-ups of one plan wait for each remote service."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ PLAN_DEADLINES = 3
 """Deadlines of a service that the look-ups of one plan may take there."""
 
 # Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
-_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_patience", default=None)
+_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_lookup_budget", default=None)
 
 
 class LookupBudget:
-    """Seconds that each service has taken from one plan.
-
-    Parameters
-    ----------
-    clock : callable
-        Monotonic seconds.
-    """
+    """Seconds that one plan has waited for each service, by a monotonic ``clock``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,7 +23,7 @@ class LookupBudget:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Count what this thread looks up inside the ``with`` block."""
+        """Count the look-ups of this thread inside the ``with`` block."""
         token = _current.set(self)
         try:
             yield
@@ -51,5 +45,5 @@ class LookupBudget:
 
 
 def lookup_budget() -> LookupBudget | None:
-    """The budget of the plan that this thread is making; None outside of plans."""
+    """The budget of this thread's plan, or None."""
     return _current.get()

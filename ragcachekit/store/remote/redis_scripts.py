@@ -1,11 +1,9 @@
 """Atomic Lua scripts of the Redis tier: no crash or race leaves the sums wrong.
 
-The hash ``info`` holds namespace, size and chunk ids of each entry. Derived from it are the order of use
-(sorted sets, over all and per namespace), the sums of sizes, and the sets of entries per id. Namespaces and
-ids are hashed, so that they are single words. ``gen`` holds a token per namespace that every forget changes:
-a write that was sent before a forget and arrives after it brings an outdated token and is refused.
-
-All keys share one hash tag, so that a cluster keeps them in one slot.
+The hash ``info`` holds hashed namespace, size and hashed chunk ids of each entry. Derived from it are the
+order of use (sorted sets, overall and per namespace), the sums of sizes, and the entries per id. ``gen``
+holds a token per namespace that every forget changes: a write sent before a forget has an outdated token and
+is refused. All keys share one hash tag, for one slot of a cluster.
 """
 
 _COMMON = """
@@ -95,7 +93,7 @@ drop(ARGV[1])
 return 0
 """
 )
-"""ARGV: digest. 1 if the entry is whole; else its rest is dropped: no forget would find it."""
+"""ARGV: digest. Returns 1 if the entry is whole; else drops its rest, which no forget would find."""
 
 DROP = _COMMON + "drop(ARGV[1])"
 """ARGV: digest."""

@@ -100,7 +100,7 @@ def hangs() -> Iterator[Hangs]:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets that failed are tried again by the next operation."""
-    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 0.0)
 
 
 def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
 def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 60.0)
 
     class Kept(LocalFileSystem):
         cachable = False

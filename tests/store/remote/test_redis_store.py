@@ -212,13 +212,13 @@ def test_a_restarted_server_is_used_again_without_a_failure(mortal: RedisServer)
 @contextmanager
 def hung(server: RedisServer, store: RedisStore) -> Iterator[None]:
     """The server hangs; the store, otherwise patient, gives up quickly."""
-    patient, store._guard.deadline = store._guard.deadline, SHORT
+    patient, store._executor.deadline = store._executor.deadline, SHORT
     server.hang()
     try:
         yield
     finally:
         server.go_on()
-        store._guard.deadline = patient
+        store._executor.deadline = patient
 
 
 def test_forgotten_during_an_absence_stays_forgotten(server: RedisServer) -> None:
