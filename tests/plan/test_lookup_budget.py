@@ -53,14 +53,14 @@ def test_all_look_ups_of_a_plan_wait_three_deadlines_at_most() -> None:
     fetch = Fetch(store, lookup_budget=LookupBudget(lambda: service.now))
     assert hits(fetch) == 3
     assert service.now <= 3 * DEADLINE
-    assert (store.health.refused, store.stats()[0].misses) == (CHUNKS - 3, CHUNKS - 3)
+    assert (store._executor.counts["refused"], store.stats()[0].misses) == (CHUNKS - 3, CHUNKS - 3)
     assert hits(fetch.without(frozenset([key_of(99)])), 50) == 0, "a plan that is made again has no more"
     assert service.loads == 3
     assert hits(Fetch(store, lookup_budget=LookupBudget(lambda: service.now))) == 3, (
         "the next one has its own"
     )
     assert sum(store.get(key_of(number)) is not None for number in range(CHUNKS)) == CHUNKS
-    assert (store.health.errors, store.health.is_open) == (0, False)
+    assert (store._executor.counts["errors"], store._executor.is_open) == (0, False)
     store.close()
 
 

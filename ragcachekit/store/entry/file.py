@@ -26,7 +26,7 @@ from ragcachekit.store.entry.header import (
     set_crcs,
 )
 from ragcachekit.store.entry.image import outline
-from ragcachekit.store.entry.tensors import RawLayers, as_tensor, split
+from ragcachekit.store.entry.layout import RawLayers, as_tensor, split
 from ragcachekit.types import KVKey
 
 At = Callable[[str], None]

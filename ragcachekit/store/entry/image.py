@@ -16,8 +16,16 @@ from ragcachekit.store.entry.header import (
     header_size,
     set_crcs,
 )
-from ragcachekit.store.entry.layout import Layout, TensorSpec, storable
-from ragcachekit.store.entry.tensors import Array, RawLayers, as_array, as_tensor, split
+from ragcachekit.store.entry.layout import (
+    Array,
+    Layout,
+    RawLayers,
+    TensorSpec,
+    as_array,
+    as_tensor,
+    split,
+    storable,
+)
 from ragcachekit.types import KVKey
 
 

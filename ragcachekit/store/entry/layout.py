@@ -1,18 +1,28 @@
-"""Types, shapes and offsets of an entry's tensors, cached: entries of equal length share them."""
+"""Types, shapes and offsets of an entry's tensors, and their conversion from and to raw bytes.
+
+Layouts are cached: entries of equal length share them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ragcachekit.files import parse_json
 from ragcachekit.model.kv import ChunkKV
 
+Array = npt.NDArray[np.uint8]
+
+_PIECE = 1 << 19  # bytes per write
 _KEPT = 256  # layouts, of some ten KB each
 _MOST_LAYERS = 1 << 16
 _MOST_DIMS = 64  # of torch
@@ -30,6 +40,8 @@ NAMES = {
     torch.uint8: "U8",
 }
 """Names of dtypes in safetensors."""
+
+_NUMPY_DTYPES = {torch.float64, torch.float32, torch.float16, torch.int8, torch.uint8}
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -156,3 +168,64 @@ def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
     if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_NUMBERS:
         raise ValueError("a shape that no memory holds")
     return TensorSpec(DTYPES[dtype], tuple(shape))
+
+
+def split(
+    raw: torch.Tensor, layout: Layout, begin: int, end: int
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Keys and values of the layers from ``begin`` to ``end``, adjacent in ``raw``."""
+    kind = layout.alike
+    if kind is not None:  # all tensors in one step, not three for each
+        every = as_tensor(raw, TensorSpec(kind.dtype, (2 * (end - begin), *kind.shape))).unbind()
+        return every[::2], every[1::2]
+    keys, values, at = [], [], 0
+    for key, value in layout.pairs[begin:end]:
+        middle = at + key.nbytes
+        behind = middle + value.nbytes
+        keys.append(as_tensor(raw[at:middle], key))
+        values.append(as_tensor(raw[middle:behind], value))
+        at = behind
+    return keys, values
+
+
+def as_tensor(raw: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """One tensor from its bytes."""
+    if not raw.numel():
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    if raw.data_ptr() % spec.dtype.itemsize:
+        raw = raw.clone()  # not aligned
+    return raw.view(spec.dtype).reshape(spec.shape)
+
+
+class RawLayers:
+    """The bytes of all layers in order, a few layers at a time.
+
+    ``crcs`` are the running CRCs at each layer's end, complete after the iteration. Those of a piece are
+    computed after it was written.
+    """
+
+    def __init__(self, kv: ChunkKV, layout: Layout) -> None:
+        self._kv, self._layout = kv, layout
+        self.crcs: list[int] = []
+
+    def __iter__(self) -> Iterator[list[Array]]:
+        self.crcs, crc, layout = [], 0, self._layout
+        step = max(1, _PIECE * layout.layers // max(1, layout.nbytes))
+        for begin in range(0, layout.layers, step):
+            some = slice(begin, begin + step)
+            pairs = zip(self._kv.keys[some], self._kv.values[some], strict=True)
+            raws = [as_array(tensor) for pair in pairs for tensor in pair]
+            yield raws
+            crcs = tuple(accumulate(raws, google_crc32c.extend, initial=crc))
+            self.crcs += crcs[2::2]
+            crc = crcs[-1]
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """The bytes of one tensor, in its own memory if that is contiguous and the CPU's."""
+    # Each call below costs as much as all these checks.
+    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype not in _NUMPY_DTYPES:
+        tensor = tensor.reshape(-1).view(torch.uint8)
+    return tensor.numpy().reshape(-1).view(np.uint8)

@@ -24,7 +24,6 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=4 * failures)
         self._open_until: float | None = None
         self._on_trial = False
-        self.opened = 0  # times, failed trials included
 
     @property
     def is_open(self) -> bool:
@@ -55,5 +54,4 @@ class Breaker:
                 return False
             self._recent.clear()
             self._open_until = self._clock() + self._cooldown
-            self.opened += 1
             return not was_open

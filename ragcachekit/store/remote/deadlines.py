@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
 
@@ -16,23 +16,6 @@ from ragcachekit.threads import DaemonPool, Job
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class DeadlineStats:
-    """Counts of a :class:`DeadlineExecutor`.
-
-    ``refused`` operations were not tried: the breaker was open, every thread hung, or the plan had waited
-    enough. ``opened`` counts how often the breaker opened; ``stuck`` threads hang at present.
-    """
-
-    calls: int
-    timeouts: int
-    errors: int
-    refused: int
-    opened: int
-    stuck: int
-    is_open: bool
 
 
 class DeadlineExecutor:
@@ -67,7 +50,7 @@ class DeadlineExecutor:
         self._name = name
         self._breaker = Breaker(failures, cooldown, clock)
         self._pool = DaemonPool(f"ragcachekit-{name}", threads)
-        self._counts = {"calls": 0, "timeouts": 0, "errors": 0, "refused": 0}
+        self.counts = Counter[str]()  # calls, and of them timeouts, errors and refused
         self._lock = Lock()  # around the counts
 
     def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
@@ -96,12 +79,15 @@ class DeadlineExecutor:
         with plan.spending(self):
             return self.run(operation, default)
 
-    def stats(self) -> DeadlineStats:
-        """Counts so far."""
-        with self._lock:
-            counts = dict(self._counts)
-        breaker = self._breaker
-        return DeadlineStats(**counts, opened=breaker.opened, stuck=self._pool.stuck, is_open=breaker.is_open)
+    @property
+    def stuck(self) -> int:
+        """Threads that hang in operations whose callers have given up."""
+        return self._pool.stuck
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operations are refused after too many failures."""
+        return self._breaker.is_open
 
     def close(self) -> None:
         """Refuse further operations; does not wait."""
@@ -109,7 +95,7 @@ class DeadlineExecutor:
 
     def _count(self, event: str) -> None:
         with self._lock:
-            self._counts[event] += 1
+            self.counts[event] += 1
 
     def _outcome(self, operation: Callable[[], T], default: T, deadline: float) -> tuple[str, T]:
         """Why the operation failed (empty: it did not), and the result."""

@@ -17,7 +17,7 @@ from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import from_bytes, to_bytes
 from ragcachekit.store.entry.layout import storable
 from ragcachekit.store.remote.base import Backend, Left, Saved, Usage
-from ragcachekit.store.remote.deadlines import DeadlineExecutor, DeadlineStats
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.pending_deletes import PendingDeletes
 from ragcachekit.store.remote.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
@@ -149,11 +149,6 @@ class RemoteStore:
         if not self._closed:
             usage = self._executor.run(self._backend.usage, usage)
         return (self._counters.stats(entries=usage.entries, nbytes=usage.nbytes, budget=self._budget),)
-
-    @property
-    def health(self) -> DeadlineStats:
-        """Counts of timeouts, errors and refusals."""
-        return self._executor.stats()
 
     @property
     def pending_forgets(self) -> int:

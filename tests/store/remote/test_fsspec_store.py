@@ -344,7 +344,7 @@ def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
     assert store.pending_forgets == 0
     assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
     assert store.get(key_of(9, namespace="globex")) is not None
-    assert not store.health.errors
+    assert not store._executor.counts["errors"]
 
 
 def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(
@@ -378,7 +378,7 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_endi
         assert store.get(key_of(number, namespace="globex")) is not None
     assert fs.listed == listed, "others do not ask every time whether it can be deleted now"
     assert store.forget("globex") == 10
-    assert (store.pending_forgets, store.health.errors, store.health.is_open) == (1, 0, False)
+    assert (store.pending_forgets, store._executor.counts["errors"], store._executor.is_open) == (1, 0, False)
 
 
 def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: 
     store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
     assert all(store.put(key_of(number), kv_of(number)) for number in range(20))
     assert store.forget("acme/docs") == 0
-    assert (len(removals), store.health.errors) == (8, 1)
+    assert (len(removals), store._executor.counts["errors"]) == (8, 1)
 
 
 def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +426,9 @@ def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Pa
         pass
     hangs.names = {"cat_file"}
     assert store.get(KEY) is None
-    assert store.health.timeouts >= 1
+    assert store._executor.counts["timeouts"] >= 1
     hangs.names = set()
-    assert store.health.stuck >= 1
+    assert store._executor.stuck >= 1
     while store.get(KEY) is None:
         pass
 
