@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.entry.image import EntryImage
 from ragcachekit.store.loading.loader import Loader
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.remote.base import Usage
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.lookup_budget import LookupBudget
+from ragcachekit.store.remote.deadlines import DeadlineExecutor, LookupBudget
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
 from ragcachekit.store.tiered import TieredStore
@@ -30,7 +29,7 @@ class Slow:
     def load(self, key: Any) -> bytes:
         self.loads += 1
         self.now += self.seconds
-        return bytes(SEAL.sealed(key.digest(), to_bytes(key, kv_of(1))))
+        return bytes(SEAL.sealed(key.digest(), EntryImage(key, kv_of(1)).parts()))
 
     def usage(self) -> Usage:
         return Usage(0, 0)

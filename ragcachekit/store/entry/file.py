@@ -8,29 +8,23 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import google_crc32c
 import torch
 
-from ragcachekit.files import NO_FOLLOW, OpenFile, read_into, write_all
+from ragcachekit.files import NO_FOLLOW, OpenFile, read_into
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry.buffers import Buffers
 from ragcachekit.store.entry.header import (
     EntryDamaged,
     EntryHeader,
     decode_header,
-    encode_header,
     header_size,
-    set_crcs,
 )
-from ragcachekit.store.entry.image import outline
-from ragcachekit.store.entry.layout import RawLayers, as_tensor, split
+from ragcachekit.store.entry.layout import as_tensor, split
 from ragcachekit.types import KVKey
-
-At = Callable[[str], None]
-"""Called with the name of each step of a write, for tests that interrupt it."""
 
 _PROBE = 8192  # bytes of the first read: most headers
 _BATCH = 1 << 21  # bytes
@@ -40,30 +34,6 @@ _FRESH = Buffers(idle=0)
 def entry_name(digest: str) -> str:
     """File name of the entry whose key has this digest."""
     return f"{digest}.safetensors"
-
-
-def nowhere(step: str) -> None:
-    """The :data:`At` that does nothing."""
-
-
-class EntryImage:
-    """The file content of an entry; TypeError for KV of a dtype without a safetensors name."""
-
-    def __init__(self, key: KVKey, kv: ChunkKV) -> None:
-        header, self._sums = outline(key, kv)
-        self._header, self._layers = encode_header(header), RawLayers(kv, header.layout)
-        self.nbytes = len(self._header) + header.nbytes
-
-    def write(self, fd: int, at: At = nowhere) -> None:
-        """Write to an open, empty file; the header, with the CRCs of the layers, last."""
-        end = len(self._header)
-        for piece in self._layers:
-            end = write_all(fd, [raw.data for raw in piece], end)
-        at("half written")
-        write_all(fd, [raw.data for raw in self._sums], end)
-        set_crcs(self._header, self._layers.crcs)
-        write_all(fd, [self._header])
-        at("written")
 
 
 class EntryReader:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import google_crc32c
 import numpy as np
 import torch
 
+from ragcachekit.files import write_all
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry.header import (
     EntryDamaged,
@@ -17,7 +20,6 @@ from ragcachekit.store.entry.header import (
     set_crcs,
 )
 from ragcachekit.store.entry.layout import (
-    Array,
     Layout,
     RawLayers,
     TensorSpec,
@@ -28,34 +30,50 @@ from ragcachekit.store.entry.layout import (
 )
 from ragcachekit.types import KVKey
 
-
-def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
-    """The parts whose concatenation is the entry of ``key``: header, then keys and values, then sums.
-
-    TypeError for KV of a dtype without a safetensors name.
-    """
-    header, sums = outline(key, kv)
-    layers = RawLayers(kv, header.layout)
-    raws = [raw for piece in layers for raw in piece]
-    encoded = encode_header(header)
-    set_crcs(encoded, layers.crcs)
-    return [bytes(encoded), *(raw.data for raw in (*raws, *sums))]
+At = Callable[[str], None]
+"""Called with the name of each step of a write, for tests that interrupt it."""
 
 
-def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
-    """The header of an entry without the CRCs of its layers, and the bytes of its ``sums``."""
-    layout = Layout.of(kv)
-    named = sorted(kv.sums.items())
-    sums = [as_array(tensor) for _, tensor in named]
-    specs = tuple(
-        SealedSpec(name, TensorSpec(storable(tensor.dtype), tuple(tensor.shape)), google_crc32c.value(raw))
-        for (name, tensor), raw in zip(named, sums, strict=True)
-    )
-    return EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised), sums
+def nowhere(step: str) -> None:
+    """The :data:`At` that does nothing."""
+
+
+class EntryImage:
+    """The bytes of an entry, ``nbytes`` long; TypeError for KV of a dtype without a safetensors name."""
+
+    def __init__(self, key: KVKey, kv: ChunkKV) -> None:
+        layout, named = Layout.of(kv), sorted(kv.sums.items())
+        self._sums = [as_array(tensor) for _, tensor in named]
+        specs = tuple(
+            SealedSpec(
+                name, TensorSpec(storable(tensor.dtype), tuple(tensor.shape)), google_crc32c.value(raw)
+            )
+            for (name, tensor), raw in zip(named, self._sums, strict=True)
+        )
+        header = EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised)
+        self._header, self._layers = encode_header(header), RawLayers(kv, layout)
+        self.nbytes = len(self._header) + header.nbytes
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Header, then keys and values, then sums."""
+        raws = [raw for piece in self._layers for raw in piece]
+        set_crcs(self._header, self._layers.crcs)
+        return [bytes(self._header), *(raw.data for raw in (*raws, *self._sums))]
+
+    def write(self, fd: int, at: At = nowhere) -> None:
+        """Write to an open, empty file; the header, with the CRCs of the layers, last."""
+        end = len(self._header)
+        for piece in self._layers:
+            end = write_all(fd, [raw.data for raw in piece], end)
+        at("half written")
+        write_all(fd, [raw.data for raw in self._sums], end)
+        set_crcs(self._header, self._layers.crcs)
+        write_all(fd, [self._header])
+        at("written")
 
 
 def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
-    """A copy of the KV in ``image``; EntryDamaged unless :func:`to_bytes` made every byte for this key."""
+    """A copy of the KV in ``image``; EntryDamaged unless every byte is that of :class:`EntryImage`."""
     header, start = _header(image, len(image))
     if header.key != key:
         raise EntryDamaged("the entry of another key")

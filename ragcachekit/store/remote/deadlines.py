@@ -4,18 +4,106 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 from typing import TypeVar
 
-from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.lookup_budget import lookup_budget
 from ragcachekit.threads import DaemonPool, Job
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+PLAN_DEADLINES = 3
+"""Deadlines of a service that the look-ups of one plan may take there."""
+
+# Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
+_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_lookup_budget", default=None)
+
+
+class LookupBudget:
+    """Seconds that one plan has waited for each service, by a monotonic ``clock``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[object, float] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Count the look-ups of this thread inside the ``with`` block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def lasts(self, service: object, deadline: float) -> bool:
+        """Whether a whole deadline is left for another look-up."""
+        return self._spent.get(service, 0.0) <= (PLAN_DEADLINES - 1) * deadline
+
+    @contextmanager
+    def spending(self, service: object) -> Iterator[None]:
+        """Count the time of one look-up."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._spent[service] = self._spent.get(service, 0.0) + self._clock() - begun
+
+
+class Breaker:
+    """A circuit breaker. Not pybreaker: it lets all concurrent callers make the trial call.
+
+    Closed: every call passes. Open: none does; after ``cooldown`` seconds one trial call may.
+
+    It opens after ``failures`` in a row, and when ``2 * failures`` of the last ``4 * failures`` calls failed.
+    ``cooldown`` and ``clock`` are in seconds.
+    """
+
+    def __init__(self, failures: int, cooldown: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if failures < 1 or cooldown < 0:
+            raise ValueError(f"failures must be >= 1 and cooldown >= 0, got {failures} and {cooldown}")
+        self._failures, self._cooldown, self._clock = failures, cooldown, clock
+        self._lock = Lock()
+        self._in_a_row = 0
+        self._recent: deque[bool] = deque(maxlen=4 * failures)
+        self._open_until: float | None = None
+        self._on_trial = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls other than trials are refused."""
+        return self._open_until is not None
+
+    def allow(self) -> bool:
+        """Whether a call may pass; :meth:`record` must get its outcome."""
+        with self._lock:
+            if self._open_until is None:
+                return True
+            if self._on_trial or self._clock() < self._open_until:
+                return False
+            self._on_trial = True
+            return True
+
+    def record(self, success: bool) -> bool:
+        """Count an outcome; True if it has just opened a closed breaker."""
+        with self._lock:
+            was_open, self._on_trial = self.is_open, False
+            self._recent.append(success)
+            self._in_a_row = 0 if success else self._in_a_row + 1
+            if success:
+                self._open_until = None
+                return False
+            failed = self._recent.count(False)
+            if not was_open and self._in_a_row < self._failures and failed < 2 * self._failures:
+                return False
+            self._recent.clear()
+            self._open_until = self._clock() + self._cooldown
+            return not was_open
 
 
 class DeadlineExecutor:
@@ -28,7 +116,7 @@ class DeadlineExecutor:
     deadline : float
         Seconds that :meth:`run` waits for an operation; > 0.
     failures, cooldown, clock
-        As in :class:`~ragcachekit.store.remote.circuit_breaker.Breaker`.
+        As in :class:`Breaker`.
     threads : int
         Operations that run or hang at the same time. Others wait within their deadline, and are refused
         while all threads hang.
@@ -69,7 +157,7 @@ class DeadlineExecutor:
 
     def look(self, operation: Callable[[], T], default: T) -> T:
         """As :meth:`run`, but refused if the current plan has waited long enough for this service."""
-        plan = lookup_budget()
+        plan = _current.get()
         if plan is None:
             return self.run(operation, default)
         if not plan.lasts(self, self.deadline):

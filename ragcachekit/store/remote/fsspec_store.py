@@ -21,14 +21,12 @@ class FsspecStore(RemoteStore):
     ----------
     url : str
         ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other that fsspec knows.
-    budget : int
-        Bytes of sealed entries; > 0.
+    budget, quotas
+        As in :class:`RemoteStore`.
     key : bytes, str or None
         Signs entries: bytes, or the name of an environment variable.
     deadline : float
         Seconds per operation, enough to read and verify a large entry.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
     options : mapping
         For the file system (``endpoint_url`` of S3 and the like).
 

@@ -32,8 +32,8 @@ class RedisStore(RemoteStore):
     ----------
     url : str
         ``redis://[user:password@]host:port/0``, ``rediss://`` over TLS, ``unix://``.
-    budget : int
-        Bytes of sealed entries; > 0. All processes should give the same.
+    budget, quotas
+        As in :class:`RemoteStore`; the same budget in all processes.
     key : bytes, str or None
         Signs entries: bytes, or the name of an environment variable.
     entry_bytes : int
@@ -42,10 +42,8 @@ class RedisStore(RemoteStore):
         Seconds per operation.
     prefix : str
         Of all keys on the server; one per budget.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
     failures, cooldown, clock
-        As in :class:`~ragcachekit.store.remote.circuit_breaker.Breaker`.
+        As in :class:`~ragcachekit.store.remote.deadlines.Breaker`.
 
     Raises ValueError for a bad budget, url or key, and StoreError if redis-py is not installed.
     """

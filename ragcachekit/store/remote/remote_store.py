@@ -14,7 +14,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import from_bytes, to_bytes
+from ragcachekit.store.entry.image import EntryImage, from_bytes
 from ragcachekit.store.entry.layout import storable
 from ragcachekit.store.remote.base import Backend, Left, Saved, Usage
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
@@ -38,10 +38,6 @@ class RemoteStore:
 
     Parameters
     ----------
-    tier : str
-    backend : Backend
-    seal : Seal
-    executor : DeadlineExecutor
     budget : int
         Bytes that all sealed entries may take together; > 0.
     largest : int or None
@@ -189,7 +185,7 @@ class RemoteStore:
     def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int, awaited: Event) -> Saved:
         if not self._may_use(key):
             return Saved(False)
-        blob = self._seal.sealed(key.digest(), to_bytes(key, kv))
+        blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
         if len(blob) > limit:  # with header and seal
             return Saved(False)
         saved = self._backend.save(key, blob, lambda: awaited.is_set() and self._pending.count == forgets)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store.remote.deadlines import Breaker, DeadlineExecutor
 
 SHORT, LONG = 0.02, 60.0
 

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.entry.image import EntryImage
 from ragcachekit.store.remote import fsspec_objects, remote_store
 from ragcachekit.store.remote.base import Saved
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
@@ -32,7 +32,7 @@ from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
 SHORT = 0.05
-ONE = OVERHEAD + sum(len(part) for part in to_bytes(key_of(0), kv_of(0)))
+ONE = OVERHEAD + sum(len(part) for part in EntryImage(key_of(0), kv_of(0)).parts())
 
 
 def opened(path: Path, budget: int = BUDGET, **changes: Any) -> FsspecStore:
