@@ -92,11 +92,9 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
     return ChunkKV(tuple(keys), tuple(values), header.start, sums, header.quantised)
 
 
-def key_in(beginning: memoryview, size: int) -> KVKey | None:
-    """The key of an entry of ``size`` bytes, verified; None if the header is longer than ``beginning``."""
-    if header_size(bytes(beginning[:8]), size) > len(beginning):
-        return None
-    return _header(beginning, size)[0].key
+def key_in(head: memoryview, size: int) -> KVKey:
+    """The key in the first bytes of an entry of ``size`` bytes; EntryDamaged unless its header is whole."""
+    return _header(head, size)[0].key
 
 
 def _header(image: memoryview, size: int) -> tuple[EntryHeader, int]:

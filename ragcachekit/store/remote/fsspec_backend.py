@@ -16,7 +16,6 @@ from ragcachekit.store.remote.fsspec_objects import Objects, name_of
 from ragcachekit.types import KVKey
 
 _MOST_WRITTEN = 1 << 16  # entries whose last write is remembered
-_MOST_FAILED = 8  # deletions in a row, after which a forget ends
 
 
 class FsspecBackend:
@@ -49,7 +48,8 @@ class FsspecBackend:
         try:
             blob = self._objects.read(name)
         except FileNotFoundError:
-            self._gone(name)
+            with self._lock:
+                self._index.remove(name)
             return None
         with self._lock:
             if name in self._index:
@@ -86,22 +86,17 @@ class FsspecBackend:
         return not self._hidden(key) and self._objects.exists(name_of(key))
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        left: Exception | None = None
-        in_a_row = 0
+        failed: Exception | None = None
         with self._alone():
             self._forgets.add(namespace, chunk_ids)
             for name in self._objects.concerned(namespace, chunk_ids):
                 try:
                     self._discard(name)
-                except Exception as error:
-                    left, in_a_row = error, in_a_row + 1
-                    if in_a_row == _MOST_FAILED:
-                        raise
-                else:
-                    in_a_row = 0
                     dropped.add(name.partition("/")[2])
-        if left is not None:
-            raise Left(f"{type(left).__name__}: {left}") from left
+                except Exception as error:
+                    failed = error
+        if failed is not None:
+            raise Left(f"{type(failed).__name__}: {failed}") from failed
 
     def usage(self) -> Usage:
         if not self._listed:
@@ -164,13 +159,10 @@ class FsspecBackend:
     def _add(self, name: str, nbytes: int) -> None:
         self._index.add(name, nbytes, group=_group_of(name))
 
-    def _gone(self, name: str) -> None:
-        with self._lock:
-            self._index.remove(name)
-
     def _discard(self, name: str) -> None:
         self._objects.remove(name)
-        self._gone(name)
+        with self._lock:
+            self._index.remove(name)
 
     def _list(self) -> int:
         """Add the objects of earlier runs, oldest first; once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -23,7 +22,7 @@ from ragcachekit.types import KVKey
 
 _ENDING = ".kv"
 _TEMP = "tmp"
-_HEAD = 64 << 10  # bytes that hold most headers
+_HEAD = 64 << 10  # bytes in which a header is looked for
 _ABANDONED = 3600.0  # seconds after which a temporary file is deleted
 _KNOWN = 1 << 16  # keys in memory; of other objects, forgetting reads the header
 
@@ -36,7 +35,7 @@ class Objects:
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         # Object stores have no rename and show no half-written files.
         self._renames = type(fs).mv is not AbstractFileSystem.mv
-        self._keys: OrderedDict[str, KVKey] = OrderedDict()
+        self._keys: dict[str, KVKey] = {}
         self._lock = Lock()  # around the keys, never while waiting for the file system
 
     def read(self, name: str) -> bytes:
@@ -111,12 +110,11 @@ class Objects:
     def _remember(self, name: str, key: KVKey) -> None:
         with self._lock:
             self._keys[name] = key
-            self._keys.move_to_end(name)
             if len(self._keys) > _KNOWN:
-                self._keys.popitem(last=False)
+                self._keys.pop(next(iter(self._keys)))
 
     def _concerned(self, name: str, nbytes: int, namespace: str, chunk_ids: frozenset[str]) -> bool:
-        """Whether the object is to be forgotten; True if it cannot be read as an entry."""
+        """Whether the object is to be forgotten; True if its header cannot be read."""
         try:
             with self._lock:
                 key = self._keys.get(name)
@@ -130,12 +128,9 @@ class Objects:
 
     def _key_of(self, name: str, nbytes: int) -> KVKey:
         """The key in the object's header, whose seal is not checked."""
-        path = self._path(name)
-        beginning = memoryview(self._fs.cat_file(path, start=0, end=min(nbytes, _HEAD)))
-        key = key_in(body(beginning), nbytes - OVERHEAD)
-        if key is None:
-            key = key_in(body(memoryview(self._fs.cat_file(path))), nbytes - OVERHEAD)
-        if key is None or name_of(key) != name:
+        head = memoryview(self._fs.cat_file(self._path(name), start=0, end=min(nbytes, _HEAD)))
+        key = key_in(body(head), nbytes - OVERHEAD)
+        if name_of(key) != name:
             raise EntryDamaged("the entry of another key")
         return key
 

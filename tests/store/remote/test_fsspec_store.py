@@ -147,7 +147,7 @@ def test_entries_of_another_process_are_read_counted_and_forgotten(tmp_path: Pat
     assert theirs.get(key_of(6)) is not None
 
 
-def test_forgetting_reads_headers_longer_than_usual(tmp_path: Path) -> None:
+def test_forgetting_drops_entries_whose_header_is_too_long_to_be_read(tmp_path: Path) -> None:
     context = tuple(f"neighbour-{number:064d}" for number in range(1_200))
     long = key_of(1, context=context)
     opened(tmp_path).put(long, kv_of(1))
@@ -379,20 +379,6 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_endi
     assert fs.listed == listed, "others do not ask every time whether it can be deleted now"
     assert store.forget("globex") == 10
     assert (store.pending_forgets, store._executor.counts["errors"], store._executor.is_open) == (1, 0, False)
-
-
-def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: Path) -> None:
-    removals = []
-
-    def before(name: str) -> None:
-        if name == "rm_file":
-            removals.append(name)
-            raise ConnectionError("gone")
-
-    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
-    assert all(store.put(key_of(number), kv_of(number)) for number in range(20))
-    assert store.forget("acme/docs") == 0
-    assert (len(removals), store._executor.counts["errors"]) == (8, 1)
 
 
 def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
