@@ -57,7 +57,7 @@ def attempt(work: Callable[[Job], object], job: Job) -> None:
     except Cancelled:
         pass
     except Exception:
-        log.warning("a job behind an answer failed", exc_info=True)
+        log.warning("a job after an answer failed", exc_info=True)
 
 
 def flush_all(flushes: Iterable[Callable[[float | None], bool]], timeout: float | None) -> bool:

@@ -150,12 +150,6 @@ def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> Entry
     return reader
 
 
-def read_entry(path: Path, key: KVKey) -> ChunkKV:
-    """The KV of ``key`` in the file at ``path``; raises as :class:`EntryReader`."""
-    with open_entry(path, key) as reader:
-        return reader.kv()
-
-
 def read_key(path: Path) -> KVKey:
     """The key in a file's verified header; the layers are not read.
 

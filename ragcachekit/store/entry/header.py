@@ -180,7 +180,7 @@ def _parse(meta: dict[str, str]) -> EntryHeader:
     names = [spec.name for spec in header.sums]
     "".join((*names, *header.key.context)).encode()  # as above, for escapes in their JSON
     if names != sorted(set(names)) or any(type(spec.crc32c) is not int for spec in header.sums):
-        raise ValueError("sums that nobody wrote")
+        raise ValueError("bad sums")
     if (header.start or 0) < 0 or _metadata(header) != {**meta, "header_crc32c": _NO_SEAL.decode()}:
-        raise ValueError("a header that nobody wrote")
+        raise ValueError("another text than that of its content")
     return header

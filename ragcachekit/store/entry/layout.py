@@ -151,20 +151,20 @@ def _read(text: str) -> Layout:
     )
     # By type: 2.0 and True equal 2 and 1, and the layout is shared with other entries.
     if any(type(count) is not int or not 0 < count <= _MOST_LAYERS for count, _, _ in groups):
-        raise ValueError("a number of layers that is none")
+        raise ValueError("a bad number of layers")
     shapes = [spec.shape for _, keys, values in groups for spec in (keys, values)]
     if {len(shape) for shape in shapes} != {3} or len({shape[1] for shape in shapes}) != 1:
         raise ValueError("no layers of [kv_heads, tokens, head_dim] with the same tokens")
     layout = _shared(groups)
     if layout.layers > _MOST_LAYERS or layout.text != text:
-        raise ValueError("layers that nobody wrote")
+        raise ValueError("another text than that of its layers")
     return layout
 
 
 def spec_of(dtype: str, shape: list[int]) -> TensorSpec:
     """The spec of a dtype's name and a shape; KeyError, TypeError or ValueError for bad ones."""
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("a shape that is none")
+        raise ValueError("a bad shape")
     if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_NUMBERS:
         raise ValueError("a shape that no memory holds")
     return TensorSpec(DTYPES[dtype], tuple(shape))
@@ -181,10 +181,10 @@ def split(
     keys, values, at = [], [], 0
     for key, value in layout.pairs[begin:end]:
         middle = at + key.nbytes
-        behind = middle + value.nbytes
+        end_at = middle + value.nbytes
         keys.append(as_tensor(raw[at:middle], key))
-        values.append(as_tensor(raw[middle:behind], value))
-        at = behind
+        values.append(as_tensor(raw[middle:end_at], value))
+        at = end_at
     return keys, values
 
 

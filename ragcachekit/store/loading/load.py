@@ -177,13 +177,13 @@ class Hit:
 class _Tensors:
     """Keys or values of a :class:`LoadingKV`, by layer."""
 
-    def __init__(self, kv: LoadingKV, side: int) -> None:
+    def __init__(self, kv: LoadingKV, part: int) -> None:
         self._kv = weakref.proxy(kv)  # no cycle: a dropped handle ends its load at once
-        self._side = side
+        self._part = part
 
     def __len__(self) -> int:
         return int(self._kv.layers)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        tensor: torch.Tensor = self._kv.layer(number)[self._side]
+        tensor: torch.Tensor = self._kv.layer(number)[self._part]
         return tensor

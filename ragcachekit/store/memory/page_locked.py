@@ -57,7 +57,7 @@ def taken_by(kv: ChunkKV) -> int:
 def in_slabs(kv: ChunkKV, allocate: Allocate = page_locked) -> ChunkKV:
     """A copy in memory from ``allocate`` with contiguous layers (:attr:`ChunkKV.stretches`)."""
     shapes = kv.stored_shapes
-    sizes = [offsets(sides)[-1] for sides in shapes]
+    sizes = [offsets(specs)[-1] for specs in shapes]
     layers, first = list[list[torch.Tensor]](), 0
     for count in slabs(sizes):
         slab, at = allocate(sum(sizes[first : first + count])), 0

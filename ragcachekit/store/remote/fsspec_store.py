@@ -20,7 +20,7 @@ class FsspecStore(RemoteStore):
     Parameters
     ----------
     url : str
-        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other that fsspec knows.
+        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other fsspec url.
     budget, quotas
         As in :class:`RemoteStore`.
     key : bytes, str or None

@@ -41,7 +41,7 @@ local function used(digest, ns)
 end
 
 local function make_room(order, sum, needed, limit)
-  local gone = 0
+  local evicted = 0
   while tonumber(redis.call('HGET', SUMS, sum) or 0) + needed > limit do
     local lowest = redis.call('ZRANGE', order, 0, 0)[1]
     if not lowest then
@@ -49,9 +49,9 @@ local function make_room(order, sum, needed, limit)
       break
     end
     drop(lowest)
-    gone = gone + 1
+    evicted = evicted + 1
   end
-  return gone
+  return evicted
 end
 """
 
@@ -63,9 +63,9 @@ local budget, quota, size = tonumber(ARGV[5]), tonumber(ARGV[6]), string.len(ARG
 local current = redis.call('HGET', GEN, ns) or ''
 if current ~= token then return {-1, current} end
 drop(digest)
-local gone = 0
-if quota > 0 then gone = make_room(of_ns(ns), ns, size, quota) end
-gone = gone + make_room(USE, 'all', size, budget)
+local evicted = 0
+if quota > 0 then evicted = make_room(of_ns(ns), ns, size, quota) end
+evicted = evicted + make_room(USE, 'all', size, budget)
 redis.call('SET', blob_of(digest), blob)
 local info = ns .. ' ' .. size
 for i = 7, #ARGV do
@@ -76,7 +76,7 @@ redis.call('HSET', INFO, digest, info)
 redis.call('HINCRBY', SUMS, 'all', size)
 redis.call('HINCRBY', SUMS, ns, size)
 used(digest, ns)
-return {gone}
+return {evicted}
 """
 )
 """ARGV: digest, namespace, token, blob, budget, quota (0: none), ids... Returns {evicted} or {-1, token}."""

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.file import read_entry
 from ragcachekit.store.entry.image import EntryImage, from_bytes
-from store_kit import KEY, contents
+from store_kit import KEY, contents, read_entry
 
 
 def kv_of_layers(layers: int, tokens: int, dtype: torch.dtype = torch.float32) -> ChunkKV:
