@@ -1,4 +1,4 @@
-"""Jobs behind the answers, one at a time: encoding into the tree, shadow prefills, prefetching."""
+"""Jobs after an answer, one at a time: encoding into the tree, shadow prefills, prefetching."""
 
 from __future__ import annotations
 
@@ -19,17 +19,7 @@ Job = TypeVar("Job")
 
 
 class Background(Generic[Job]):
-    """A bounded queue of jobs and the thread that does them.
-
-    Parameters
-    ----------
-    work : callable
-        Does one job; what it raises is logged.
-    most : int
-        Jobs that may wait.
-    name : str
-        Of the thread.
-    """
+    """A queue of at most ``most`` jobs and a thread that calls ``work`` for each; errors are logged."""
 
     def __init__(self, work: Callable[[Job], object], most: int, name: str) -> None:
         self._work, self._most = work, most
@@ -37,22 +27,21 @@ class Background(Generic[Job]):
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue, without the one in work."""
+        """Jobs in the queue, without the running one."""
         return self._pool.waiting
 
     def submit(self, job: Job) -> bool:
-        """Queue a job; False if there is no room or no thread for it, or after :meth:`close`."""
+        """Queue a job; False if the queue is full, there is no thread, or after :meth:`close`."""
         return self._pool.submit(PoolJob(partial(self._do, job)), self._most)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until nothing waits or is in work; False if ``timeout`` seconds did not suffice."""
+        """Wait until no job waits or runs; False if ``timeout`` seconds did not suffice."""
         return self._pool.flush(timeout)
 
     def close(self) -> None:
-        """End the job in work, drop the rest, end the thread.
+        """Cancel the running job before its next layer, drop the rest, end the thread.
 
-        A forward of the job ends before its next layer; anything else is finished. A job that takes longer
-        than :data:`ragcachekit.threads.END_SECONDS` is left to itself.
+        Waits at most :data:`ragcachekit.threads.END_SECONDS`.
         """
         self._pool.close()
 
@@ -62,20 +51,17 @@ class Background(Generic[Job]):
 
 
 def attempt(work: Callable[[Job], object], job: Job) -> None:
-    """Do a job; what it raises is logged, as the answer that it comes behind is there already.
-
-    A job that was cancelled has not failed: its result is computed again when it is needed.
-    """
+    """Do a job after an answer; errors are logged, except cancellation."""
     try:
         work(job)
     except Cancelled:
         pass
     except Exception:
-        log.warning("a job behind an answer failed", exc_info=True)
+        log.warning("a job after an answer failed", exc_info=True)
 
 
 def flush_all(flushes: Iterable[Callable[[float | None], bool]], timeout: float | None) -> bool:
-    """Flush one after the other, all within ``timeout`` seconds; False if these did not suffice for one."""
+    """Flush all within ``timeout`` seconds; False if these did not suffice."""
     end = None if timeout is None else time.monotonic() + timeout
     done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in flushes]
     return all(done)

@@ -31,16 +31,10 @@ class CancelScope:
     Parameters
     ----------
     event : threading.Event, optional
-        Cancels the scope when set, beside :meth:`cancel`.
+        Cancels the scope when set, as :meth:`cancel` does.
     on_interrupt : bool
         Ctrl-C (SIGINT) cancels the scope before ``KeyboardInterrupt`` is raised. For executors that wait for
         their threads first, such as LangChain's ``RunnableParallel``. Main thread only.
-
-    Attributes
-    ----------
-    between_layers : bool
-        Whether forwards end between two layers. False where the generate loop ends between two tokens and
-        keeps those it has.
 
     Examples
     --------
@@ -50,7 +44,7 @@ class CancelScope:
     """
 
     def __init__(self, event: threading.Event | None = None, *, on_interrupt: bool = False) -> None:
-        self.between_layers = True
+        self.between_layers = True  # False: the generate loop ends after a token, and keeps its tokens
         self._event, self._on_interrupt = event, on_interrupt
         self._handler: Any = None
         self._cancelled = False  # not an Event: a signal handler may run while its lock is held
@@ -83,13 +77,12 @@ class CancelScope:
             signal.signal(signal.SIGINT, handler)
 
     def run(self, work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work`` inside the scope, in a worker thread, and wait for it.
+        """Call ``work`` inside the scope, in a worker thread; KeyboardInterrupt first cancels the scope.
 
-        An exception during the wait (``KeyboardInterrupt`` in the main thread) first cancels the scope.
-        Otherwise the caller would wait for threads that the work joins itself.
+        Without that the caller would wait for threads that ``work`` joins.
         """
         future = Future[_T]()
-        # Not an executor: after an interrupted submit it may not wait for the thread it started.
+        # Not an executor: after an interrupted submit it may not join its thread.
         arguments = self._resolve, future, partial(work, *args, **kwargs)
         thread = threading.Thread(target=copy_context().run, args=arguments, name="ragcachekit-scope")
         try:
@@ -105,7 +98,7 @@ class CancelScope:
             del future  # an exception's traceback holds this frame
 
     def iterate(self, items: Iterator[_T]) -> Iterator[_T]:
-        """Yield the ``items`` of a generator, each made as in :meth:`run`; ending early cancels the scope."""
+        """Yield the ``items`` of a generator, each from :meth:`run`; ending early cancels the scope."""
         end = object()
         try:
             while (item := self.run(next, items, end)) is not end:

@@ -1,4 +1,4 @@
-"""Small private files and folders: opened without blocking, readable by this user alone."""
+"""Small private files and folders, opened without blocking and readable by this user alone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
 class OpenFile:
     """One open descriptor, closed with its last reference at the latest.
 
-    Open and store, and take and close, are one C call each: a KeyboardInterrupt between them would leak the
-    descriptor. ``path``, ``flags``, ``mode`` and errors are those of :func:`os.open`; a FIFO does not block.
+    Arguments and errors are those of :func:`os.open`; a FIFO does not block. Opening and storing are one C
+    call, as are taking and closing: a KeyboardInterrupt between them would leak the descriptor.
     """
 
     _held: Sequence[int] = ()
@@ -37,7 +37,7 @@ class OpenFile:
 
     @property
     def fd(self) -> int:
-        """Descriptor; -1 once it is closed."""
+        """The descriptor; -1 once it is closed."""
         return self._held[0] if self._held else -1
 
     def close(self) -> None:
@@ -83,19 +83,16 @@ def belongs_to_another(status: os.stat_result) -> bool:
 
 
 def others_may_write(status: os.stat_result) -> bool:
-    """Whether other users may write, by the mode; False where modes say nothing about that."""
+    """Whether the mode allows other users to write; False where modes have no such bits."""
     return hasattr(os, "geteuid") and bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: int = 0) -> int:
-    """Write all of ``parts`` one behind the other, from ``offset``; returns where they end.
-
-    The system may stop short, at 2 GiB or when space ends.
-    """
+    """Write all of ``parts`` in order, from ``offset``; returns where they end."""
     os.lseek(fd, offset, os.SEEK_SET)
     for part in parts:
         view = memoryview(part).cast("B")
-        while view.nbytes:
+        while view.nbytes:  # the system may write less, from 2 GiB on
             written = os.write(fd, view)
             if written <= 0:
                 raise OSError(errno.EIO, "nothing was written")
@@ -105,7 +102,7 @@ def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: 
 
 
 def read_into(fd: int, view: memoryview, offset: int) -> int:
-    """Read from ``offset`` into ``view``; returns how many bytes, which may be fewer, or 0 at the end."""
+    """Read from ``offset`` into ``view``; returns the number of bytes, 0 at the end."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     os.lseek(fd, offset, os.SEEK_SET)
@@ -115,13 +112,13 @@ def read_into(fd: int, view: memoryview, offset: int) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Make removals in ``path`` survive a power failure, where the system can do that."""
+    """Make removals in ``path`` survive a power failure, if the system can."""
     with suppress(OSError), OpenFile(path, os.O_RDONLY) as folder:  # Windows opens no folders
         os.fsync(folder.fd)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Value of a JSON text; ValueError for anything else, also for JSON nested too deeply."""
+    """The value of a JSON text; ValueError for other text, and for JSON nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -129,7 +126,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file (mode 0600) and its missing folders; it replaces an earlier one atomically."""
+    """Write or atomically replace a small file (mode 0600), with its missing folders."""
     make_folder(path.parent)
     temp = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
     try:

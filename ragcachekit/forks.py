@@ -12,16 +12,15 @@ _OPENED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_after_fork(opened: object) -> None:
-    """Have an opened store, engine or pool raise :class:`~ragcachekit.errors.Closed` in forked children.
+    """Make an opened store, engine or pool raise :class:`~ragcachekit.errors.Closed` in forked children.
 
-    There its ``close`` does nothing, and every other method raises before it takes a lock. The parent
-    goes on with it.
+    There ``close`` does nothing, and every other method raises before it takes a lock.
     """
     _OPENED.add(opened)
 
 
 class _OpenedBeforeFork:
-    """The class that such an object has in a child."""
+    """Class of such an object in a child."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise Closed("opened in another process: open it again after the fork")

@@ -1,7 +1,7 @@
-"""Daemon threads for background work, and the condition variable that they wait on.
+"""Daemon threads for background work, and an interruptible condition variable.
 
-Not ``concurrent.futures``: its executors wait at exit for every thread, and a read from a dead file system
-never ends; and Ctrl-C may leave the locks of its futures held.
+Not ``concurrent.futures``: its executors wait at exit even for threads in a dead file system, and Ctrl-C may
+leave the locks of its futures held.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ IDLE_SECONDS = 0.5
 """How long a thread waits for another job before it ends."""
 
 END_SECONDS = 10.0
-"""How long closing, and the end of the process, wait for jobs in work."""
+"""How long closing and the end of the process wait for running jobs."""
 
 
 class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which it is not
     """As :class:`threading.Condition`, for code that Ctrl-C may interrupt between any two steps.
 
-    That one is entered and left in Python, and lets go of its lock in the middle of ``wait``: interrupted
-    there, it stays locked for ever, or is released twice. This one is entered and left by the interpreter
-    in one step, and waiting begins and ends without the lock.
+    Interrupted in Python code, that one stays locked or is released twice. This one is entered and left in
+    one C call each, and waiting begins and ends without the lock.
     """
 
     def __init__(self) -> None:
@@ -43,8 +42,7 @@ class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which i
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
         """Wait until ``predicate`` is true; False if ``timeout`` seconds did not suffice.
 
-        Called while the lock is not held; the predicate is asked with it. By the time this returns others
-        may have changed what it saw.
+        Called without the lock; the predicate runs with it, and may be false again on return.
         """
         end = time.monotonic() + min(TIMEOUT_MAX, timeout if timeout is not None else TIMEOUT_MAX)
         while True:
@@ -60,8 +58,8 @@ class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which i
                     return bool(predicate())
 
     def notify_all(self) -> None:
-        """Wake all who wait; the lock is held."""
-        if self._waiters:  # taken and woken in one call: an interrupt comes between calls
+        """Wake all waiting threads; the lock is held."""
+        if self._waiters:  # in one call: interrupts come between calls
             taken = map(deque.popleft, repeat(self._waiters, len(self._waiters)))
             deque(map(_RELEASE, taken), maxlen=0)
 
@@ -70,15 +68,7 @@ _RELEASE = type(Lock()).release
 
 
 class Job:
-    """One call in a pool, guarded by the pool's lock.
-
-    Attributes
-    ----------
-    work : callable
-    begun, done, given_up : bool
-    result, error
-        What ``work`` returned or raised, once it is done.
-    """
+    """One call in a pool, guarded by the pool's lock, and its ``result`` or ``error`` once it is done."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
@@ -90,21 +80,17 @@ class Job:
 class DaemonPool:
     """Threads that start when there is a job, and end when idle or with the process.
 
-    A job that hangs can be given up: then another thread may start in its place.
+    A job that hangs can be given up: then another thread may start in its place. :meth:`close` sets
+    ``closed`` before it waits, so that long jobs can end early.
 
     Parameters
     ----------
     name : str
         Of the threads.
     threads : int
-        Jobs that run at the same time. With one thread, jobs run in the order in which they came.
+        Jobs that run at the same time. With one thread, jobs run in the order of submission.
     spares : int
-        Threads that may hang in jobs that were given up, beyond ``threads``.
-
-    Attributes
-    ----------
-    closed : threading.Event
-        Set by :meth:`close` before it waits, so that long jobs can end early.
+        Threads beyond ``threads`` that may hang in jobs that were given up.
     """
 
     def __init__(self, name: str, threads: int = 1, spares: int = 0) -> None:
@@ -119,21 +105,21 @@ class DaemonPool:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a thread."""
+        """Number of queued jobs."""
         return len(self._waiting)
 
     @property
     def stuck(self) -> int:
-        """Threads that still run a job that was given up."""
+        """Number of threads in jobs that were given up."""
         return sum(job.given_up for job in list(self._running.values()))
 
     @property
     def hopeless(self) -> bool:
-        """Whether as many threads are stuck as may be: no job would run."""
+        """Whether all threads are stuck, so that no job would run."""
         return self.stuck >= self._most + self._spares
 
     def submit(self, job: Job, most: int | None = None) -> bool:
-        """Queue a job. False after :meth:`close`, if ``most`` jobs wait, or if no thread could run it."""
+        """Queue a job. False after :meth:`close`, if ``most`` jobs wait, or if no thread can run it."""
         with self._changed:
             if self.closed.is_set() or (most is not None and len(self._waiting) >= most):
                 return False
@@ -150,7 +136,7 @@ class DaemonPool:
         return job.done
 
     def give_up(self, job: Job) -> bool:
-        """Count on a job no longer: it never begins, or its thread is replaced. False if it is done."""
+        """Abandon a job: it never begins, or its thread is replaced. False if it is done."""
         with self._changed:
             job.given_up = not job.done
             self._grow(0)
@@ -161,7 +147,7 @@ class DaemonPool:
         return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
 
     def close(self, seconds: float | None = None) -> None:
-        """Drop the jobs that wait, and wait for those in work, by default :data:`END_SECONDS`."""
+        """Drop the queued jobs, and wait for the running ones, by default :data:`END_SECONDS`."""
         seconds = END_SECONDS if seconds is None else seconds
         self.closed.set()
         with self._changed:
@@ -171,14 +157,14 @@ class DaemonPool:
             threads = self._threads - stuck - {current_thread()}
         end = time.monotonic() + seconds
         for thread in threads:
-            with suppress(RuntimeError):  # not started yet: it will see that the pool is closed
+            with suppress(RuntimeError):  # not started yet: it ends at once
                 thread.join(max(0.0, end - time.monotonic()))
         if seconds and any(thread.is_alive() for thread in threads):
             log.warning("%s has not ended within %g s; not waited for any longer", self._name, seconds)
         del dropped
 
     def _grow(self, jobs: int) -> None:
-        """Start a thread if those that are free do not suffice for what waits and ``jobs`` more."""
+        """Start a thread if the free ones do not suffice for the queue and ``jobs`` more."""
         free = len(self._threads) - len(self._running)
         working = len(self._threads) - self.stuck
         full = working >= self._most or len(self._threads) >= self._most + self._spares
@@ -203,18 +189,18 @@ class DaemonPool:
                 result = job.work()
             except BaseException as error:
                 raised = error
-            with self._changed:  # whoever gives a job up holds it too: a job is either done or given up
+            with self._changed:  # a job is either done or given up
                 job.result, job.error, job.done = result, raised, True
                 self._running.pop(me, None)
                 self._changed.notify_all()
-            del job, result, raised  # they may hold the last reference to a store: not while waiting
+            del job, result, raised  # the last reference to a store may be among them
 
     def _next(self, me: Thread) -> Job | None:
-        """The next job for this thread; None if it is to end."""
+        """The next job for this thread, or None to end."""
         while True:
             with self._changed:
                 self._threads.add(me)
-                # Asked before waiting: a thread that was woken for a job has to take it.
+                # Before waiting: a thread that was woken for a job has to take it.
                 if len(self._threads) - self.stuck > self._most:
                     self._threads.discard(me)
                     return None
@@ -235,7 +221,7 @@ _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Wait for jobs in work: an interpreter that ends with a thread inside a model or a store may crash."""
+    """Wait for running jobs: an interpreter that ends with a thread inside a model or a store may crash."""
     end = time.monotonic() + END_SECONDS
     for pool in list(_POOLS):
         pool.close(0.0)

@@ -16,7 +16,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.entry.file import entry_name
-from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.entry.image import EntryImage
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import KVKey
 
@@ -124,7 +124,7 @@ def _fill(folder: Path, entries: int) -> list[KVKey]:
     keys = [KVKey("bench", "bench", str(number)) for number in range(entries)]
     folder.mkdir(mode=0o700, parents=True)
     for number, key in enumerate(keys):
-        (folder / entry_name(key.digest())).write_bytes(b"".join(to_bytes(key, _tiny(number))))
+        (folder / entry_name(key.digest())).write_bytes(b"".join(EntryImage(key, _tiny(number)).parts()))
     store = DiskStore(folder, _BUDGET)
     try:
         last = store.get(keys[-1])

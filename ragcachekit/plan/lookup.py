@@ -12,7 +12,7 @@ from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loading.load import Hit, LoadingKV
 from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.remote.lookup_budget import LookupBudget
+from ragcachekit.store.remote.deadlines import LookupBudget
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

@@ -67,7 +67,7 @@ class Engine:
         at["disk"] = _keys_in(self.folder / "kv")
         at["tree:host"] = [key_of(node.root, node.path()) for node in self.tree._levels]
         at["tree:disk"] = _keys_in(self.folder / "tree")
-        at["prefetched"] = list(self.rag._components.loads._loader._queue.findable)
+        at["prefetched"] = list(self.rag._components.loads._loader._findable)
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
         turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):

@@ -238,7 +238,7 @@ def loading(kv, there=0, seconds=60.0):
 
     come(there)
     handle = LoadingKV(load, seconds)
-    handle.claimed()
+    handle.start_deadline()
     return handle, come
 
 

@@ -13,6 +13,7 @@ import torch
 from ragcachekit import files
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.entry.file import open_entry
 from ragcachekit.types import KVKey
 
 DISK_BUDGET = 1 << 20
@@ -96,3 +97,9 @@ def failing(code: int, after: int = 0) -> Callable[..., Any]:
         return real(*args, **kwargs)
 
     return fail
+
+
+def read_entry(path: Path, key: KVKey) -> ChunkKV:
+    """The KV of ``key`` in the file at ``path``."""
+    with open_entry(path, key) as reader:
+        return reader.kv()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.entry.image import EntryImage
 from ragcachekit.store.loading.loader import Loader
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.remote.base import Usage
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.lookup_budget import LookupBudget
+from ragcachekit.store.remote.deadlines import DeadlineExecutor, LookupBudget
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
 from ragcachekit.store.tiered import TieredStore
@@ -30,7 +29,7 @@ class Slow:
     def load(self, key: Any) -> bytes:
         self.loads += 1
         self.now += self.seconds
-        return bytes(SEAL.sealed(key.digest(), to_bytes(key, kv_of(1))))
+        return bytes(SEAL.sealed(key.digest(), EntryImage(key, kv_of(1)).parts()))
 
     def usage(self) -> Usage:
         return Usage(0, 0)
@@ -53,14 +52,14 @@ def test_all_look_ups_of_a_plan_wait_three_deadlines_at_most() -> None:
     fetch = Fetch(store, lookup_budget=LookupBudget(lambda: service.now))
     assert hits(fetch) == 3
     assert service.now <= 3 * DEADLINE
-    assert (store.health.refused, store.stats()[0].misses) == (CHUNKS - 3, CHUNKS - 3)
+    assert (store._executor.counts["refused"], store.stats()[0].misses) == (CHUNKS - 3, CHUNKS - 3)
     assert hits(fetch.without(frozenset([key_of(99)])), 50) == 0, "a plan that is made again has no more"
     assert service.loads == 3
     assert hits(Fetch(store, lookup_budget=LookupBudget(lambda: service.now))) == 3, (
         "the next one has its own"
     )
     assert sum(store.get(key_of(number)) is not None for number in range(CHUNKS)) == CHUNKS
-    assert (store.health.errors, store.health.is_open) == (0, False)
+    assert (store._executor.counts["errors"], store._executor.is_open) == (0, False)
     store.close()
 
 

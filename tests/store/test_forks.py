@@ -86,7 +86,7 @@ if not child:
         with pytest.raises(Closed, match="open it again after the fork"):
             call()
     with pytest.raises(Closed):
-        loader._queue.find(key_of(1))
+        loader.open(key_of(1))
     for one in (host, disk, tiered, jobs, bulk, tree):
         one.close()
     again = DiskStore(folder / "kv", 1 << 20)
@@ -110,7 +110,7 @@ for one in (loader, tiered, jobs, bulk, tree):
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 @pytest.mark.parametrize("arguments", [[], ["the child runs its exit handlers"]], ids=["_exit", "exit"])
 def test_a_forked_child_gets_a_clear_error_and_opens_anew(request, tmp_path, arguments):
-    paths = [str(request.path.parent), str(request.path.parent.parent / "link")]
+    paths = [str(request.config.rootpath / "tests" / "kits")]
     done = subprocess.run(
         [sys.executable, "-c", FORK.format(paths=paths), str(tmp_path), *arguments],
         capture_output=True,

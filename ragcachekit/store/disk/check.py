@@ -12,8 +12,9 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
 from ragcachekit.store.disk.folder import FolderBusy, FolderLock, IndexFailed, claim_folder, orphans
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, is_index
-from ragcachekit.store.entry.file import EntryReader, entry_name, nowhere
+from ragcachekit.store.entry.file import EntryReader, entry_name
 from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.entry.image import nowhere
 
 Progress = Callable[[int, int], None]
 """Called with how many bytes of how many have been read."""

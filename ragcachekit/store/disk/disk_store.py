@@ -20,8 +20,9 @@ from ragcachekit.store.disk.index import SECONDS_TO_LOCK, IndexDamaged
 from ragcachekit.store.disk.source import DiskSource
 from ragcachekit.store.disk.volume import is_full, takes_no_writes
 from ragcachekit.store.entry.buffers import Buffers
-from ragcachekit.store.entry.file import At, EntryImage, EntryReader, nowhere, open_entry, read_key
+from ragcachekit.store.entry.file import EntryReader, open_entry, read_key
 from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.entry.image import At, EntryImage, nowhere
 from ragcachekit.types import KVKey
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads

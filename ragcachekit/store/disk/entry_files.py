@@ -15,8 +15,9 @@ from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.access_log import AccessLog
 from ragcachekit.store.disk.folder import FolderLock, IndexFailed, claim_folder, sweep_orphans, temp_file
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged
-from ragcachekit.store.entry.file import At, EntryImage, entry_name, read_key
+from ragcachekit.store.entry.file import entry_name, read_key
 from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.entry.image import At, EntryImage
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _NOBODY = ""  # whose files are that can be neither read nor deleted: they count, under no quota

@@ -1,8 +1,4 @@
-"""Memory that entries are read into, used again when the last tensor over it is gone.
-
-Fresh memory would cost more than the reading itself from a warm disk: the kernel clears each page when it
-is first touched, and allocators give large blocks back as soon as they are free.
-"""
+"""Reusable memory for reading entries. Fresh pages, which the kernel clears, cost more than a warm read."""
 
 from __future__ import annotations
 
@@ -19,17 +15,14 @@ import torch
 Array = npt.NDArray[np.uint8]
 
 PAGE = 4096
-SMALL = 1 << 18  # bytes; below, the allocator recycles by itself
-_NEAR = 8  # memory that is larger than asked for by one eighth is cut to size; larger stays for others
+SMALL = 1 << 18  # bytes; below, the allocator reuses memory itself
+_NEAR = 8  # memory larger by up to one eighth is cut to size
 
 
 class Buffers:
-    """Byte tensors whose memory comes back when the last tensor over it is gone.
+    """Byte tensors whose memory is reused once the last tensor over it is freed.
 
-    Parameters
-    ----------
-    idle : int
-        Bytes that may lie here unused; what comes back beyond that goes to the system. 0: ordinary memory.
+    At most ``idle`` unused bytes are kept; with 0, tensors are in ordinary memory.
     """
 
     def __init__(self, idle: int) -> None:
@@ -42,30 +35,29 @@ class Buffers:
         self._lock = Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` uint8 of any content; large ones begin at a page, and keep less than one page more."""
+        """``nbytes`` uint8 of any content; large ones begin at a page."""
         if nbytes < SMALL or not self._idle:
             return torch.empty(nbytes, dtype=torch.uint8)
         size = -(-nbytes // PAGE) * PAGE
         memory = self._recycled(size) or _fresh(size)
         array = np.frombuffer(memory, np.uint8, nbytes)
-        # torch keeps the array for as long as any tensor over it lives, and the array keeps the map.
+        # Tensors hold the array, and the array holds the map.
         lent = weakref.ref(array, self._give)
         self._lent[id(lent)] = lent, memory
         return torch.from_numpy(array)
 
     def clear(self) -> None:
-        """Give all that is unused back to the system."""
+        """Free unused memory."""
         self._idle = 0
         with self._lock:
             self._collect()
 
     def _give(self, lent: weakref.ref[Array]) -> None:
-        _, memory = self._lent.pop(id(lent), (lent, None))  # None: interrupted before it was noted
+        _, memory = self._lent.pop(id(lent), (lent, None))  # None: interrupted
         if self._idle and memory is not None:
             self._returned.append(memory)
 
     def _recycled(self, size: int) -> mmap.mmap | None:
-        """Unused memory of ``size`` bytes, cut from a little more where need be."""
         with self._lock:
             self._collect()
             for place in range(len(self._free) - 1, -1, -1):
@@ -84,15 +76,14 @@ class Buffers:
 def _fresh(size: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
-    # Python's default is shared with forked children: each would overwrite what the others have verified.
+    # Python's default is shared with forked children, which would overwrite verified bytes.
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _cut(memory: mmap.mmap, size: int) -> mmap.mmap | None:
-    """``memory`` without what exceeds ``size`` bytes, which would count in no budget."""
     if len(memory) > size:
         try:
             memory.resize(size)
-        except (BufferError, SystemError):  # its last user is just about to let go; or this system cannot
+        except (BufferError, SystemError):  # still exported, or unsupported here
             return None
     return memory

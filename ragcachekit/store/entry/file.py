@@ -1,9 +1,6 @@
 """One immutable safetensors file per entry: written once, verified at every read.
 
-Plain reads into memory of our own, never a memory map. There is no safe use of one here: a file cut
-short under a map is a SIGBUS for whoever touches it, a private (copy-on-write) map not excepted, since
-pages that were not written to still belong to the file; and a byte that was verified in a map can change
-afterwards. Reading costs one copy, which checking the CRC then finds in the processor's cache.
+Not memory-mapped: a mapped file that is cut short raises SIGBUS, and verified bytes can change afterwards.
 """
 
 from __future__ import annotations
@@ -11,29 +8,23 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import google_crc32c
 import torch
 
-from ragcachekit.files import NO_FOLLOW, OpenFile, read_into, write_all
+from ragcachekit.files import NO_FOLLOW, OpenFile, read_into
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry.buffers import Buffers
 from ragcachekit.store.entry.header import (
     EntryDamaged,
     EntryHeader,
     decode_header,
-    encode_header,
     header_size,
-    set_crcs,
 )
-from ragcachekit.store.entry.image import outline
-from ragcachekit.store.entry.tensors import RawLayers, as_tensor, split
+from ragcachekit.store.entry.layout import as_tensor, split
 from ragcachekit.types import KVKey
-
-At = Callable[[str], None]
-"""Hears the name of each step worth being interrupted at."""
 
 _PROBE = 8192  # bytes of the first read: most headers
 _BATCH = 1 << 21  # bytes
@@ -41,66 +32,16 @@ _FRESH = Buffers(idle=0)
 
 
 def entry_name(digest: str) -> str:
-    """Of the file that holds the entry whose key has this digest."""
+    """File name of the entry whose key has this digest."""
     return f"{digest}.safetensors"
 
 
-def nowhere(step: str) -> None:
-    """The :data:`At` that does nothing."""
-
-
-class EntryImage:
-    """An entry as it will stand in its file: sealed header and the raw bytes of the tensors.
-
-    Raises
-    ------
-    TypeError
-        For KV of a dtype that safetensors does not know.
-    """
-
-    def __init__(self, key: KVKey, kv: ChunkKV) -> None:
-        header, self._sums = outline(key, kv)
-        self._header, self._layers = encode_header(header), RawLayers(kv, header.layout)
-        self.nbytes = len(self._header) + header.nbytes
-        """Size of the file in bytes."""
-
-    def write(self, fd: int, at: At = nowhere) -> None:
-        """Write the whole image to an open, empty file; the header, with the sums over the layers, last."""
-        end = len(self._header)
-        for piece in self._layers:
-            end = write_all(fd, [raw.data for raw in piece], end)
-        at("half written")
-        write_all(fd, [raw.data for raw in self._sums], end)
-        set_crcs(self._header, self._layers.crcs)
-        write_all(fd, [self._header])
-        at("written")
-
-
 class EntryReader:
-    """An open entry file whose header and sums are verified; layers are read and verified one by one.
+    """An open entry file with verified ``header`` and ``sums``; layers are read and verified one by one.
 
-    Used by one thread at a time; any number of readers may have the same file open. Whoever made it
-    closes it. A file that is evicted meanwhile can still be read to its end.
-
-    Parameters
-    ----------
-    path : Path or str
-    buffers : Buffers, optional
-        Where memory for the tensors comes from.
-
-    Attributes
-    ----------
-    header : EntryHeader
-    sums : dict of str to torch.Tensor
-    status : os.stat_result
-        Of the file when it was opened.
-
-    Raises
-    ------
-    EntryDamaged
-        Unless every byte of the header and of the sums is as it was written.
-    OSError
-        If the file cannot be read.
+    Used by one thread at a time. An evicted file can still be read to its end. ``status`` is that of the file
+    when it was opened, and ``buffers`` provide memory for tensors. Raises EntryDamaged unless every byte of
+    header and sums is as it was written, and OSError if the file cannot be read.
     """
 
     def __init__(self, path: Path | str, buffers: Buffers = _FRESH) -> None:
@@ -120,22 +61,14 @@ class EntryReader:
             raise
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, in memory of their own.
-
-        Raises
-        ------
-        EntryDamaged
-            Unless every byte is as it was written.
-        OSError
-            If the file cannot be read.
-        """
+        """Keys and values of one layer, in memory of their own; raises EntryDamaged or OSError."""
         (keys,), (values,) = self._layers(number, number + 1)
         return keys, values
 
     def kv(self) -> ChunkKV:
-        """All of it; raises as :meth:`layer`."""
+        """The whole entry; raises as :meth:`layer`."""
         layers, first = self.header.layout.layers, self.header.layout.offsets[1]
-        # Several small layers at a time: a read and a buffer have costs of their own.
+        # Small layers are read several at a time.
         step = max(1, _BATCH // first) if first else layers
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -143,7 +76,7 @@ class EntryReader:
             some = self._layers(begin, min(begin + step, layers))
             keys += some[0]
             values += some[1]
-        header = self.header  # whose layout says that the shapes agree
+        header = self.header  # with a layout whose shapes agree
         return ChunkKV.checked(tuple(keys), tuple(values), header.start, self.sums, header.quantised)
 
     def _layers(self, begin: int, end: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -156,7 +89,7 @@ class EntryReader:
         return split(raw, layout, begin, end)
 
     def close(self) -> None:
-        """Close the file; also twice."""
+        """Close the file; may be repeated."""
         self._file.close()
 
     def __enter__(self) -> EntryReader:
@@ -187,7 +120,7 @@ class EntryReader:
     def _read(self, offset: int, nbytes: int) -> torch.Tensor:
         try:
             raw = self._buffers.take(nbytes)
-        except RuntimeError as error:  # as torch says it
+        except RuntimeError as error:  # of torch
             raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
         self._fill(raw.numpy().data, offset)
         return raw
@@ -217,21 +150,10 @@ def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> Entry
     return reader
 
 
-def read_entry(path: Path, key: KVKey) -> ChunkKV:
-    """The KV in the file at ``path``, which must be that of ``key``; raises as :class:`EntryReader`."""
-    with open_entry(path, key) as reader:
-        return reader.kv()
-
-
 def read_key(path: Path) -> KVKey:
-    """Whose entry the file is, from its verified header; the layers are not read.
+    """The key in a file's verified header; the layers are not read.
 
-    Raises
-    ------
-    EntryDamaged
-        If the header is damaged, or the file's length or name does not belong to it.
-    OSError
-        If the file cannot be read.
+    Raises EntryDamaged if header, length or name are wrong, and OSError if the file cannot be read.
     """
     with EntryReader(path) as reader:
         key = reader.header.key

@@ -1,8 +1,7 @@
-"""The header of an entry file: a safetensors header that also says whose KV this is, sealed by a CRC.
+"""The header of an entry file: a safetensors header with the entry's key in its metadata, and a CRC.
 
-Ours starts with ``__metadata__`` and in it ``header_crc32c``: the seal stands at a fixed place and is
-checked before any JSON is parsed. The safetensors library writes metadata in no fixed order, so the header
-is put together here; any safetensors reader opens the files.
+The CRC comes first, at a fixed place, and is checked before any JSON is parsed. The safetensors library
+writes metadata in no fixed order, so the header is encoded here; any safetensors reader opens the files.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ _JSON = json.JSONDecoder()
 
 
 class EntryDamaged(StoreError):
-    """A file of the disk tier is cut short, altered, or not the entry that its name promises.
+    """An entry is cut short, altered, or that of another key."""
 
-    ``seen`` is which file that was, where it was one.
-    """
-
-    seen: os.stat_result | None = None
+    seen: os.stat_result | None = None  # of the file, where there is one
 
 
 @dataclass(frozen=True)
 class SealedSpec:
-    """One named tensor by itself, with the CRC32C of its raw bytes."""
+    """One named tensor with the CRC32C of its raw bytes."""
 
     name: str
     tensor: TensorSpec
@@ -59,11 +55,11 @@ class SealedSpec:
 
 
 class EntryHeader(NamedTuple):
-    """All that an entry file says before its tensors.
+    """The header of an entry.
 
-    ``crcs`` are running: for each layer, the CRC32C of the raw bytes of all layers up to its end. So any
-    stretch of layers is checked in one step. ``start``, ``quantised`` and ``sums`` are those of
-    :class:`~ragcachekit.model.kv.ChunkKV`; sums stand behind the layers in the order of their names.
+    ``crcs`` are running: per layer, the CRC32C of the raw bytes of all layers up to its end, so that any
+    range of layers is checked in one step. ``start``, ``quantised`` and ``sums`` are those of
+    :class:`~ragcachekit.model.kv.ChunkKV`; sums follow the layers, sorted by name.
     """
 
     key: KVKey
@@ -80,7 +76,7 @@ class EntryHeader(NamedTuple):
 
 
 def encode_header(header: EntryHeader) -> bytearray:
-    """Length prefix and sealed JSON, padded with spaces to whole cache lines."""
+    """Length prefix and JSON with its CRC, padded with spaces to whole cache lines."""
     entries = [header.layout.entries, *_sums_entries(header)]
     text = f'{{"__metadata__":{_COMPACT(_metadata(header))},{",".join(entries)}}}'.encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
@@ -90,7 +86,7 @@ def encode_header(header: EntryHeader) -> bytearray:
 
 
 def set_crcs(raw: bytearray, crcs: Sequence[int]) -> None:
-    """Put those of the layers into an encoded header, which was made before they were known."""
+    """Write the CRCs of the layers into an encoded header."""
     text = _crcs_text(crcs).encode()
     raw[_CRCS : _CRCS + len(text)] = text
     raw[_SEAL] = _seal(raw)
@@ -108,27 +104,26 @@ def header_size(prefix: bytes, file_size: int) -> int:
 def decode_header(raw: bytes) -> EntryHeader:
     """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written.
 
-    The CRC guards against faults alone: whoever may write into the folder can put a right one over any
-    header. So what the header says is checked, too, and must be the text that we would write.
+    Other writers of the folder can make a right CRC, so the content must also be what encoding it would give.
     """
-    # The text is compared, not the number: "A" for "a" is a flipped bit too.
+    # Compared as text: "A" for "a" is a flipped bit too.
     if raw[_SEAL] != _seal(raw):
         raise EntryDamaged("the header does not match its CRC")
     try:
-        # The object of ``__metadata__`` alone: what follows it says the same of each tensor at length.
+        # The object of ``__metadata__`` alone: the rest repeats it for each tensor.
         return _parse(_JSON.raw_decode(raw[_LENGTH_BYTES:].decode(), _METADATA)[0])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise EntryDamaged(f"a header of another schema: {error!r:.200}") from error
 
 
 def _seal(raw: bytes | bytearray) -> bytes:
-    """The seal of a header, whatever stands in its place now."""
+    """CRC of a header, without the place of the CRC itself."""
     crc = google_crc32c.value(bytes(raw[: _SEAL.start]) + _NO_SEAL)
     return b"%08x" % google_crc32c.extend(crc, bytes(raw[_SEAL.stop :]))
 
 
 def _metadata(header: EntryHeader) -> dict[str, str]:
-    """Strings alone, as safetensors wants it; a read parses this and nothing else."""
+    """Strings alone, as safetensors requires; reads parse nothing else."""
     key = header.key
     return {
         "header_crc32c": _NO_SEAL.decode(),
@@ -147,7 +142,7 @@ def _metadata(header: EntryHeader) -> dict[str, str]:
 
 
 def _array(items: Sequence[object]) -> str:
-    return _COMPACT(items) if items else "[]"  # most are empty, and encoding takes a while
+    return _COMPACT(items) if items else "[]"  # most are empty, and encoding is slow
 
 
 def _items(text: str) -> Any:
@@ -183,9 +178,9 @@ def _parse(meta: dict[str, str]) -> EntryHeader:
         meta["quantised"],
     )
     names = [spec.name for spec in header.sums]
-    "".join((*names, *header.key.context)).encode()  # as above: their text may hold escapes
+    "".join((*names, *header.key.context)).encode()  # as above, for escapes in their JSON
     if names != sorted(set(names)) or any(type(spec.crc32c) is not int for spec in header.sums):
-        raise ValueError("sums that nobody wrote")
+        raise ValueError("bad sums")
     if (header.start or 0) < 0 or _metadata(header) != {**meta, "header_crc32c": _NO_SEAL.decode()}:
-        raise ValueError("a header that nobody wrote")
+        raise ValueError("another text than that of its content")
     return header

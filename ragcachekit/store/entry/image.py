@@ -1,11 +1,14 @@
-"""The image of an entry in memory: byte for byte what the disk tier would write to its file."""
+"""An entry in memory, byte for byte as the disk tier writes it to its file."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import google_crc32c
 import numpy as np
 import torch
 
+from ragcachekit.files import write_all
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry.header import (
     EntryDamaged,
@@ -16,52 +19,61 @@ from ragcachekit.store.entry.header import (
     header_size,
     set_crcs,
 )
-from ragcachekit.store.entry.layout import Layout, TensorSpec, storable
-from ragcachekit.store.entry.tensors import Array, RawLayers, as_array, as_tensor, split
+from ragcachekit.store.entry.layout import (
+    Layout,
+    RawLayers,
+    TensorSpec,
+    as_array,
+    as_tensor,
+    split,
+    storable,
+)
 from ragcachekit.types import KVKey
 
-
-def to_bytes(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
-    """The parts whose concatenation is the entry of ``key``: header, then keys and values, then sums.
-
-    Parts, not one string, so that signing and sending copies them once.
-
-    Raises
-    ------
-    TypeError
-        For KV of a dtype that safetensors does not know.
-    """
-    header, sums = outline(key, kv)
-    layers = RawLayers(kv, header.layout)
-    raws = [raw for piece in layers for raw in piece]
-    encoded = encode_header(header)
-    set_crcs(encoded, layers.crcs)
-    return [bytes(encoded), *(raw.data for raw in (*raws, *sums))]
+At = Callable[[str], None]
+"""Called with the name of each step of a write, for tests that interrupt it."""
 
 
-def outline(key: KVKey, kv: ChunkKV) -> tuple[EntryHeader, list[Array]]:
-    """The header of an entry but for the CRCs of its layers, and the bytes of its ``sums``.
+def nowhere(step: str) -> None:
+    """The :data:`At` that does nothing."""
 
-    TypeError for KV of a dtype that safetensors does not know.
-    """
-    layout = Layout.of(kv)
-    named = sorted(kv.sums.items())
-    sums = [as_array(tensor) for _, tensor in named]
-    specs = tuple(
-        SealedSpec(name, TensorSpec(storable(tensor.dtype), tuple(tensor.shape)), google_crc32c.value(raw))
-        for (name, tensor), raw in zip(named, sums, strict=True)
-    )
-    return EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised), sums
+
+class EntryImage:
+    """The bytes of an entry, ``nbytes`` long; TypeError for KV of a dtype without a safetensors name."""
+
+    def __init__(self, key: KVKey, kv: ChunkKV) -> None:
+        layout, named = Layout.of(kv), sorted(kv.sums.items())
+        self._sums = [as_array(tensor) for _, tensor in named]
+        specs = tuple(
+            SealedSpec(
+                name, TensorSpec(storable(tensor.dtype), tuple(tensor.shape)), google_crc32c.value(raw)
+            )
+            for (name, tensor), raw in zip(named, self._sums, strict=True)
+        )
+        header = EntryHeader(key, kv.start, layout, (0,) * layout.layers, specs, kv.quantised)
+        self._header, self._layers = encode_header(header), RawLayers(kv, layout)
+        self.nbytes = len(self._header) + header.nbytes
+
+    def parts(self) -> list[bytes | memoryview]:
+        """Header, then keys and values, then sums."""
+        raws = [raw for piece in self._layers for raw in piece]
+        set_crcs(self._header, self._layers.crcs)
+        return [bytes(self._header), *(raw.data for raw in (*raws, *self._sums))]
+
+    def write(self, fd: int, at: At = nowhere) -> None:
+        """Write to an open, empty file; the header, with the CRCs of the layers, last."""
+        end = len(self._header)
+        for piece in self._layers:
+            end = write_all(fd, [raw.data for raw in piece], end)
+        at("half written")
+        write_all(fd, [raw.data for raw in self._sums], end)
+        set_crcs(self._header, self._layers.crcs)
+        write_all(fd, [self._header])
+        at("written")
 
 
 def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
-    """The KV in ``image``, in memory of its own.
-
-    Raises
-    ------
-    EntryDamaged
-        Unless every byte is as :func:`to_bytes` made it for exactly this key.
-    """
+    """A copy of the KV in ``image``; EntryDamaged unless every byte is that of :class:`EntryImage`."""
     header, start = _header(image, len(image))
     if header.key != key:
         raise EntryDamaged("the entry of another key")
@@ -80,14 +92,9 @@ def from_bytes(image: memoryview, key: KVKey) -> ChunkKV:
     return ChunkKV(tuple(keys), tuple(values), header.start, sums, header.quantised)
 
 
-def key_in(beginning: memoryview, size: int) -> KVKey | None:
-    """The key of an entry of ``size`` bytes; None if the header goes on behind ``beginning``.
-
-    EntryDamaged unless every byte of the header is as it was written.
-    """
-    if header_size(bytes(beginning[:8]), size) > len(beginning):
-        return None
-    return _header(beginning, size)[0].key
+def key_in(head: memoryview, size: int) -> KVKey:
+    """The key in the first bytes of an entry of ``size`` bytes; EntryDamaged unless its header is whole."""
+    return _header(head, size)[0].key
 
 
 def _header(image: memoryview, size: int) -> tuple[EntryHeader, int]:

@@ -1,12 +1,11 @@
-"""Entries that are being read, and their layers as they come."""
+"""Entries that are being read layer by layer."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import overload
 
 import torch
 
@@ -21,14 +20,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class LoadFailed(Exception):
-    """An entry that a request counts on will not come; the request is planned again without it.
-
-    Raised inside a forward and caught where the forward was begun: no user sees it.
-
-    Attributes
-    ----------
-    keys : frozenset of KVKey
-    """
+    """Entries (``keys``) that a request needs cannot be read in time; it is planned again without them."""
 
     def __init__(self, keys: frozenset[KVKey], why: str) -> None:
         super().__init__(why)
@@ -37,32 +29,22 @@ class LoadFailed(Exception):
 
 @dataclass(eq=False)
 class Load:
-    """One reading of one entry, for every request that needs it. Guarded by the loader's condition.
-
-    Attributes
-    ----------
-    late : callable
-        Called with the condition held when a request has waited this many seconds in vain.
-    pairs : list
-        The layers that are read and verified; None for the others.
-    rank : float
-        Which request it is for: lower ones are read first. Infinite before any asked for it to begin.
-    handles : WeakSet of LoadingKV
-        Who waits for it. A load that nobody holds and nobody prefetched is given up.
-    """
+    """One entry that is read for every request that needs it, guarded by the loader's condition."""
 
     key: KVKey
     source: LayerSource
     changed: Condition
-    late: Callable[[Load, float], object]
-    rank: float = float("inf")
+    late: Callable[[Load, float], object]  # called when a request has waited so many seconds in vain
+    rank: float = float(
+        "inf"
+    )  # of the request it is read for, the lowest first; infinite until one begins it
     prefetched: bool = False
     busy: bool = False
-    read: int = 0
+    read: int = 0  # layers
     error: str | None = None
     begun: float = 0.0
     ended: float = 0.0
-    pairs: list[Pair | None] = field(default_factory=list)
+    pairs: list[Pair | None] = field(default_factory=list)  # None: not read and verified yet
     handles: weakref.WeakSet[LoadingKV] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
@@ -70,34 +52,28 @@ class Load:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer is there."""
+        """Whether every layer is read."""
         return self.read == self.source.layers
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of one layer, about."""
+        """Bytes per layer, on average."""
         return self.source.nbytes // self.source.layers
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody would miss it."""
-        return self.prefetched or len(self.handles) > 0
-
     def kv(self) -> ChunkKV:
-        """All of it, once it is complete."""
+        """The whole entry; only once it is complete."""
         keys, values = zip(*(pair for pair in self.pairs if pair is not None), strict=True)
         kv = ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
         return PackedKV.of(kv, kv.quantised) if is_packed(kv.sums) else kv
 
 
 class LoadingKV:
-    """One request's hold on an entry that is being read; stands where :class:`ChunkKV` stands for linking.
+    """One request's handle of an entry that is being read, in place of a :class:`ChunkKV`.
 
-    What the header says is there at once. ``keys[i]`` and ``values[i]`` wait until layer ``i`` has been
-    read and verified. Dropping the last hold gives the reading up. An entry that is read in eight bits
-    looks unpacked, as :class:`~ragcachekit.model.packed.PackedKV` does. ``waited`` is for how many seconds
-    this request has waited so far; what else it has is that of
-    :class:`~ragcachekit.store.base.LayerSource`.
+    Attributes come from the header and never wait; they are those of
+    :class:`~ragcachekit.store.base.LayerSource`. ``keys[i]`` and ``values[i]`` wait until layer ``i`` is read
+    and verified. Entries in eight bits look unpacked, as in :class:`~ragcachekit.model.packed.PackedKV`.
+    Reading stops when the last handle is dropped. ``waited`` counts this request's seconds of waiting.
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
@@ -109,35 +85,34 @@ class LoadingKV:
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
         self.sums: Mapping[str, torch.Tensor] = own_sums(source.sums)
         self.quantised = source.quantised
-        self.keys: Sequence[torch.Tensor] = _Side(self, 0)
-        self.values: Sequence[torch.Tensor] = _Side(self, 1)
+        self.keys, self.values = _Tensors(self, 0), _Tensors(self, 1)
         self.load = load
         load.handles.add(self)
 
     @property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
-        """Per layer, dtype and shape of keys and of values; does not wait."""
+        """Dtype and shape of keys and of values, per layer."""
         source = self.load.source
         return unpacked_shapes(source.shapes, source.sums) if is_packed(source.sums) else source.shapes
 
     @property
     def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
-        """Per layer, dtypes and shapes of :meth:`stored_layer`; does not wait."""
+        """Dtypes and shapes of :meth:`stored_layer`, per layer."""
         return with_scales(self.load.source.shapes, self.load.source.sums)
 
     @property
     def ready(self) -> int:
-        """Layers that are there."""
+        """Layers that are read."""
         return self.load.read
 
     @property
     def complete(self) -> bool:
-        """Whether all layers are there."""
+        """Whether all layers are read."""
         return self.load.complete
 
     @property
     def lost(self) -> str | None:
-        """Why it will not come (in time); None while it may, and when it has."""
+        """Why the entry cannot be read (in time), or None."""
         if self.load.complete:
             return None
         if self.load.error is None and time.monotonic() > self._until:
@@ -146,11 +121,11 @@ class LoadingKV:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When its reading was asked for and when it ended, by :func:`time.perf_counter`; (0, 0) before."""
+        """Begin and end of the reading by :func:`time.perf_counter`, 0 until then."""
         return self.load.begun, self.load.ended
 
-    def claimed(self) -> None:
-        """A request counts on it from now on: the deadline runs."""
+    def start_deadline(self) -> None:
+        """Count the seconds that a request may wait from now on."""
         self._until = time.monotonic() + self._seconds
 
     def layer(self, number: int) -> Pair:
@@ -159,22 +134,20 @@ class LoadingKV:
         Raises
         ------
         LoadFailed
-            If they cannot be read, are damaged, or are not there before the deadline.
+            If it is damaged or cannot be read before the deadline.
         """
         pair, sums = self._read(number), self.load.source.sums
         return unpacked_layer(number, *pair, sums) if is_packed(sums) else pair
 
     def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
-        """As :meth:`layer`; what is read in eight bits comes as it is, with its scales."""
+        """One layer as it is stored: eight-bit tensors with their scales, others as in :meth:`layer`."""
         return *self._read(number), *scales_of(self.load.source.sums, number)
 
     def _read(self, number: int) -> Pair:
-        pair = self.load.pairs[number]
-        return pair if pair is not None else self._wait(number)
-
-    def _wait(self, number: int) -> Pair:
-        begun = time.perf_counter()
         load = self.load
+        if (pair := load.pairs[number]) is not None:
+            return pair
+        begun = time.perf_counter()
         there = load.changed.wait_for(
             lambda: load.pairs[number] is not None or load.error is not None,
             max(0.0, self._until - time.monotonic()),
@@ -190,40 +163,27 @@ class LoadingKV:
 
 
 AnyKV = ChunkKV | LoadingKV
-"""What the linker places: KV that is there, or on its way."""
+"""KV in memory, or being read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Hit:
-    """What a store has under a key, and in which tier."""
+    """The KV under a key and the tier that has it."""
 
     kv: AnyKV
     tier: str
 
 
-class _Side(Sequence[torch.Tensor]):
-    """Keys or values of a :class:`LoadingKV`, as a sequence over layers."""
+class _Tensors:
+    """Keys or values of a :class:`LoadingKV`, by layer."""
 
-    def __init__(self, kv: LoadingKV, side: int) -> None:
-        # Not the handle: it must go when the request drops it, without waiting for a cycle to be found.
-        self._kv = weakref.proxy(kv)
-        self._side = side
+    def __init__(self, kv: LoadingKV, part: int) -> None:
+        self._kv = weakref.proxy(kv)  # no cycle: a dropped handle ends its load at once
+        self._part = part
 
     def __len__(self) -> int:
         return int(self._kv.layers)
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[torch.Tensor, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return tuple(self._tensor(number) for number in numbers)
-        return self._tensor(numbers)
-
-    def _tensor(self, number: int) -> torch.Tensor:
-        tensor: torch.Tensor = self._kv.layer(number)[self._side]
+    def __getitem__(self, number: int) -> torch.Tensor:
+        tensor: torch.Tensor = self._kv.layer(number)[self._part]
         return tensor

@@ -14,17 +14,7 @@ from ragcachekit.types import KVKey
 
 
 class GpuStore(MemoryStore):
-    """Chunk KV in a device's memory, the part of it that the model and its requests leave.
-
-    Parameters
-    ----------
-    budget : int
-        Bytes that all keys and values may take together; > 0.
-    device : str or torch.device
-        Where the model runs.
-    **options
-        As in :class:`~ragcachekit.store.memory.memory_store.MemoryOptions`.
-    """
+    """Chunk KV in the memory of the model's ``device``; parameters as in :class:`MemoryStore`."""
 
     def __init__(
         self, budget: int, device: str | torch.device = "cuda", **options: Unpack[MemoryOptions]
@@ -33,7 +23,7 @@ class GpuStore(MemoryStore):
         self._device = torch.device(device)
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the entries that it evicted; a device without room for it is a refusal."""
+        """As :meth:`put`, with the evicted entries; False if the device has no memory for it."""
         try:
             return super().admit(key, kv)
         except torch.OutOfMemoryError as error:

@@ -17,26 +17,23 @@ from ragcachekit.types import KVKey
 log = logging.getLogger(__name__)
 
 SPARE = 8
-"""Torch may keep one in so many bytes of the budget, on top of it, in freed page-locked memory."""
+"""Torch may cache freed page-locked memory of this part (1/8) of the budget, beyond the budget."""
 
 
 class HostStore(MemoryStore):
-    """Chunk KV in main memory.
+    """Chunk KV in main memory; parameters as in :class:`MemoryStore`.
 
     Parameters
     ----------
     budget : int
-        Bytes that all keys and values may take together; > 0. A page-locked entry counts with what torch's
-        host allocator takes for it: a power of two for each of its few slabs. Torch keeps some of what was
-        freed on top of it: up to 1/8 of the budget, and at least one entry.
+        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its slabs.
+        Torch caches freed memory beyond that: up to 1/8 of the budget, and at least one entry.
     pinned : bool
-        Page-lock the tensors, so that a GPU can copy them without waiting. Costs a copy at every put, and
-        memory that no other process can use; without CUDA it does nothing. If False, page-locked tensors
-        are copied to ordinary memory.
+        Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
+        memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
+        copied to ordinary memory.
     allocate : callable
-        Where page-locked memory comes from.
-    **options
-        As in :class:`~ragcachekit.store.memory.memory_store.MemoryOptions`.
+        Allocates page-locked memory.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class HostStore(MemoryStore):
         self._allocate = allocate
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the entries that it evicted."""
+        """As :meth:`put`, with the evicted entries."""
         kept, evicted = super().admit(key, kv)
         if evicted and self._pinned:
             give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))
@@ -60,7 +57,7 @@ class HostStore(MemoryStore):
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         kv, nbytes = self._in_memory(kv.unpacked())
-        _ = kv.shapes, kv.stretches  # asked for here and not at every use: what is lent knows them too
+        _ = kv.shapes, kv.stretches  # cached now, for all later uses
         return kv, nbytes
 
     def _in_memory(self, kv: ChunkKV) -> tuple[ChunkKV, int]:

@@ -1,4 +1,4 @@
-"""What the memory tiers have in common: entries by reference, ranked by an eviction policy."""
+"""The common part of the memory tiers: entries by reference, ranked by an eviction policy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,11 @@ from ragcachekit.store.memory.own_memory import in_own_memory
 from ragcachekit.types import KVKey
 
 Cost = Callable[[ChunkKV], float]
-"""Seconds that computing an entry takes, in any one unit; 0 where that is unknown."""
+"""Cost of computing an entry, in any unit; 0 if unknown."""
 
 
 class MemoryOptions(TypedDict, total=False):
-    """What every memory tier can be given beside its budget.
-
-    Parameters
-    ----------
-    policy : EvictionPolicy, optional
-        This tier's own; default least recently used.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take (``*``: every other one).
-    cost : callable
-        What cost-aware policies weigh; default the number of tokens.
-    """
+    """Options of every memory tier, as in :class:`MemoryStore`."""
 
     policy: EvictionPolicy | None
     quotas: Mapping[str, int] | None
@@ -42,20 +32,23 @@ class MemoryOptions(TypedDict, total=False):
 
 
 class MemoryStore:
-    """Chunk KV in memory, kept by reference where that is all its memory (and never written to).
+    """Chunk KV in memory, by reference. Views of much more memory than the entry are copied.
 
-    What ``get`` returned is in use until the caller drops it: evicting it would free no byte, so it stays,
-    and stays counted. A put that would need such bytes is refused. What counts is the memory that an entry
-    keeps alive; views of much more memory than the entry are copied.
+    An entry that ``get`` returned is not evicted until the caller drops it, as that would free no memory. A
+    put that would need its bytes is refused.
 
     Parameters
     ----------
     tier : str
         Its name in reports.
     budget : int
-        Bytes that all keys and values may take together; > 0.
-    policy, quotas, cost
-        As in :class:`MemoryOptions`.
+        Bytes of memory that all entries together keep alive; > 0.
+    policy : EvictionPolicy, optional
+        This tier's own; default least recently used.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take (``*``: every other one).
+    cost : callable
+        Cost of an entry for cost-aware policies; default its number of tokens.
     """
 
     shared = False
@@ -101,15 +94,15 @@ class MemoryStore:
             return Found(view, self._tier)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`: nothing is left to be read."""
+        """As :meth:`get`."""
         return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Keep ``kv``, evicting the lowest entries; False if it would not fit even so."""
+        """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
         return self.admit(key, kv)[0]
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the entries that it evicted."""
+        """As :meth:`put`, with the evicted entries."""
         with self._lock:
             if self._closed or not self._may_fit(key, self._least(kv)):
                 return False, ()
@@ -117,7 +110,7 @@ class MemoryStore:
         with self._lock:
             if self._closed or not self._may_fit(key, nbytes):
                 return False, ()
-            self._let_go(key)
+            self._release(key)
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
             # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
@@ -129,14 +122,14 @@ class MemoryStore:
             return key in self._entries
 
     def discard(self, key: KVKey) -> None:
-        """Drop the entry under ``key``, which nobody could use, and count it as damaged."""
+        """Drop an unusable entry and count it as damaged."""
         with self._lock:
             if key in self._entries:
                 self._remove(key)
                 self._counters.count("damaged")
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys of what is here, those that came last first."""
+        """Keys of all entries, the last put first."""
         with self._lock:
             return reversed(list(self._entries))
 
@@ -156,7 +149,7 @@ class MemoryStore:
         return frozenset(key.digest() for key in doomed)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop the namespace's entries that hold, or were encoded behind, one of ``chunk_ids``."""
+        """Drop entries as in :meth:`~ragcachekit.store.base.KVStore.forget`."""
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -166,30 +159,30 @@ class MemoryStore:
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
 
     def close(self) -> None:
-        """Let go of all entries; further calls are misses."""
+        """Drop all entries; further calls are misses."""
         with self._lock:
             self._closed = True
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
 
     def _remove(self, key: KVKey) -> None:
-        self._let_go(key)
+        self._release(key)
         del self._entries[key]
         self._ranking.remove(key)
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        """The KV as this tier holds it, and its bytes."""
+        """The KV in this tier's memory, and its bytes."""
         return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
-        """Bytes that the entry will take at least: what cannot fit is not placed for nothing."""
+        """Bytes that the entry takes at least, known before it is copied."""
         return kv.nbytes
 
     # -- room --------------------------------------------------------------------------------------
 
     def _may_fit(self, key: KVKey, nbytes: int) -> bool:
-        """Whether it would fit if all but what is in use were evicted."""
-        self._take_back()
+        """Whether it would fit if all entries not in use were evicted."""
+        self._release_unused()
         quota = quota_of(self._quotas, key.namespace)
         held = {k: self._ranking.size(k) for k in self._lent if k != key}
         own = sum(size for k, size in held.items() if k.namespace == key.namespace)
@@ -202,12 +195,12 @@ class MemoryStore:
         return True
 
     def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
-        """Evict until all is within its limits; the entry under ``key`` does not evict itself."""
+        """Evict until quota and budget hold; not the entry under ``key``."""
         evicted: list[tuple[KVKey, ChunkKV]] = []
-        space, quota = key.namespace, quota_of(self._quotas, key.namespace)
+        namespace, quota = key.namespace, quota_of(self._quotas, key.namespace)
         self._ranking.hold(key)
-        while quota is not None and self._ranking.nbytes_of(space) > quota:
-            evicted += self._evict(space)
+        while quota is not None and self._ranking.nbytes_of(namespace) > quota:
+            evicted += self._evict(namespace)
         while self._ranking.nbytes > self._budget:
             evicted += self._evict()
         self._ranking.release(key)
@@ -215,33 +208,33 @@ class MemoryStore:
 
     def _evict(self, namespace: str | None = None) -> list[tuple[KVKey, ChunkKV]]:
         victim = self._ranking.evict(namespace)
-        assert victim is not None, "_may_fit counted what can leave"
+        assert victim is not None, "_may_fit counted the evictable entries"
         self._counters.count("evictions")
         return [(victim, self._entries.pop(victim))]
 
-    # -- what callers hold -------------------------------------------------------------------------
+    # -- entries in use ----------------------------------------------------------------------------
 
     def _lend(self, key: KVKey, kv: ChunkKV) -> ChunkKV:
-        """A view of the entry whose life says how long it is in use."""
-        self._take_back()
+        """A view of the entry; it is in use as long as the view lives."""
+        self._release_unused()
         known = self._lent.get(key)
         view = known() if known is not None else None
         if view is None:
             if known is not None:
-                self._let_go(key)
+                self._release(key)
             view = copy.copy(kv)  # shares the tensors
-            # The callback may come in the middle of anything, so it only leaves a note.
+            # The callback may run at any moment, so it only appends.
             self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))
             self._ranking.hold(key)
         return view
 
-    def _take_back(self) -> None:
-        """Release what nobody holds any more."""
+    def _release_unused(self) -> None:
+        """Release the entries whose views are gone."""
         while self._returned:
             key, ref = self._returned.popleft()
             if self._lent.get(key) is ref:
-                self._let_go(key)
+                self._release(key)
 
-    def _let_go(self, key: KVKey) -> None:
+    def _release(self, key: KVKey) -> None:
         if self._lent.pop(key, None) is not None:
             self._ranking.release(key)

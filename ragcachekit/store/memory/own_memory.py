@@ -1,4 +1,4 @@
-"""KV in memory of its own: a view keeps all of the memory alive that it looks at."""
+"""KV in memory of its own: a view keeps the whole storage alive."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 
 _WASTE = 8
-"""A tensor is copied if more than one part in so many of what it keeps alive is not the entry's."""
+"""A tensor is copied if more than 1/8 of the storage that it keeps alive is not the entry's."""
 
 
 def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
-    """``kv``, copied where its tensors keep much more memory alive than they have, and the bytes it holds.
+    """``kv``, copied where its tensors keep much more memory alive than they use, and its bytes of memory.
 
-    At least its ``nbytes``: what shares memory inside an entry will not do so once it is copied.
+    At least its ``nbytes``: tensors that share memory do not once they are copied.
     """
     held: dict[int, int] = {}
     used: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Entries in page-locked memory: a few slabs each, in which every layer is one stretch."""
+"""Entries in page-locked memory: a few slabs each, in which every layer is contiguous."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
 from ragcachekit.model.tensor_block import carved, offsets
 
 Allocate = Callable[[int], torch.Tensor]
-"""Gives uint8 memory of so many bytes; RuntimeError if there is none."""
+"""Allocates uint8 memory of so many bytes, or raises RuntimeError."""
 
 _WASTE = 16
 """A slab is divided if rounding it up would waste more than this part of it."""
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Memory from torch's host allocator, which takes :func:`taken` bytes and keeps them once free."""
+    """Memory from torch's host allocator, which takes :func:`taken` bytes and caches them when freed."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -32,9 +32,9 @@ def taken(nbytes: int) -> int:
 
 
 def slabs(sizes: Sequence[int]) -> list[int]:
-    """How many layers of these sizes, one after the other, share a slab.
+    """Number of layers per slab, for consecutive layers of these sizes.
 
-    An entry a little larger than a power of two would take twice its bytes in one slab: layers that fill
+    An entry a little larger than a power of two would take twice its bytes in one slab. The layers that fill
     the lower power of two get one slab, and the rest another.
     """
     ends = list(accumulate(sizes))
@@ -55,9 +55,9 @@ def taken_by(kv: ChunkKV) -> int:
 
 
 def in_slabs(kv: ChunkKV, allocate: Allocate = page_locked) -> ChunkKV:
-    """A copy in memory from ``allocate``; each layer is one stretch (:attr:`ChunkKV.stretches`)."""
+    """A copy in memory from ``allocate`` with contiguous layers (:attr:`ChunkKV.stretches`)."""
     shapes = kv.stored_shapes
-    sizes = [offsets(sides)[-1] for sides in shapes]
+    sizes = [offsets(specs)[-1] for specs in shapes]
     layers, first = list[list[torch.Tensor]](), 0
     for count in slabs(sizes):
         slab, at = allocate(sum(sizes[first : first + count])), 0
@@ -75,10 +75,7 @@ def in_slabs(kv: ChunkKV, allocate: Allocate = page_locked) -> ChunkKV:
 
 
 def give_back(spare: int) -> None:
-    """Have torch give freed page-locked memory back to the system if it keeps more than ``spare`` bytes.
-
-    That waits for the GPU, so ``spare`` bytes stay for the next entries. Does nothing where torch cannot.
-    """
+    """Free torch's cached page-locked memory if it is more than ``spare`` bytes; waits for the GPU."""
     stats = torch.cuda.host_memory_stats()
     kept = stats.get("allocated_bytes.current", 0)
     empty = getattr(torch.accelerator, "empty_host_cache", None)

@@ -26,47 +26,44 @@ class Usage(NamedTuple):
 
 
 class Left(Exception):
-    """Some entries could not be deleted; the others are gone."""
+    """Some entries could not be deleted; the others were."""
 
 
 class Backend(Protocol):
-    """Named byte strings within a byte budget, least recently used first out. Implementations promise:
+    """Named byte strings within a byte budget, least recently used first out.
 
-    - methods may block and may raise anything: they run under a guard, in several threads, and may go on
-      after the caller has given up;
-    - a name holds all of what was saved under it, or something that its seal exposes, or nothing;
-    - an entry saved late never survives a ``forget`` that was called after its ``save``, or that one
-      raises.
+    Methods may block and raise anything: they run with a deadline, in several threads, and may end after the
+    caller has given up. Implementations promise:
+
+    - an entry is whole, missing, or its seal does not match;
+    - an entry saved late never survives a ``forget`` called after its ``save``, or that ``forget`` raises.
     """
 
     def load(self, key: KVKey) -> bytes | None:
-        """Return what is saved under ``key``, now the most recently used entry, or None."""
+        """Return the entry under ``key``, now the most recently used one, or None."""
         ...
 
     def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
-        """Keep ``blob`` under ``key``, unless ``wanted`` says that it was forgotten meanwhile."""
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile."""
         ...
 
     def delete(self, key: KVKey) -> None:
-        """Drop what is saved under ``key``."""
+        """Drop the entry under ``key``."""
         ...
 
     def exists(self, key: KVKey) -> bool:
-        """Whether something is saved under ``key``."""
+        """Whether there is an entry under ``key``."""
         ...
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped`` as entries go.
+        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``.
 
-        Raises
-        ------
-        Left
-            At the end, if some could not be deleted.
+        Raises :class:`Left` at the end if some entries could not be deleted.
         """
         ...
 
     def usage(self) -> Usage:
-        """Return what is there now."""
+        """Return the present content."""
         ...
 
     def close(self) -> None:
@@ -75,5 +72,5 @@ class Backend(Protocol):
 
 
 def hashed(text: str) -> str:
-    """A name of fixed length and plain letters for any text (a namespace, a chunk id)."""
+    """A name of 32 hexadecimal digits for a namespace or chunk id."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]

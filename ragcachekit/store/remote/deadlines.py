@@ -1,70 +1,113 @@
-"""Operations on a service that may hang: a deadline for each, a bound on hanging threads, a circuit breaker.
-
-Daemon threads rather than ``concurrent.futures.ThreadPoolExecutor``: at exit that one joins all its threads,
-and a thread that hangs in a dead file system never ends.
-"""
+"""Operations on a service that may hang: deadlines, a limit on hanging threads, a circuit breaker."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from threading import Thread
-from typing import Any, TypeVar
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import TypeVar
 
-from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.lookup_budget import lookup_budget
-from ragcachekit.threads import Condition
+from ragcachekit.threads import DaemonPool, Job
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class DeadlineStats:
-    """Counts of a guard since it was made.
+PLAN_DEADLINES = 3
+"""Deadlines of a service that the look-ups of one plan may take there."""
 
-    Attributes
-    ----------
-    calls : int
-        Operations asked for.
-    timeouts, errors : int
-        How many of them took too long, or raised.
-    refused : int
-        How many were not tried: the breaker was open, every thread hung, or the plan had waited enough.
-    opened : int
-        Times that the breaker opened.
-    stuck : int
-        Threads that still hang in an operation whose caller has given up.
-    is_open : bool
-        Whether operations are refused at present.
+# Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
+_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_lookup_budget", default=None)
+
+
+class LookupBudget:
+    """Seconds that one plan has waited for each service, by a monotonic ``clock``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[object, float] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Count the look-ups of this thread inside the ``with`` block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def lasts(self, service: object, deadline: float) -> bool:
+        """Whether a whole deadline is left for another look-up."""
+        return self._spent.get(service, 0.0) <= (PLAN_DEADLINES - 1) * deadline
+
+    @contextmanager
+    def spending(self, service: object) -> Iterator[None]:
+        """Count the time of one look-up."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._spent[service] = self._spent.get(service, 0.0) + self._clock() - begun
+
+
+class Breaker:
+    """A circuit breaker. Not pybreaker: it lets all concurrent callers make the trial call.
+
+    Closed: every call passes. Open: none does; after ``cooldown`` seconds one trial call may.
+
+    It opens after ``failures`` in a row, and when ``2 * failures`` of the last ``4 * failures`` calls failed.
+    ``cooldown`` and ``clock`` are in seconds.
     """
 
-    calls: int
-    timeouts: int
-    errors: int
-    refused: int
-    opened: int
-    stuck: int
-    is_open: bool
+    def __init__(self, failures: int, cooldown: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if failures < 1 or cooldown < 0:
+            raise ValueError(f"failures must be >= 1 and cooldown >= 0, got {failures} and {cooldown}")
+        self._failures, self._cooldown, self._clock = failures, cooldown, clock
+        self._lock = Lock()
+        self._in_a_row = 0
+        self._recent: deque[bool] = deque(maxlen=4 * failures)
+        self._open_until: float | None = None
+        self._on_trial = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls other than trials are refused."""
+        return self._open_until is not None
 
-@dataclass(eq=False)
-class _Call:
-    """One operation. ``begun`` and ``done`` are set by its thread, ``given_up`` by its caller."""
+    def allow(self) -> bool:
+        """Whether a call may pass; :meth:`record` must get its outcome."""
+        with self._lock:
+            if self._open_until is None:
+                return True
+            if self._on_trial or self._clock() < self._open_until:
+                return False
+            self._on_trial = True
+            return True
 
-    operation: Callable[[], Any]
-    begun: bool = False
-    done: bool = False
-    given_up: bool = False
-    result: Any = None
-    error: BaseException | None = None
+    def record(self, success: bool) -> bool:
+        """Count an outcome; True if it has just opened a closed breaker."""
+        with self._lock:
+            was_open, self._on_trial = self.is_open, False
+            self._recent.append(success)
+            self._in_a_row = 0 if success else self._in_a_row + 1
+            if success:
+                self._open_until = None
+                return False
+            failed = self._recent.count(False)
+            if not was_open and self._in_a_row < self._failures and failed < 2 * self._failures:
+                return False
+            self._recent.clear()
+            self._open_until = self._clock() + self._cooldown
+            return not was_open
 
 
 class DeadlineExecutor:
-    """Runs each operation in a thread of its own and waits for it until a deadline. Thread safe.
+    """Runs operations in threads and waits for each until a deadline. Thread safe.
 
     Parameters
     ----------
@@ -73,10 +116,10 @@ class DeadlineExecutor:
     deadline : float
         Seconds that :meth:`run` waits for an operation; > 0.
     failures, cooldown, clock
-        As in :class:`~ragcachekit.store.remote.circuit_breaker.Breaker`.
+        As in :class:`Breaker`.
     threads : int
-        Operations that run, or hang, at the same time. Others wait within their deadline; when all hang,
-        they are refused at once.
+        Operations that run or hang at the same time. Others wait within their deadline, and are refused
+        while all threads hang.
     """
 
     def __init__(
@@ -92,17 +135,16 @@ class DeadlineExecutor:
         if not deadline > 0:
             raise ValueError(f"the deadline must be > 0 seconds, got {deadline}")
         self.deadline = deadline
-        self._name, self._threads = name, threads
+        self._name = name
         self._breaker = Breaker(failures, cooldown, clock)
-        self._changed = Condition()
-        self._calls: set[_Call] = set()  # those that have a thread
-        self._counts = {"calls": 0, "timeouts": 0, "errors": 0, "refused": 0}
-        self._closed = False
+        self._pool = DaemonPool(f"ragcachekit-{name}", threads)
+        self.counts = Counter[str]()  # calls, and of them timeouts, errors and refused
+        self._lock = Lock()  # around the counts
 
     def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
         self._count("calls")
-        if self._closed or not self._breaker.allow():
+        if self._pool.closed.is_set() or not self._breaker.allow():
             self._count("refused")
             return default
         failure, result = "interrupted", default  # not a success unless it returns
@@ -114,8 +156,8 @@ class DeadlineExecutor:
         return result
 
     def look(self, operation: Callable[[], T], default: T) -> T:
-        """As :meth:`run`, but refused if the plan that asks has waited enough for this service."""
-        plan = lookup_budget()
+        """As :meth:`run`, but refused if the current plan has waited long enough for this service."""
+        plan = _current.get()
         if plan is None:
             return self.run(operation, default)
         if not plan.lasts(self, self.deadline):
@@ -125,77 +167,38 @@ class DeadlineExecutor:
         with plan.spending(self):
             return self.run(operation, default)
 
-    def stats(self) -> DeadlineStats:
-        """Counts so far."""
-        with self._changed:
-            return DeadlineStats(
-                **self._counts,
-                opened=self._breaker.opened,
-                stuck=sum(call.given_up for call in self._calls),
-                is_open=self._breaker.is_open,
-            )
+    @property
+    def stuck(self) -> int:
+        """Threads that hang in operations whose callers have given up."""
+        return self._pool.stuck
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operations are refused after too many failures."""
+        return self._breaker.is_open
 
     def close(self) -> None:
-        """Refuse further operations."""
-        self._closed = True
+        """Refuse further operations; does not wait."""
+        self._pool.close(0.0)
 
     def _count(self, event: str) -> None:
-        with self._changed:
-            self._counts[event] += 1
+        with self._lock:
+            self.counts[event] += 1
 
     def _outcome(self, operation: Callable[[], T], default: T, deadline: float) -> tuple[str, T]:
-        """Why it failed (empty: it did not), and what to return."""
-        call = _Call(operation)
-        hopeless = self._wait_for(call, deadline)
-        if hopeless:
-            self._count("refused")
-            return hopeless, default
-        if call.given_up:
+        """Why the operation failed (empty: it did not), and the result."""
+        job = Job(operation)
+        try:
+            if not self._pool.submit(job):
+                self._count("refused")
+                return "every thread hangs", default
+            self._pool.wait(job, deadline)
+        finally:
+            late = self._pool.give_up(job)  # also if interrupted: then it must not begin later
+        if late:
             self._count("timeouts")
             return f"no answer within {deadline:g} s", default
-        if call.error is not None:
+        if job.error is not None:
             self._count("errors")
-            return f"{type(call.error).__name__}: {call.error}", default
-        return "", call.result
-
-    def _wait_for(self, call: _Call, deadline: float) -> str:
-        """Run a call and wait until it is done or late; why it could not be run, if so."""
-        end = time.monotonic() + deadline
-        try:
-            if self._changed.wait_for(lambda: self._admit(call), deadline):
-                if call not in self._calls:
-                    return "every thread hangs"
-                name = f"ragcachekit-{self._name}"
-                Thread(target=self._work, args=(call,), name=name, daemon=True).start()
-                self._changed.wait_for(lambda: call.done, end - time.monotonic())
-            return ""
-        except RuntimeError as error:
-            return f"no thread: {error}"
-        finally:
-            with self._changed:  # as its thread does: a call is either done or given up
-                call.given_up = not call.done
-                if not call.begun:
-                    self._calls.discard(call)
-                self._changed.notify_all()  # there may be a place for another one
-
-    def _admit(self, call: _Call) -> bool:
-        """Give a call a thread's place; False if it is worth waiting for one (not if all threads hang)."""
-        if len(self._calls) < self._threads:
-            self._calls.add(call)
-            return True
-        return all(other.given_up for other in self._calls)
-
-    def _work(self, call: _Call) -> None:
-        with self._changed:
-            call.begun = True
-            if call.given_up:
-                return
-        result, error = None, None
-        try:
-            result = call.operation()
-        except BaseException as raised:
-            error = raised
-        with self._changed:
-            call.result, call.error, call.done = result, error, True
-            self._calls.discard(call)
-            self._changed.notify_all()
+            return f"{type(job.error).__name__}: {job.error}", default
+        return "", job.result

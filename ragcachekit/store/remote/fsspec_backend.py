@@ -1,4 +1,4 @@
-"""The objects of the bulk tier within this process's byte budget."""
+"""A remote backend on a file system, within this process's byte budget."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from ragcachekit.store.remote.fsspec_objects import Objects, name_of
 from ragcachekit.types import KVKey
 
 _MOST_WRITTEN = 1 << 16  # entries whose last write is remembered
-_HOPELESS = 8  # failed deletions in a row before the rest is not tried
 
 
 class FsspecBackend:
-    """Objects on a file system; sizes and the order of use in memory, from one listing on.
+    """Objects on a file system, with sizes and the order of use in memory after one listing.
 
-    The objects are the truth: a read asks for the object whatever the index says, and ``forget`` lists.
-    Objects that other processes write count from their first read here. Another process may finish writing
-    an entry after it was forgotten here, so what was forgotten is a miss until this process writes it again.
-
-    ``root`` is a folder of the file system, without protocol. A write waits ``lock_wait`` seconds for another
-    one to end.
+    Reads ignore the index, and ``forget`` lists. Objects of other processes count from their first read.
+    Another process may finish a write after the entry was forgotten here: forgotten entries are misses until
+    this process writes them again. ``root`` is a folder without protocol. A write waits ``lock_wait`` seconds
+    for another one to end.
     """
 
     def __init__(
         self, fs: AbstractFileSystem, root: str, budget: int, quotas: Mapping[str, int], lock_wait: float
     ) -> None:
         self._objects = Objects(fs, root)
-        self._budget, self._patience = budget, lock_wait
+        self._budget, self._lock_wait = budget, lock_wait
         self._quotas = {hashed(name): quota for name, quota in quotas.items() if name != "*"}
         self._other_quota = quotas.get("*")
         self._index: Ranking[str] = Ranking(Lru(), groups=True)
@@ -51,7 +48,8 @@ class FsspecBackend:
         try:
             blob = self._objects.read(name)
         except FileNotFoundError:
-            self._gone(name)
+            with self._lock:
+                self._index.remove(name)
             return None
         with self._lock:
             if name in self._index:
@@ -72,7 +70,7 @@ class FsspecBackend:
             except BaseException:
                 if name not in self._index:
                     with self._lock:
-                        self._add(name, len(blob))  # what may be there now counts until it is deleted
+                        self._add(name, len(blob))  # a half-written object counts until it is deleted
                     with suppress(Exception):
                         self._discard(name)
                 raise
@@ -88,22 +86,17 @@ class FsspecBackend:
         return not self._hidden(key) and self._objects.exists(name_of(key))
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        left: Exception | None = None
-        in_a_row = 0
+        failed: Exception | None = None
         with self._alone():
             self._forgets.add(namespace, chunk_ids)
             for name in self._objects.concerned(namespace, chunk_ids):
                 try:
                     self._discard(name)
-                except Exception as error:  # it keeps no other
-                    left, in_a_row = error, in_a_row + 1
-                    if in_a_row == _HOPELESS:
-                        raise
-                else:
-                    in_a_row = 0
                     dropped.add(name.partition("/")[2])
-        if left is not None:
-            raise Left(f"{type(left).__name__}: {left}") from left
+                except Exception as error:
+                    failed = error
+        if failed is not None:
+            raise Left(f"{type(failed).__name__}: {failed}") from failed
 
     def usage(self) -> Usage:
         if not self._listed:
@@ -112,7 +105,7 @@ class FsspecBackend:
             return Usage(len(self._index), self._index.nbytes)
 
     def open(self) -> int:
-        """List what is there and delete what exceeds the budget; returns how many."""
+        """List the objects and evict down to the budget; returns how many."""
         with self._alone():
             return self._list()
 
@@ -121,7 +114,7 @@ class FsspecBackend:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._changing.acquire(timeout=self._patience):
+        if not self._changing.acquire(timeout=self._lock_wait):
             raise TimeoutError("an earlier write has not ended")
         try:
             yield
@@ -142,10 +135,10 @@ class FsspecBackend:
         evicted = 0
         while (victim := self._victim(name, nbytes)) is not None:
             try:
-                self._discard(victim)  # it counts until the object has gone
+                self._discard(victim)
             except BaseException:
                 with self._lock:
-                    self._index.touch(victim)  # one that cannot be deleted is not tried every time
+                    self._index.touch(victim)  # the next eviction tries another one
                 raise
             evicted += 1
         return evicted
@@ -155,7 +148,7 @@ class FsspecBackend:
         group = _group_of(name)
         quota = self._quotas.get(group, self._other_quota)
         with self._lock:
-            self._index.touch(name)  # now last in line: what it has now is not evicted for itself
+            self._index.touch(name)  # not evicted for itself
             own = self._index.size(name) if name in self._index else 0
             if quota and self._index.nbytes_of(group) - own + nbytes > quota:
                 return self._index.lowest(group)
@@ -166,23 +159,20 @@ class FsspecBackend:
     def _add(self, name: str, nbytes: int) -> None:
         self._index.add(name, nbytes, group=_group_of(name))
 
-    def _gone(self, name: str) -> None:
+    def _discard(self, name: str) -> None:
+        self._objects.remove(name)
         with self._lock:
             self._index.remove(name)
 
-    def _discard(self, name: str) -> None:
-        self._objects.remove(name)
-        self._gone(name)
-
     def _list(self) -> int:
-        """Add what earlier runs left, oldest first; once."""
+        """Add the objects of earlier runs, oldest first; once."""
         if self._listed:
             return 0
         found = self._objects.listing()
         with self._lock:
             for name, nbytes in found.items():
                 self._add(name, nbytes)
-        self._listed = True  # also if not all that is too much can be deleted: the next write goes on
+        self._listed = True  # before evicting, which may fail and is continued by the next write
         return self._make_room("", 0)
 
 

@@ -1,11 +1,10 @@
-"""Sealed entries as objects in a folder of any file system that fsspec knows."""
+"""Sealed entries as objects in a folder of any fsspec file system."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -23,24 +22,20 @@ from ragcachekit.types import KVKey
 
 _ENDING = ".kv"
 _TEMP = "tmp"
-_BEGINNING = 64 << 10  # bytes that hold most headers
-_ABANDONED = 3600.0  # seconds after which the writer of a temporary file counts as dead
-_KNOWN = 1 << 16  # keys that are remembered; of other objects, forgetting reads the header
+_HEAD = 64 << 10  # bytes in which a header is looked for
+_ABANDONED = 3600.0  # seconds after which a temporary file is deleted
+_KNOWN = 1 << 16  # keys in memory; of other objects, forgetting reads the header
 
 
 class Objects:
-    """One immutable object per entry, ``{root}/{hash of the namespace}/{digest}.kv``.
-
-    Its name here is ``{hash of the namespace}/{digest}``. Listing, deleting and forgetting include objects
-    that other processes wrote.
-    """
+    """One immutable object per entry, ``{root}/{name}.kv``, with names as in :func:`name_of`."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
         self._fs, self._root = fs, root.rstrip("/")
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
-        # File systems with a rename of their own show half-written files; object stores do neither.
+        # Object stores have no rename and show no half-written files.
         self._renames = type(fs).mv is not AbstractFileSystem.mv
-        self._keys: OrderedDict[str, KVKey] = OrderedDict()
+        self._keys: dict[str, KVKey] = {}
         self._lock = Lock()  # around the keys, never while waiting for the file system
 
     def read(self, name: str) -> bytes:
@@ -52,7 +47,7 @@ class Objects:
         """Replace the object of ``key``; atomically where the file system has a rename."""
         path = self._path(name_of(key))
         if self._renames:
-            # Files take the buffer as it is; who sends requests may not, and copies before it sends.
+            # Only local files accept any buffer.
             self._rename_into(path, blob if self._local else bytes(blob))
         else:
             self._fs.pipe_file(path, bytes(blob))
@@ -70,26 +65,23 @@ class Objects:
         return bool(self._fs.exists(self._path(name)))
 
     def concerned(self, namespace: str, chunk_ids: frozenset[str] | None) -> Iterator[str]:
-        """Names of the objects that ``forget(namespace, chunk_ids)`` is about, from a listing."""
+        """Names of the objects that ``forget(namespace, chunk_ids)`` concerns, from a listing."""
         for name, nbytes in self.listing(hashed(namespace)).items():
             if chunk_ids is None or self._concerned(name, nbytes, namespace, chunk_ids):
                 yield name
 
     def listing(self, group: str = "") -> dict[str, int]:
-        """Name → size of every object (of the namespace with that hash), the last written last.
-
-        Temporary files of dead writers are deleted.
-        """
+        """Name → size of every object (of one hashed namespace), oldest first; deletes old temporaries."""
         self._fs.invalidate_cache()
         try:
             found = self._fs.find(f"{self._root}/{group}" if group else self._root, detail=True)
         except FileNotFoundError:
             return {}
         finally:
-            self._fs.invalidate_cache()  # or `exists` would answer from this listing for ever
+            self._fs.invalidate_cache()  # or `exists` would answer from this listing
         rows = []
         for path, info in found.items():
-            # Exactly as deep as our own: others may use the folder as well.
+            # Others may use the folder as well.
             folder, _, file = path.removeprefix(self._root).strip("/").partition("/")
             if file.endswith(_ENDING) and "/" not in file:
                 rows.append((_written(info), f"{folder}/{file.removesuffix(_ENDING)}", int(info["size"])))
@@ -118,42 +110,38 @@ class Objects:
     def _remember(self, name: str, key: KVKey) -> None:
         with self._lock:
             self._keys[name] = key
-            self._keys.move_to_end(name)
             if len(self._keys) > _KNOWN:
-                self._keys.popitem(last=False)
+                self._keys.pop(next(iter(self._keys)))
 
     def _concerned(self, name: str, nbytes: int, namespace: str, chunk_ids: frozenset[str]) -> bool:
-        """Whether the object is to be forgotten; True for one that cannot be read as an entry."""
+        """Whether the object is to be forgotten; True if its header cannot be read."""
         try:
             with self._lock:
                 key = self._keys.get(name)
             key = key or self._key_of(name, nbytes)
         except FileNotFoundError:
             return False
-        except Exception:  # it may be about anything
+        except Exception:
             return True
         self._remember(name, key)
         return concerns(key, namespace, chunk_ids)
 
     def _key_of(self, name: str, nbytes: int) -> KVKey:
-        """The key in the object's header. Its seal is not checked: if this is a lie, it is never served."""
-        path = self._path(name)
-        beginning = memoryview(self._fs.cat_file(path, start=0, end=min(nbytes, _BEGINNING)))
-        key = key_in(body(beginning), nbytes - OVERHEAD)
-        if key is None:
-            key = key_in(body(memoryview(self._fs.cat_file(path))), nbytes - OVERHEAD)
-        if key is None or name_of(key) != name:
+        """The key in the object's header, whose seal is not checked."""
+        head = memoryview(self._fs.cat_file(self._path(name), start=0, end=min(nbytes, _HEAD)))
+        key = key_in(body(head), nbytes - OVERHEAD)
+        if name_of(key) != name:
             raise EntryDamaged("the entry of another key")
         return key
 
 
 def name_of(key: KVKey) -> str:
-    """The name of the object of ``key``."""
+    """``{hash of the namespace}/{digest}``."""
     return f"{hashed(key.namespace)}/{key.digest()}"
 
 
 def _written(info: Mapping[str, Any]) -> float:
-    """Seconds since the epoch at which an object was written, under whatever name the file system has."""
+    """Modification time in seconds since the epoch, under the file system's own name for it."""
     for field in ("mtime", "LastModified", "last_modified", "updated", "created"):
         when = info.get(field)
         if isinstance(when, datetime):

@@ -7,38 +7,31 @@ from typing import Any
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.remote_store import PATIENCE, RemoteStore
+from ragcachekit.store.remote.remote_store import FORGET_DEADLINES, RemoteStore
 from ragcachekit.store.remote.seal import Seal
 
 
 class FsspecStore(RemoteStore):
     """Chunk KV as objects in a folder of a local, network or object store.
 
-    The budget is this process's own: it lists the folder when it is opened, and counts what it writes and
-    reads from then on. Several writers on one folder can together exceed their budgets; give each its own
-    folder, or its share of the bytes.
+    The budget is this process's own: the folder is listed when it is opened, and writes and reads count from
+    then on. Several writers of one folder can together exceed it; give each its own folder or share.
 
     Parameters
     ----------
     url : str
-        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other that fsspec knows.
-    budget : int
-        Bytes of sealed entries; > 0.
+        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other fsspec url.
+    budget, quotas
+        As in :class:`RemoteStore`.
     key : bytes, str or None
-        What entries are signed with: bytes, or the name of an environment variable.
+        Signs entries: bytes, or the name of an environment variable.
     deadline : float
-        Seconds per operation, in which a large entry is read and verified.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
+        Seconds per operation, enough to read and verify a large entry.
     options : mapping
         For the file system (``endpoint_url`` of S3 and the like).
 
-    Raises
-    ------
-    ValueError
-        For a budget, url or key that cannot be used.
-    StoreError
-        If fsspec, or what it needs for this url, is not installed.
+    Raises ValueError for a bad budget, url or key, and StoreError if fsspec, or what it needs for this url,
+    is not installed.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class FsspecStore(RemoteStore):
                 f"the bulk tier needs fsspec and what it names for this url ({error}): "
                 "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
             ) from error
-        guard = DeadlineExecutor("bulk", deadline)
+        executor = DeadlineExecutor("bulk", deadline)
         backend = FsspecBackend(fs, root, budget, dict(quotas or {}), deadline)
-        super().__init__("bulk", backend, seal, guard, budget, quotas=quotas)
-        guard.run(backend.open, 0, PATIENCE * deadline)
+        super().__init__("bulk", backend, seal, executor, budget, quotas=quotas)
+        executor.run(backend.open, 0, FORGET_DEADLINES * deadline)

@@ -1,4 +1,4 @@
-"""Forgets that a service has not confirmed yet, in bounded memory."""
+"""Deletions that a service has not confirmed yet, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from threading import Lock
 from ragcachekit.types import KVKey
 
 MOST_IDS = 10_000
-"""Chunk ids per namespace that are remembered; beyond that, the whole namespace is forgotten."""
+"""Chunk ids per namespace; with more, the whole namespace is deleted."""
 
 
 class PendingDeletes:
-    """Per namespace, the chunk ids that are still to be forgotten there. Thread safe.
+    """Per namespace, the chunk ids still to be deleted; None for the whole namespace. Thread safe.
 
-    Each carries the number of its last forget, so that confirming one forget leaves out those that came
-    after it. The id None stands for the whole namespace.
+    Each id has the number of its last forget, so that confirming a forget excludes later ones.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._numbers: dict[str, dict[str | None, int]] = {}
-        self.count = 0
-        """Forgets so far, confirmed or not."""
+        self.count = 0  # forgets, confirmed or not
 
     def __len__(self) -> int:
-        """Namespaces with pending forgets."""
+        """Number of namespaces with pending deletions."""
         return len(self._numbers)
 
     def __contains__(self, namespace: str) -> bool:
         return namespace in self._numbers
 
     def concern(self, key: KVKey) -> bool:
-        """Whether an entry is still to be forgotten."""
+        """Whether an entry is still to be deleted."""
         with self._lock:
             ids = self._numbers.get(key.namespace)
             return ids is not None and any(name in ids for name in (None, key.chunk_id, *key.context))
@@ -46,19 +44,19 @@ class PendingDeletes:
                 self._numbers[namespace] = {None: self.count}
 
     def namespaces(self) -> list[str]:
-        """Those with pending forgets."""
+        """Namespaces with pending deletions."""
         with self._lock:
             return list(self._numbers)
 
     def of(self, namespace: str) -> tuple[frozenset[str] | None, int]:
-        """The chunk ids to be forgotten (None: all of the namespace), and the number to confirm them with."""
+        """The chunk ids to be deleted (None: all), and the number to confirm them with."""
         with self._lock:
             ids = self._numbers.get(namespace, {})
             named = frozenset(name for name in ids if name is not None)
             return (None if None in ids else named), self.count
 
     def confirm(self, namespace: str, number: int) -> None:
-        """Drop the forgets of a namespace up to this number: the service has confirmed them."""
+        """Drop the deletions of a namespace up to this number: the service has confirmed them."""
         with self._lock:
             ids = self._numbers.get(namespace, {})
             left = {name: last for name, last in ids.items() if last > number}

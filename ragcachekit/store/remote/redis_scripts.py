@@ -1,11 +1,9 @@
 """Atomic Lua scripts of the Redis tier: no crash or race leaves the sums wrong.
 
-The hash ``info`` holds namespace, size and chunk ids of each entry. Derived from it are the order of use
-(sorted sets, over all and per namespace), the sums of sizes, and the sets of entries per id. Namespaces and
-ids are hashed, so that they are single words. ``gen`` holds a token per namespace that every forget changes:
-a write that was sent before a forget and arrives after it brings an outdated token and is refused.
-
-All keys share one hash tag, so that a cluster keeps them in one slot.
+The hash ``info`` holds hashed namespace, size and hashed chunk ids of each entry. Derived from it are the
+order of use (sorted sets, overall and per namespace), the sums of sizes, and the entries per id. ``gen``
+holds a token per namespace that every forget changes: a write sent before a forget has an outdated token and
+is refused. All keys share one hash tag, for one slot of a cluster.
 """
 
 _COMMON = """
@@ -43,7 +41,7 @@ local function used(digest, ns)
 end
 
 local function make_room(order, sum, needed, limit)
-  local gone = 0
+  local evicted = 0
   while tonumber(redis.call('HGET', SUMS, sum) or 0) + needed > limit do
     local lowest = redis.call('ZRANGE', order, 0, 0)[1]
     if not lowest then
@@ -51,9 +49,9 @@ local function make_room(order, sum, needed, limit)
       break
     end
     drop(lowest)
-    gone = gone + 1
+    evicted = evicted + 1
   end
-  return gone
+  return evicted
 end
 """
 
@@ -65,9 +63,9 @@ local budget, quota, size = tonumber(ARGV[5]), tonumber(ARGV[6]), string.len(ARG
 local current = redis.call('HGET', GEN, ns) or ''
 if current ~= token then return {-1, current} end
 drop(digest)
-local gone = 0
-if quota > 0 then gone = make_room(of_ns(ns), ns, size, quota) end
-gone = gone + make_room(USE, 'all', size, budget)
+local evicted = 0
+if quota > 0 then evicted = make_room(of_ns(ns), ns, size, quota) end
+evicted = evicted + make_room(USE, 'all', size, budget)
 redis.call('SET', blob_of(digest), blob)
 local info = ns .. ' ' .. size
 for i = 7, #ARGV do
@@ -78,7 +76,7 @@ redis.call('HSET', INFO, digest, info)
 redis.call('HINCRBY', SUMS, 'all', size)
 redis.call('HINCRBY', SUMS, ns, size)
 used(digest, ns)
-return {gone}
+return {evicted}
 """
 )
 """ARGV: digest, namespace, token, blob, budget, quota (0: none), ids... Returns {evicted} or {-1, token}."""
@@ -95,7 +93,7 @@ drop(ARGV[1])
 return 0
 """
 )
-"""ARGV: digest. 1 if the entry is whole; else its rest is dropped: no forget would find it."""
+"""ARGV: digest. Returns 1 if the entry is whole; else drops its rest, which no forget would find."""
 
 DROP = _COMMON + "drop(ARGV[1])"
 """ARGV: digest."""

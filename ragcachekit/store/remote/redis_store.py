@@ -25,35 +25,27 @@ _AT_ONCE = 500  # entries per forgetting step: other clients wait that long
 class RedisStore(RemoteStore):
     """Chunk KV in a Redis or Valkey server, within a byte budget that all processes share.
 
-    The server must not evict by itself (``maxmemory-policy noeviction``, the default of Redis). It needs
-    memory for the budget, some hundred bytes per entry, and the entry being written. If the server is down,
-    opening succeeds and everything is a miss.
+    The server must not evict by itself (``maxmemory-policy noeviction``, Redis's default). It needs memory
+    for the budget, some hundred bytes per entry, and the entry being written. While it is down, all misses.
 
     Parameters
     ----------
     url : str
         ``redis://[user:password@]host:port/0``, ``rediss://`` over TLS, ``unix://``.
-    budget : int
-        Bytes of sealed entries; > 0. All processes should give the same.
+    budget, quotas
+        As in :class:`RemoteStore`; the same budget in all processes.
     key : bytes, str or None
-        What entries are signed with: bytes, or the name of an environment variable.
+        Signs entries: bytes, or the name of an environment variable.
     entry_bytes : int
-        Larger entries are not kept here.
+        Limit per entry.
     deadline : float
         Seconds per operation.
     prefix : str
-        What all keys on the server begin with; one per budget.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
+        Of all keys on the server; one per budget.
     failures, cooldown, clock
-        As in :class:`~ragcachekit.store.remote.circuit_breaker.Breaker`.
+        As in :class:`~ragcachekit.store.remote.deadlines.Breaker`.
 
-    Raises
-    ------
-    ValueError
-        For a budget, url or key that cannot be used.
-    StoreError
-        If redis-py is not installed.
+    Raises ValueError for a bad budget, url or key, and StoreError if redis-py is not installed.
     """
 
     def __init__(
@@ -77,10 +69,10 @@ class RedisStore(RemoteStore):
         if not 0 < entry_bytes <= _LARGEST:
             raise ValueError(f"entry_bytes must be from 1 to {_LARGEST}, got {entry_bytes}")
         seal = Seal(key)
-        guard = DeadlineExecutor("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
+        executor = DeadlineExecutor("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
         backend = RedisBackend(url, prefix, budget, dict(quotas or {}), deadline)
-        super().__init__("redis", backend, seal, guard, budget, largest=entry_bytes, quotas=quotas)
-        guard.run(backend.trim, 0)  # the budget may be smaller than last time
+        super().__init__("redis", backend, seal, executor, budget, largest=entry_bytes, quotas=quotas)
+        executor.run(backend.trim, 0)  # the budget may be smaller than last time
 
 
 class RedisBackend:
@@ -98,7 +90,7 @@ class RedisBackend:
         digest = key.digest()
         both = self._client.pipeline(transaction=False)
         both.get(self._blob(digest))
-        # The script's text each time, not its hash, which a restarted server does not know.
+        # The script's text, not its hash: a restarted server has no cached scripts.
         both.eval(TOUCH, 1, self._root, digest)
         blob, known = both.execute()
         return blob if known else None
@@ -154,7 +146,7 @@ class RedisBackend:
 
 
 def connect(url: str, deadline: float) -> Any:
-    """A client whose every wait ends after ``deadline`` seconds; it does not connect yet."""
+    """A client that waits at most ``deadline`` seconds each time; not connected yet."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -163,7 +155,7 @@ def connect(url: str, deadline: float) -> Any:
         raise StoreError(
             "the redis tier needs redis-py: pip install 'ragcachekit[redis]', or use redis_url=None"
         ) from error
-    # Once more only where the connection broke (the server was restarted), never after a time-out.
+    # One retry after a broken connection (a restarted server), never after a timeout.
     again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
     return redis.Redis.from_url(
         url,

@@ -1,7 +1,8 @@
-"""A tier on a service that may be slow, dead or hostile: sealed entries, deadlines, forgets that last."""
+"""A tier on a service that may be slow, dead or hostile."""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Mapping
@@ -13,39 +14,34 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import from_bytes, to_bytes
+from ragcachekit.store.entry.image import EntryImage, from_bytes
 from ragcachekit.store.entry.layout import storable
 from ragcachekit.store.remote.base import Backend, Left, Saved, Usage
-from ragcachekit.store.remote.deadlines import DeadlineExecutor, DeadlineStats
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.pending_deletes import PendingDeletes
 from ragcachekit.store.remote.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
-PATIENCE = 10
+FORGET_DEADLINES = 10
 """Deadlines that ``forget`` and opening may take: no answer waits for them."""
 
-_MOST_REMEMBERED = 10_000
-AGAIN_SECONDS = 1.0
-"""How long after a forget that failed operations try it again."""
+RETRY_SECONDS = 1.0
+"""How long after a forget that failed it is tried again."""
 
 
 class RemoteStore:
-    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.base.Backend`, behind a guard.
+    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.base.Backend`, with deadlines.
 
-    A method returns within the guard's deadline (``forget``: ten of them), with a miss, False or nothing
-    if the service does not answer. A forget that the service has not confirmed stays pending: this store
-    neither reads nor writes such entries, and operations try the forget again, once a second at most.
+    If the service does not answer within the deadline (ten of them for ``forget``), methods return a miss,
+    False or nothing. A forget that the service has not confirmed is pending: this store neither reads nor
+    writes such entries, and operations retry the forget, once a second at most.
 
     Parameters
     ----------
-    tier : str
-    backend : Backend
-    seal : Seal
-    guard : Guard
     budget : int
         Bytes that all sealed entries may take together; > 0.
     largest : int or None
-        Bytes of the largest entry that this tier is for; a put of a larger one is False, no failure.
+        Bytes of the largest entry; a put of a larger one is False and counts as no failure.
     quotas : mapping of str to int
         Bytes that single namespaces may take; ``*`` stands for every other one.
     """
@@ -58,29 +54,27 @@ class RemoteStore:
         tier: str,
         backend: Backend,
         seal: Seal,
-        guard: DeadlineExecutor,
+        executor: DeadlineExecutor,
         budget: int,
         *,
         largest: int | None = None,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
-        self._tier, self._backend, self._seal, self._guard = tier, backend, seal, guard
+        self._tier, self._backend, self._seal, self._executor = tier, backend, seal, executor
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
         self._pending = PendingDeletes()
-        self._telling = Lock()
-        self._dropping: list[str] = []  # namespaces of forgets under way, which count what they drop
-        self._retry_at = 0.0  # monotonic seconds
-        self._kept: dict[str, None] = {}  # digests of puts that were not refused
-        # A store that is dropped without close leaves no connection open. Not at exit: that may hang.
+        self._deleting = Lock()
+        self._retry_at = math.inf  # monotonic seconds
+        # A store dropped without close leaves no connection open. Not at exit: that may hang.
         self._end = weakref.finalize(self, backend.close)
         self._end.atexit = False
         refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The entry under ``key``, its seal verified, now the most recently used one, or None."""
-        kv = None if self._closed else self._guard.look(lambda: self._load(key), None)
+        """The verified entry under ``key``, now the most recently used one, or None."""
+        kv = None if self._closed else self._executor.look(lambda: self._load(key), None)
         if kv is None or self._pending.concern(key):  # forgotten while it was read
             self._counters.count("misses")
             return None
@@ -88,19 +82,14 @@ class RemoteStore:
         return Found(kv, self._tier)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`: the seal is over the whole entry, so no layer can be used before the last."""
+        """As :meth:`get`: the seal is over all layers, so none can be used before the last."""
         return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Seal ``kv`` and keep it, evicting least recently used entries.
+        """Seal and keep ``kv``, evicting least recently used entries.
 
-        False, with all other entries whole, if the entry is too large, the service does not answer in
-        time (what arrives late is deleted again), or a forget of it is pending.
-
-        Raises
-        ------
-        TypeError
-            For KV of a dtype that safetensors does not know.
+        False if the entry is too large, a forget of it is pending, or the service does not answer in time;
+        what is saved late is deleted again. TypeError for KV of a dtype without a safetensors name.
         """
         for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
             storable(tensor.dtype)
@@ -121,62 +110,55 @@ class RemoteStore:
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and self._guard.look(
-            lambda: self._settled(key) and self._backend.exists(key), False
+        return not self._closed and self._executor.look(
+            lambda: self._may_use(key) and self._backend.exists(key), False
         )
 
     def discard(self, key: KVKey) -> None:
-        """Delete an entry that cannot be used, and count it as damaged."""
+        """Delete an unusable entry and count it as damaged."""
         if key in self:
             self._counters.count("damaged")
-            self._guard.run(lambda: self._backend.delete(key), None)
+            self._executor.run(lambda: self._backend.delete(key), None)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys."""
         dropped: set[str] = set()
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        lookup_budget = PATIENCE * self._guard.deadline
+        seconds = FORGET_DEADLINES * self._executor.deadline
+        self._pending.add(namespace, chunk_ids)
         try:
-            self._dropping.append(namespace)
-            self._pending.add(namespace, chunk_ids)
-            self._guard.run(lambda: self._forget(namespace, dropped, lookup_budget), None, lookup_budget)
+            self._executor.run(lambda: self._forget(namespace, dropped, seconds), None, seconds)
         finally:
-            with suppress(ValueError):  # interrupted before it was in there
-                self._dropping.remove(namespace)
-        if namespace in self._pending:
-            self._counters.warn_once("pending", "a forget is pending; nothing of it is read by this process")
+            if namespace in self._pending:
+                self._retry_at = 0.0 if self._retry_at == math.inf else self._retry_at
+                self._counters.warn_once("pending", "a forget is pending; this process reads nothing of it")
         return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries; returns how many went at once. The rest is pending (:attr:`pending_forgets`)."""
+        """Drop entries; returns how many were dropped. The rest is pending (:attr:`pending_forgets`)."""
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; present sizes are those of the service, 0 if it does not answer."""
+        """One record; sizes come from the service, 0 if it does not answer."""
         usage = Usage(0, 0)
         if not self._closed:
-            usage = self._guard.run(self._backend.usage, usage)
+            usage = self._executor.run(self._backend.usage, usage)
         return (self._counters.stats(entries=usage.entries, nbytes=usage.nbytes, budget=self._budget),)
 
     @property
-    def health(self) -> DeadlineStats:
-        """Time-outs, errors and refusals so far."""
-        return self._guard.stats()
-
-    @property
     def pending_forgets(self) -> int:
-        """Namespaces with forgets that the service has not confirmed. They are lost if this process ends."""
+        """Namespaces with unconfirmed forgets. They are lost if this process ends."""
         return len(self._pending)
 
     def close(self) -> None:
         """Close connections; further calls are misses."""
         self._closed = True
-        self._guard.close()
+        self._executor.close()
         self._end()
 
     def _load(self, key: KVKey) -> ChunkKV | None:
-        blob = self._backend.load(key) if self._settled(key) else None
+        blob = self._backend.load(key) if self._may_use(key) else None
         if blob is None:
             return None
         try:
@@ -194,59 +176,52 @@ class RemoteStore:
         forgets, awaited = self._pending.count, Event()
         awaited.set()
         try:
-            saved = self._guard.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
+            saved = self._executor.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
         finally:
             awaited.clear()
         self._counters.count("evictions", saved.evicted)
-        if saved.kept:
-            self._kept[key.digest()] = None
-            if len(self._kept) > _MOST_REMEMBERED:
-                self._kept.pop(next(iter(self._kept)), None)
         return saved.kept
 
     def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int, awaited: Event) -> Saved:
-        if not self._settled(key):
+        if not self._may_use(key):
             return Saved(False)
-        blob = self._seal.sealed(key.digest(), to_bytes(key, kv))
-        if len(blob) > limit:  # header and seal made the difference
+        blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
+        if len(blob) > limit:  # with header and seal
             return Saved(False)
-        known = key.digest() in self._kept  # what was kept before stays, however late the same comes again
-        saved = self._backend.save(
-            key, blob, lambda: (known or awaited.is_set()) and self._pending.count == forgets
-        )
-        if saved.kept and not known and not awaited.is_set():  # it came late, and was refused
+        saved = self._backend.save(key, blob, lambda: awaited.is_set() and self._pending.count == forgets)
+        if saved.kept and not awaited.is_set():  # late: put has returned False
             self._backend.delete(key)
         return saved
 
-    def _settled(self, key: KVKey) -> bool:
-        """Retry pending forgets if it is time; whether the service may be asked for ``key``."""
+    def _may_use(self, key: KVKey) -> bool:
+        """Retry pending forgets if it is time; whether ``key`` is in none of them."""
         due = self._pending and time.monotonic() >= self._retry_at
-        if due and self._telling.acquire(blocking=False):  # else another thread does
+        if due and self._deleting.acquire(blocking=False):  # else another thread does
             try:
+                self._retry_at = math.inf
                 for namespace in self._pending.namespaces():
-                    if namespace not in self._dropping:
-                        with suppress(Exception):  # it keeps no other namespace, and is tried again
-                            self._tell(namespace, set())
+                    with suppress(Exception):  # goes on with other namespaces, and is tried again
+                        self._delete_pending(namespace, set())
             finally:
-                self._telling.release()
+                self._deleting.release()
         return not self._pending.concern(key)
 
-    def _forget(self, namespace: str, dropped: set[str], lookup_budget: float) -> None:
-        if not self._telling.acquire(timeout=lookup_budget):
+    def _forget(self, namespace: str, dropped: set[str], seconds: float) -> None:
+        if not self._deleting.acquire(timeout=seconds):
             raise TimeoutError("an earlier forget has not ended")
         try:
-            self._tell(namespace, dropped)
+            self._delete_pending(namespace, dropped)
         except Left:
             pass  # no failure of the service
         finally:
-            self._telling.release()
+            self._deleting.release()
 
-    def _tell(self, namespace: str, dropped: set[str]) -> None:
+    def _delete_pending(self, namespace: str, dropped: set[str]) -> None:
         chunk_ids, number = self._pending.of(namespace)
         try:
             self._backend.forget(namespace, chunk_ids, dropped)
         except BaseException as error:
-            self._retry_at = time.monotonic() + AGAIN_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             self._counters.warn_once("forget", "a forget is not done, and is tried again: %s", error)
             raise
         self._pending.confirm(namespace, number)

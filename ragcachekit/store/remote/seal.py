@@ -1,7 +1,4 @@
-"""The seal of entries on services that others can write to: HMAC-SHA256 over the entry and its name.
-
-The key never leaves the deployment's processes. The seal gives no confidentiality.
-"""
+"""HMAC-SHA256 over an entry and its name, for services that others can write to. Nothing is encrypted."""
 
 from __future__ import annotations
 
@@ -33,11 +30,8 @@ class OtherKey(EntryDamaged):
 def load_key(source: bytes | str | None) -> bytes:
     """The key: ``source`` if it is bytes, else the value of the environment variable of that name.
 
-    Raises
-    ------
-    ValueError
-        If there is no key or it is shorter than 16 bytes. The message does not repeat ``source``, which
-        might be the key, given by mistake in place of a name.
+    Raises ValueError if there is no key or it is shorter than 16 bytes. The message does not repeat
+    ``source``, which might be the key itself, given in place of a name.
     """
     if source is None:
         raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
@@ -56,17 +50,11 @@ def load_key(source: bytes | str | None) -> bytes:
 
 
 class Seal:
-    """Signs entries and verifies them.
-
-    Parameters
-    ----------
-    key : bytes, str or None
-        As in :func:`load_key`.
-    """
+    """Signs and verifies entries with a key as in :func:`load_key`."""
 
     def __init__(self, key: bytes | str | None) -> None:
         self._key = load_key(key)
-        # Distinguishes entries of another key from damaged ones; reveals nothing about the key.
+        # Tells entries of another key from damaged ones, and reveals nothing about the key.
         self._id = hmac.digest(self._key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
 
     def __repr__(self) -> str:
@@ -78,7 +66,7 @@ class Seal:
         blob = np.empty(len(head) + sum(len(part) for part in parts), np.uint8)
         at = 0
         for part in (head, *parts):
-            # By numpy, which releases the GIL while it copies; joining bytes does not.
+            # Not b"".join, which holds the GIL while it copies.
             blob[at : at + len(part)] = np.frombuffer(part, np.uint8)
             at += len(part)
         return blob.data
@@ -86,12 +74,7 @@ class Seal:
     def opened(self, digest: str, blob: bytes | bytearray | memoryview) -> memoryview:
         """The entry in ``blob``, verified for the name ``digest``.
 
-        Raises
-        ------
-        OtherKey
-            If it was sealed with another key.
-        EntryDamaged
-            If a byte is not as it was sealed, or if it was sealed under another name.
+        Raises OtherKey if it was sealed with another key, EntryDamaged if a byte or the name is another.
         """
         view = memoryview(blob).toreadonly()
         image = body(view)
@@ -102,7 +85,7 @@ class Seal:
         return image
 
     def _mac(self, digest: str, parts: Sequence[bytes | memoryview]) -> bytes:
-        # The name has a fixed length, so that no byte can move from it into the entry or back.
+        # Names have a fixed length: no byte can move between name and entry.
         mac = hmac.new(self._key, _MAGIC + digest.encode(), _DIGEST)
         for part in parts:
             mac.update(part)
@@ -110,7 +93,7 @@ class Seal:
 
 
 def body(view: memoryview) -> memoryview:
-    """The entry behind the seal, not verified; EntryDamaged if there is no seal."""
+    """The entry after the seal, not verified; EntryDamaged if there is no seal."""
     if len(view) < OVERHEAD or view[: len(_MAGIC)] != _MAGIC:
         raise EntryDamaged("no sealed entry")
     return view[OVERHEAD:]

@@ -16,6 +16,7 @@ from ragcachekit.store.disk import entry_files as disk_shelf
 from ragcachekit.store.disk import folder
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.entry import file as entry_file
+from ragcachekit.store.entry import image as entry_image
 from ragcachekit.types import KVKey
 from store_kit import (
     DISK_BUDGET,
@@ -42,7 +43,7 @@ def test_a_failing_disk_refuses_and_keeps_the_others(
     filled(path)
     store = opened(path)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(entry_file, "write_all", failing(code, after))
+        patch.setattr(entry_image, "write_all", failing(code, after))
         assert store.put(key_of(9), kv_of(9)) is False
         assert store.put(key_of(1), kv_of(9)) is False
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1

@@ -16,7 +16,7 @@ import pytest
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import folder
 from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry import file as entry_file
+from ragcachekit.store.entry import image as entry_image
 from store_kit import (
     KEY,
     agrees_with_files,
@@ -107,14 +107,14 @@ def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     size = entry_size(path)
     store = opened(path, 3 * size)
     seen: list[int] = []
-    write_all = entry_file.write_all
+    write_all = entry_image.write_all
 
     def watched(fd: int, parts: Any, offset: int = 0) -> int:
         end = write_all(fd, parts, offset)
         seen.append(sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tmp", ".safetensors")))
         return end
 
-    monkeypatch.setattr(entry_file, "write_all", watched)
+    monkeypatch.setattr(entry_image, "write_all", watched)
     for number in range(8):
         assert store.put(key_of(number), kv_of(number))
     assert max(seen) <= 3 * size  # a new one has its room before
@@ -134,7 +134,7 @@ def test_on_a_full_medium_room_is_made_for_a_second_try(
     ours, theirs = opened(path, budget), opened(path, budget)
     for number in range(1, 4):
         assert theirs.put(key_of(number), kv_of(number))
-    write_all = entry_file.write_all
+    write_all = entry_image.write_all
 
     def full(fd: int, parts: Any, offset: int = 0) -> int:
         end = write_all(fd, parts, offset)
@@ -142,7 +142,7 @@ def test_on_a_full_medium_room_is_made_for_a_second_try(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return end
 
-    monkeypatch.setattr(entry_file, "write_all", full)
+    monkeypatch.setattr(entry_image, "write_all", full)
     assert ours.put(key_of(9), kv_of(9))
     assert [n for n in (1, 2, 3, 9) if holds(ours, n)] == [2, 3, 9]
     assert agrees_with_files(ours, path)
@@ -182,7 +182,7 @@ def test_a_replacement_that_fails_leaves_the_old_version(
     filled(path, entries=3)
     store = opened(path, 3 * entry_size(path))
     with monkeypatch.context() as patch:
-        patch.setattr(entry_file, "write_all", failing(errno.ENOSPC, after=1))
+        patch.setattr(entry_image, "write_all", failing(errno.ENOSPC, after=1))
         assert store.put(key_of(0), kv_of(0, tokens=6)) is False
     assert holds(store, 0)
     store.close()

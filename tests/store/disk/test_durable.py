@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.file import EntryImage, read_entry
-from ragcachekit.store.entry.image import from_bytes, to_bytes
-from store_kit import KEY, contents
+from ragcachekit.store.entry.image import EntryImage, from_bytes
+from store_kit import KEY, contents, read_entry
 
 
 def kv_of_layers(layers: int, tokens: int, dtype: torch.dtype = torch.float32) -> ChunkKV:
@@ -31,7 +30,7 @@ def written(path: Path, kv: ChunkKV) -> int:
 def test_the_file_is_the_image(tmp_path: Path, dtype: torch.dtype, layers: int, tokens: int) -> None:
     kv = kv_of_layers(layers, tokens, dtype)
     written(tmp_path / "entry", kv)
-    assert (tmp_path / "entry").read_bytes() == b"".join(to_bytes(KEY, kv))
+    assert (tmp_path / "entry").read_bytes() == b"".join(EntryImage(KEY, kv).parts())
 
 
 def test_what_is_half_written_is_no_entry(tmp_path: Path) -> None:
@@ -49,6 +48,6 @@ def test_kv_without_an_element_is_an_entry_too(tmp_path: Path) -> None:
     written(tmp_path / "entry", kv)
     for read in (
         read_entry(tmp_path / "entry", KEY),
-        from_bytes(memoryview(b"".join(to_bytes(KEY, kv))), KEY),
+        from_bytes(memoryview(b"".join(EntryImage(KEY, kv).parts())), KEY),
     ):
         assert contents(read) == contents(kv)

@@ -17,7 +17,7 @@ from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.prefix_tree.forget_log import ForgetLog
 from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.entry import file as entry_file
+from ragcachekit.store.entry import image as entry_image
 from ragcachekit.store.factory import open_store
 from store_kit import entry_size, failing, filled, holds, key_of, kv_of, opened
 
@@ -131,14 +131,14 @@ def test_a_volume_that_fills_up_loses_the_least_recent(
     store = opened(tmp_path / "kv")
     assert holds(store, 0)  # now 1 is the least recently used
     once = iter([errno.ENOSPC])
-    real = entry_file.write_all
+    real = entry_image.write_all
 
     def write(*args: Any) -> Any:
         for code in once:
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    monkeypatch.setattr(entry_file, "write_all", write)
+    monkeypatch.setattr(entry_image, "write_all", write)
     assert store.put(key_of(9), kv_of(9))
     assert [holds(store, n) for n in (0, 1, 2, 3, 9)] == [True, False, True, True, True]
     (stats,) = store.stats()
@@ -152,7 +152,7 @@ def test_a_volume_that_stays_full_takes_one_entry_and_no_more(
     filled(tmp_path / "kv")
     store = opened(tmp_path / "kv")
     with monkeypatch.context() as patch:
-        patch.setattr(entry_file, "write_all", failing(errno.ENOSPC))
+        patch.setattr(entry_image, "write_all", failing(errno.ENOSPC))
         assert not any(store.put(key_of(9), kv_of(9)) for _ in range(5))
         assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
     (stats,) = store.stats()

@@ -20,7 +20,7 @@ from ragcachekit.store.disk.check import verify
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.entry.buffers import Buffers
 from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import from_bytes, key_in, to_bytes
+from ragcachekit.store.entry.image import EntryImage, from_bytes, key_in
 from ragcachekit.types import KVKey
 from store_kit import contents, file_of, holds, key_of, kv_of, opened
 
@@ -44,7 +44,7 @@ def crafted(meta: str, body: bytes, tail: str = "}") -> bytes:
 
 def taken_apart(key: KVKey = KEY, kv: ChunkKV = KV) -> tuple[dict[str, Any], bytes]:
     """What an entry's header says, nested JSON as data, and the bytes behind it."""
-    image = b"".join(to_bytes(key, kv))
+    image = b"".join(EntryImage(key, kv).parts())
     end = 8 + int.from_bytes(image[:8], "little")
     meta = json.loads(image[8:end])["__metadata__"]
     return {name: json.loads(v) if name in NESTED else v for name, v in meta.items()}, image[end:]
@@ -65,7 +65,7 @@ def answers(image: bytes, key: KVKey = KEY) -> list[object]:
     found: list[object] = []
     ways: list[Callable[[], object]] = [
         lambda: from_bytes(memoryview(image), key),
-        lambda: key_in(memoryview(image), len(image)) not in (key, None),
+        lambda: key_in(memoryview(image), len(image)) != key,
     ]
     for way in ways:
         try:

@@ -123,7 +123,7 @@ def main(folder: Path, seed: int, rounds: int) -> None:
         work(what, list(range(ENTRIES)))
     assert loader.flush(20.0)
     gc.collect()
-    alive = loader._queue.pool._threads
+    alive = loader._pool._threads
     found = {
         "interrupts": interrupts.raised,
         "others": dict(interrupts.others),

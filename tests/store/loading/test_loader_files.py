@@ -102,14 +102,13 @@ def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
 
 def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
     """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
-    queue = loader._queue
     for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
         cycle = [*opened(loader, 0, 1)]
         cycle.append(cycle)
         del cycle
-        with queue.changed:
+        with loader._changed:
             seen = []
-            for load in queue.active:
+            for load in loader._active:
                 meanwhile()
                 seen.append(load.key)
             assert seen == [key_of(0), key_of(1)]

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ragcachekit.store.remote.circuit_breaker import Breaker
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store.remote.deadlines import Breaker, DeadlineExecutor
 
 SHORT, LONG = 0.02, 60.0
 
@@ -57,7 +56,7 @@ def test_returns_what_the_operation_returns() -> None:
     guard = DeadlineExecutor("test", LONG)
     assert [guard.run(lambda n=n: n * n, -1) for n in range(5)] == [0, 1, 4, 9, 16]
     assert guard.run(lambda: None, "default") is None
-    assert (guard.stats().calls, guard.stats().errors, guard.stats().is_open) == (6, 0, False)
+    assert (guard.counts["calls"], guard.counts["errors"], guard.is_open) == (6, 0, False)
 
 
 @pytest.mark.parametrize("error", [ValueError, TimeoutError, SystemExit, KeyboardInterrupt, MemoryError])
@@ -67,14 +66,14 @@ def test_no_error_reaches_the_caller(error: type[BaseException]) -> None:
 
     guard = DeadlineExecutor("test", LONG)
     assert guard.run(operation, "default") == "default"
-    assert (guard.stats().errors, guard.stats().timeouts) == (1, 0)
+    assert (guard.counts["errors"], guard.counts["timeouts"]) == (1, 0)
     assert guard.run(lambda: "next", "default") == "next"
 
 
 def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
     guard = DeadlineExecutor("test", SHORT)
     assert guard.run(hanging, "default") == "default"
-    assert (guard.stats().timeouts, guard.stats().stuck) == (1, 1)
+    assert (guard.counts["timeouts"], guard.stuck) == (1, 1)
     hanging.go_on.set()
     assert hanging.ended.acquire(timeout=LONG)
     assert guard.run(lambda: "next", "default", LONG) == "next"
@@ -90,11 +89,11 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
 
     for answer in (False, False, True, False, False, False):
         guard.run(lambda answer=answer: operation(answer), "default")
-    assert guard.stats().is_open
+    assert guard.is_open
     assert len(calls) == 6
     clock.now += 4.9
     assert guard.run(lambda: operation(True), "default") == "default"
-    assert (len(calls), guard.stats().refused) == (6, 1)
+    assert (len(calls), guard.counts["refused"]) == (6, 1)
     clock.now += 0.2
     assert guard.run(lambda: operation(False), "default") == "default"
     assert len(calls) == 7
@@ -102,7 +101,7 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
     assert len(calls) == 7, "a failed trial opens it for another cool-down"
     clock.now += 5.1
     assert [guard.run(lambda: operation(True), "default") for _ in range(3)] == ["answer"] * 3
-    assert (guard.stats().opened, guard.stats().is_open) == (2, False)
+    assert not guard.is_open
 
 
 def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
@@ -123,8 +122,7 @@ def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Han
     guard = DeadlineExecutor("bounded", SHORT, failures=10**6, threads=5)
     assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
     assert len(threads_of("bounded")) == 5
-    stats = guard.stats()
-    assert (stats.timeouts, stats.stuck, stats.refused) == (5, 5, 15)
+    assert (guard.counts["timeouts"], guard.stuck, guard.counts["refused"]) == (5, 5, 15)
     hanging.go_on.set()
     for _ in range(5):
         assert hanging.ended.acquire(timeout=LONG)
@@ -169,7 +167,7 @@ def test_a_guard_does_not_hold_what_it_did_last() -> None:
 def test_one_thread_after_the_other() -> None:
     guard = DeadlineExecutor("returning", LONG, threads=1)
     assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
-    assert guard.stats().refused == 0
+    assert guard.counts["refused"] == 0
 
 
 def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +178,7 @@ def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert guard.run(lambda: 1, 0) == 0
-    assert (guard.stats().refused, guard.stats().stuck) == (1, 0)
+    assert (guard.counts["refused"], guard.stuck) == (1, 0)
     assert guard.run(lambda: 1, 0) == 1, "the place is free again"
 
 

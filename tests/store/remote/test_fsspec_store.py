@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.entry.image import to_bytes
+from ragcachekit.store.entry.image import EntryImage
 from ragcachekit.store.remote import fsspec_objects, remote_store
 from ragcachekit.store.remote.base import Saved
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
@@ -32,7 +32,7 @@ from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
 SHORT = 0.05
-ONE = OVERHEAD + sum(len(part) for part in to_bytes(key_of(0), kv_of(0)))
+ONE = OVERHEAD + sum(len(part) for part in EntryImage(key_of(0), kv_of(0)).parts())
 
 
 def opened(path: Path, budget: int = BUDGET, **changes: Any) -> FsspecStore:
@@ -100,7 +100,7 @@ def hangs() -> Iterator[Hangs]:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets that failed are tried again by the next operation."""
-    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 0.0)
 
 
 def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_entries_of_another_process_are_read_counted_and_forgotten(tmp_path: Pat
     assert theirs.get(key_of(6)) is not None
 
 
-def test_forgetting_reads_headers_longer_than_usual(tmp_path: Path) -> None:
+def test_forgetting_drops_entries_whose_header_is_too_long_to_be_read(tmp_path: Path) -> None:
     context = tuple(f"neighbour-{number:064d}" for number in range(1_200))
     long = key_of(1, context=context)
     opened(tmp_path).put(long, kv_of(1))
@@ -344,13 +344,13 @@ def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
     assert store.pending_forgets == 0
     assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
     assert store.get(key_of(9, namespace="globex")) is not None
-    assert not store.health.errors
+    assert not store._executor.counts["errors"]
 
 
 def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_store, "AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 60.0)
 
     class Kept(LocalFileSystem):
         cachable = False
@@ -378,21 +378,7 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_endi
         assert store.get(key_of(number, namespace="globex")) is not None
     assert fs.listed == listed, "others do not ask every time whether it can be deleted now"
     assert store.forget("globex") == 10
-    assert (store.pending_forgets, store.health.errors, store.health.is_open) == (1, 0, False)
-
-
-def test_when_nothing_can_be_deleted_it_is_not_tried_for_every_object(tmp_path: Path) -> None:
-    removals = []
-
-    def before(name: str) -> None:
-        if name == "rm_file":
-            removals.append(name)
-            raise ConnectionError("gone")
-
-    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
-    assert all(store.put(key_of(number), kv_of(number)) for number in range(20))
-    assert store.forget("acme/docs") == 0
-    assert (len(removals), store.health.errors) == (8, 1)
+    assert (store.pending_forgets, store._executor.counts["errors"], store._executor.is_open) == (1, 0, False)
 
 
 def test_keys_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +412,9 @@ def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Pa
         pass
     hangs.names = {"cat_file"}
     assert store.get(KEY) is None
-    assert store.health.timeouts >= 1
+    assert store._executor.counts["timeouts"] >= 1
     hangs.names = set()
-    assert store.health.stuck >= 1
+    assert store._executor.stuck >= 1
     while store.get(KEY) is None:
         pass
 

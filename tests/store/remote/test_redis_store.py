@@ -159,7 +159,7 @@ def write_many(url: str, worker: int) -> None:
         elif store.put(key_of(number), kv_of(number, tokens=number + 1)):
             found = store.get(key_of((number + step) % 13))
             assert found is None or found.kv.tokens == (number + step) % 13 + 1
-    assert store.health.errors == 0
+    assert store._executor.counts["errors"] == 0
     store.close()
     os._exit(0)
 
@@ -189,8 +189,8 @@ def test_a_dead_server_is_no_error_from_opening_on(mortal: RedisServer) -> None:
     assert KEY not in store
     assert store.forget("acme/docs") == 0
     assert store.stats()[0].entries == 0
-    assert store.health.is_open
-    assert store.health.refused > 0
+    assert store._executor.is_open
+    assert store._executor.counts["refused"] > 0
     mortal.start()
     assert store.get(KEY) is None, "left alone during the cool-down"
     clock.now += 6
@@ -206,19 +206,19 @@ def test_a_restarted_server_is_used_again_without_a_failure(mortal: RedisServer)
     assert store.get(KEY) is None
     assert store.put(KEY, kv_of(1))
     assert store.get(KEY) is not None
-    assert (store.health.errors, store.health.timeouts) == (0, 0)
+    assert (store._executor.counts["errors"], store._executor.counts["timeouts"]) == (0, 0)
 
 
 @contextmanager
 def hung(server: RedisServer, store: RedisStore) -> Iterator[None]:
     """The server hangs; the store, otherwise patient, gives up quickly."""
-    patient, store._guard.deadline = store._guard.deadline, SHORT
+    patient, store._executor.deadline = store._executor.deadline, SHORT
     server.hang()
     try:
         yield
     finally:
         server.go_on()
-        store._guard.deadline = patient
+        store._executor.deadline = patient
 
 
 def test_forgotten_during_an_absence_stays_forgotten(server: RedisServer) -> None:

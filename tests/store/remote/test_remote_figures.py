@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.image import from_bytes, to_bytes
+from ragcachekit.store.entry.image import EntryImage, from_bytes
 from ragcachekit.store.remote.fsspec_store import FsspecStore
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import Seal
@@ -58,5 +58,5 @@ def test_figures(store: RemoteStore, kib: int) -> None:
 def sealed_and_opened(kv: ChunkKV) -> bool:
     """What of a put and a get together is making the image, signing and verifying it."""
     key, seal = key_of(0), Seal(KEY_BYTES)
-    blob = seal.sealed(key.digest(), to_bytes(key, kv))
+    blob = seal.sealed(key.digest(), EntryImage(key, kv).parts())
     return from_bytes(seal.opened(key.digest(), blob), key).tokens == kv.tokens

@@ -50,6 +50,6 @@ def test_entries_of_two_processes_on_s3(endpoint: str, monkeypatch: pytest.Monke
     assert one.get(key_of(8)) is None
     assert two.forget("acme/docs") == len(there) - 1
     assert [path for path in fs.find(f"{bucket}/kv") if path.endswith(".kv")] == []
-    assert (one.health.errors, two.health.errors) == (0, 0)
+    assert (one._executor.counts["errors"], two._executor.counts["errors"]) == (0, 0)
     one.close()
     two.close()

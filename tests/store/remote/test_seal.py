@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from ragcachekit.store.entry.file import EntryImage
 from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import from_bytes, key_in, to_bytes
+from ragcachekit.store.entry.image import EntryImage, from_bytes, key_in
 from ragcachekit.store.remote.seal import OVERHEAD, OtherKey, Seal, body, load_key
 from store_kit import KEY, contents, key_of, kv_of
 
@@ -25,7 +24,7 @@ DIGEST = KEY.digest()
 
 
 def sealed(seed: int = 1) -> bytes:
-    return bytes(Seal(SECRET).sealed(DIGEST, to_bytes(KEY, kv_of(seed))))
+    return bytes(Seal(SECRET).sealed(DIGEST, EntryImage(KEY, kv_of(seed)).parts()))
 
 
 def test_other_threads_run_while_an_entry_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +57,7 @@ def test_what_is_sealed_comes_back_byte_for_byte() -> None:
     sums = {"attended": torch.arange(3.0), "odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2)}
     for kv in (kv_of(1), kv_of(2, dtype=torch.bfloat16, start=7), replace(kv_of(3), sums=sums)):
         kv = replace(kv, quantised="int8")
-        blob = Seal(SECRET).sealed(DIGEST, to_bytes(KEY, kv))
+        blob = Seal(SECRET).sealed(DIGEST, EntryImage(KEY, kv).parts())
         found = from_bytes(Seal(SECRET).opened(DIGEST, blob), KEY)
         assert contents(found) == contents(kv)
         assert found.quantised == "int8"
@@ -70,11 +69,11 @@ def test_what_is_sealed_comes_back_byte_for_byte() -> None:
 def test_the_image_is_that_of_the_disk_tier(tmp_path) -> None:
     with open(tmp_path / "entry", "wb") as file:
         EntryImage(KEY, kv_of(4)).write(file.fileno())
-    assert b"".join(to_bytes(KEY, kv_of(4))) == (tmp_path / "entry").read_bytes()
+    assert b"".join(EntryImage(KEY, kv_of(4)).parts()) == (tmp_path / "entry").read_bytes()
 
 
 def test_the_seal_is_an_hmac_over_name_and_entry() -> None:
-    blob, image = sealed(), b"".join(to_bytes(KEY, kv_of(1)))
+    blob, image = sealed(), b"".join(EntryImage(KEY, kv_of(1)).parts())
     assert blob[OVERHEAD:] == image
     assert (
         blob[OVERHEAD - 32 : OVERHEAD]
@@ -115,9 +114,10 @@ def test_another_key_is_told_from_damage() -> None:
 
 
 def test_damage_of_the_image_alone_is_noticed_too() -> None:
-    image = bytearray(b"".join(to_bytes(KEY, kv_of(1))))
+    image = bytearray(b"".join(EntryImage(KEY, kv_of(1)).parts()))
     assert key_in(memoryview(image)[:-100], len(image)) == KEY
-    assert key_in(memoryview(image)[:100], len(image)) is None
+    with pytest.raises(EntryDamaged):
+        key_in(memoryview(image)[:100], len(image))
     image[-1] ^= 1
     with pytest.raises(EntryDamaged):
         from_bytes(memoryview(image), KEY)
