@@ -23,10 +23,10 @@ from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
-    """What ``item`` is encoded behind, as entries of their own, and the positions where they begin.
+    """Start positions and entries of the context that ``item`` is encoded behind.
 
-    The system text as ``prefix`` and each neighbour behind that text alone, as ``system`` (without a
-    text: ``standalone``), one behind the other. Empty for encodings that need nothing from the store.
+    These are the system text as ``prefix``, then each neighbour behind that text alone, as ``system``
+    (without a text: ``standalone``). Empty for encodings other than ``similar:n``.
     """
     encoding = item.encoding
     if not isinstance(encoding, NeighbourEncoding):
@@ -43,7 +43,7 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
 
 
 def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
-    """``missing`` behind all that it is encoded behind and the store does not hold, each once."""
+    """``missing`` after the entries of its context that ``store`` lacks, each once."""
     missing = list(missing)
     needed = {part.key: part for item in missing for _, part in ingredients(item)}
     absent = {key: part for key, part in needed.items() if key not in store}
@@ -53,9 +53,9 @@ def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing
 class NeighbourEncoder:
     """Encodes chunks behind the KV of a system text and of other chunks.
 
-    The neighbours do not see each other: each is its own ``system`` encoding, rotated to its place.
-    The chunk's rows run in one linked forward over them, and then lose their RoPE. What ``store`` does not
-    hold, ``encoder`` makes; such KV is used once and not stored here.
+    The neighbours do not attend to each other: each is its own ``system`` encoding, rotated to its place.
+    The chunk's rows run in one linked forward over them. Neighbours that ``store`` lacks are encoded for
+    this use and not stored.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class NeighbourEncoder:
 
 
 class _Attended:
-    """Sums, on the device, the attention that the chunk's tokens get from its own rows (:class:`ChunkKV`)."""
+    """Device sums of the attention that the chunk's tokens get from its own rows."""
 
     def __init__(self, rows: range, device: torch.device) -> None:
         self._rows = rows
@@ -119,7 +119,7 @@ class _Attended:
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:
-    """An entry of the same model, tenant and epoch as ``item``."""
+    """An entry of the same model, namespace and epoch as ``item``."""
     key = item.key
     context = (chunk_id(encoding.behind, key.namespace),) if encoding.behind else ()
     own = KVKey(key.fingerprint, key.namespace, chunk_id(ids, key.namespace), encoding.name, context)

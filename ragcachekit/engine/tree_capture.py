@@ -24,7 +24,7 @@ class OwnRowsKeeper:
 
     Parameters
     ----------
-    warmer : Warmer
+    background_encoder : BackgroundEncoder
         Stores it.
     rope : Rope
     unchanged, when

@@ -1,4 +1,4 @@
-"""Take the exact beginning of a prompt out of the cache that computed it."""
+"""Copies of the exact beginning of a prompt, out of the cache that computed it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.prefix_tree.conversations import Turn
 
 
-def exact_rows(plan: LinkPlan) -> int:
-    """How many rows from the start are what an ordinary prefill of the same tokens computes.
+def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
+    """Number of rows from the start that equal those of an ordinary prefill.
 
-    Those that were computed behind exact rows alone, and exact pieces whose keys nobody turned back and
-    forth. A cached row that a policy recomputes is computed like any other, unless the policy's rows get
-    fewer from layer to layer.
+    These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
+    without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
     """
     computed = set(plan.rows)
-    layerwise = plan.beginning is not None and plan.beginning.layerwise
+    layerwise = isinstance(plan.policy, LayerwisePolicy)
+    layerwise |= plan.beginning is not None and plan.beginning.layerwise
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
-        if chunk.is_exact and piece.kv.start is not None and not piece.kv.quantised:
+        if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
             continue
         for row in range(piece.start, piece.stop):
             if layerwise or row not in computed:
@@ -31,11 +32,11 @@ def exact_rows(plan: LinkPlan) -> int:
 
 
 def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
-    """KV of the steps behind what the tree had, as far as it is exact; copies.
+    """Copies of the exact KV of the steps after those that the tree had.
 
-    ``plan`` is as it ran and ``cache`` as generate left it: one that the model did not fill (Phi-3 drops it
-    where its frequencies change) gives nothing. ``item`` and ``offset`` are the prompt's place in the batch
-    and the column of its first row.
+    ``plan`` is as it ran and ``cache`` as generate left it. ``item`` and ``offset`` are the prompt's place in
+    the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
+    where its frequencies change).
     """
     if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
         return []
@@ -57,10 +58,10 @@ def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> 
 def turn_of(
     plan: LinkPlan, answer: Sequence[int], cache: Any, item: int, offset: int, rope: Rope, most: int
 ) -> Turn | None:
-    """The prompt with its answer as the next turn may reuse it, a copy in host memory; None if there is none.
+    """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
 
-    ``answer`` are the generated ids, the last of which no forward has seen. ``most`` are the bytes that it
-    may take. What follows an approximate row is approximate.
+    ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
+    are approximate.
     """
     beginning = plan.beginning
     rows = (*plan.token_ids, *answer[:-1])
@@ -82,7 +83,7 @@ def turn_of(
 
 
 def _between_frequencies(tokens: int, rope: Rope) -> bool:
-    """Whether a prefill without the prompt's last token turns its keys by other frequencies."""
+    """Whether a prefill without the prompt's last token rotates its keys by other frequencies."""
     return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
 
 
