@@ -1,4 +1,4 @@
-"""Attention function of linked models: linked forwards attend by position, all others as before."""
+"""The attention function of admitted models: linked forwards attend by position, others as before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import attention_sums
+from ragcachekit.forward.cache import LinkRows, linked_rows
 from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows, captured_rows
-from ragcachekit.forward.link_rows import LinkRows, linked_rows
 from ragcachekit.forward.tagged_keys import untagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
@@ -26,17 +26,12 @@ PREFIX = "ragcachekit_"
 def install(model: Any) -> str:
     """Route the model's attention through ours and return the implementation's name; idempotent.
 
-    The name contains the implementation that the model had (``ragcachekit_sdpa``). That one, with its own
-    mask function, still runs every forward that is not a linked one.
-
-    Raises
-    ------
-    ModelNotSupported
-        If a layer attends within fixed chunks of the context.
+    The name contains the model's own implementation (``ragcachekit_sdpa``), which still runs all other
+    forwards with its own mask function. ``ModelNotSupported`` if a layer attends within fixed chunks of the
+    context: the admission check is shorter than such a chunk.
     """
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        # The admission check is shorter than such a chunk and would not see it.
         raise ModelNotSupported(
             f"{type(model).__name__} has layers that attend within fixed chunks of the context "
             "(attention_chunk_size); only full and sliding-window attention can be linked"
@@ -54,12 +49,12 @@ def install(model: Any) -> str:
 
 
 def is_installed(model: Any) -> bool:
-    """Whether linked forwards of this model reach our attention function."""
+    """Whether the model's attention goes through ours."""
     return str(model.config.get_text_config()._attn_implementation).startswith(PREFIX)
 
 
 def uninstall(model: Any) -> None:
-    """Restore the model's own attention implementation; for models that are refused."""
+    """Restore the model's own attention implementation."""
     name = str(model.config.get_text_config()._attn_implementation)
     if is_installed(model):
         model.set_attn_implementation(name.removeprefix(PREFIX))
@@ -67,7 +62,7 @@ def uninstall(model: Any) -> None:
 
 def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        # Only a linked forward has no keys in its cache, and its attention needs no mask.
+        # Only a linked forward has no keys in its cache; it needs no mask.
         return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
 
     return mask
@@ -84,7 +79,7 @@ def _forward_over(before: str) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
         if captured is None and not torch.compiler.is_compiling():
-            # Every layer of every forward calls this; a cancelled capture would count as failed.
+            # Not in a capture, which would count as failed.
             raise_if_cancelled()
         query, key, value = untagged(query), untagged(key), untagged(value)
         if rows is not None:
@@ -104,7 +99,7 @@ def _forward_over(before: str) -> Callable[..., Any]:
 def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
     if before != "eager":
         return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
-    # Eager attention is each model's own function (Gemma 2 soft-caps there, gpt-oss adds its sinks).
+    # Each model has its own eager attention (with soft-cap in Gemma 2, sinks in gpt-oss).
     own: Callable[..., Any] | None = getattr(
         sys.modules[type(module).__module__], "eager_attention_forward", None
     )
@@ -114,9 +109,9 @@ def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
 
 
 def _masked_window(module: torch.nn.Module) -> int | None:
-    """Window of layers that apply it in the mask only and do not pass it on (Qwen 2 MoE, PhiMoE).
+    """The window of layers that apply it only in the mask (Qwen 2 MoE, PhiMoE).
 
-    The admission check cannot find it: its prompt fits into the window.
+    The admission check cannot detect it: its prompt fits into the window.
     """
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
@@ -137,7 +132,7 @@ def _options(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> AttentionOptions:
-    """Options of our kernels from the keyword arguments of an attention function of transformers."""
+    """Kernel options from the keyword arguments of an attention function of transformers."""
     return AttentionOptions(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or _masked_window(module),
@@ -153,7 +148,7 @@ def _linked(
     options, mixed = _options(module, query, **kwargs), []
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
         if len(positions) > query.shape[2]:
-            # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
+            # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
             positions = positions[-query.shape[2] :]
         own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
         if rows.observer is not None:
@@ -176,7 +171,7 @@ def _captured(
     captured: CapturedRows,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """As :func:`_linked`, over the KV whose addresses are in the table at the time of the replay."""
+    """As :func:`_linked`, over the KV at the addresses in the table when the graph is replayed."""
     captured.check(query, key, value)
     out = dispatch.sparse_attention_at(
         query[0],

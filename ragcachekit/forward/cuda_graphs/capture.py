@@ -1,4 +1,4 @@
-"""How a forward is captured on a GPU, and how its replays keep out of each other's way."""
+"""Capture of forwards on a GPU, and a lock under which they are replayed."""
 
 from __future__ import annotations
 
@@ -6,56 +6,45 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ragcachekit.forward.cuda_graphs.host_waits import RefuseWaits
 
+Run = Callable[[], torch.Tensor]
 
-class Capture(Protocol):
-    """Makes a function over fixed memory repeatable without its Python code."""
+Capture = Callable[[Run], Run]
+"""Makes a function over fixed memory repeatable without its Python code.
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """What does ``run``'s work again, on whatever its memory holds then, and gives its result.
-
-        The result's memory is overwritten by the next call.
-        """
-        ...
+The returned function repeats the work on the memory's present content; each call overwrites its result.
+"""
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share one pool of memory: they must not run at the same time.
+    """Captures CUDA graphs that share one memory pool and must not run at the same time.
 
-    The pool lives as long as one of its graphs; another object has another pool. If a capture fails, the
-    thread's current stream is again what it was.
+    The pool lives as long as one of its graphs. After a failed capture the thread's current stream is the
+    earlier one.
 
     Parameters
     ----------
     device : torch.device
     warmups : int
-        Runs before the capture, on the stream that it is made on: libraries choose their algorithms and
-        allocate their workspaces for that stream there, kernels are compiled and tuned. One more run sees
-        to it that nothing waits for the device.
+        Runs before the capture on its stream: libraries choose algorithms and allocate workspaces for that
+        stream, kernels are compiled and tuned. One more run checks that nothing waits for the device.
     """
 
     def __init__(self, device: torch.device, warmups: int = 3) -> None:
         self._device, self._warmups = device, warmups
-        # A high priority has streams of its own: torch deals out the ordinary ones in turn, again and again,
-        # and what another thread enqueued on this one during a capture would become part of the graph.
+        # torch shares streams of ordinary priority, and the work of another thread would be captured too.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """As :meth:`Capture.__call__`.
+    def __call__(self, run: Run) -> Run:
+        """As :data:`Capture`; ``NotCapturable`` if ``run`` waits for the device or copies to or from it.
 
-        Raises
-        ------
-        NotCapturable
-            If ``run`` waits for the device, or copies between it and the host.
-        RuntimeError
-            If CUDA cannot capture it for another reason.
+        RuntimeError if CUDA cannot capture it for another reason.
         """
         with torch.cuda.device(self._device):
             self._warm_up(run)
@@ -68,7 +57,7 @@ class CudaGraphs:
 
         return replay
 
-    def _warm_up(self, run: Callable[[], torch.Tensor]) -> None:
+    def _warm_up(self, run: Run) -> None:
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         try:
@@ -78,12 +67,11 @@ class CudaGraphs:
                 with RefuseWaits():  # type: ignore[no-untyped-call]
                     run()
         finally:
-            # Memory that a run which failed worked on is used again behind it, too.
-            here.wait_stream(self._stream)
+            here.wait_stream(self._stream)  # also a failed run's memory is used again
 
-    def _captured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _captured(self, run: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         here, pool, graph = torch.cuda.current_stream(), self._pool(), torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: only what this one does is captured.
+        # Other threads may allocate and copy meanwhile: only this one is captured.
         how = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         try:
             with how:
@@ -96,20 +84,18 @@ class CudaGraphs:
         return graph, out
 
     def _pool(self) -> Any:
-        """That of the living graphs: a pool without any cannot be captured into again."""
         for graph in self._graphs:
             return graph.pool()
-        return torch.cuda.graph_pool_handle()
+        return torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 
 
 def _end(pool: Any) -> None:
-    """Do what torch leaves undone if it cannot end a capture, on the current device.
+    """End a capture for the allocator and the default generator, where torch (up to 2.12) could not.
 
-    Its allocator (of torch 2.12 and older) believes that the capture goes on, and fails an assertion later;
-    the default generator believes it too, and refuses to make random numbers.
+    Otherwise the allocator fails an assertion later, and the generator refuses to make random numbers.
     """
     index = torch.cuda.current_device()
-    with suppress(RuntimeError):  # it has been done
+    with suppress(RuntimeError):  # ended already
         torch._C._cuda_endAllocateToPool(index, pool)
     with suppress(RuntimeError):
         generator = torch.cuda.default_generators[index]
@@ -117,7 +103,7 @@ def _end(pool: Any) -> None:
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """CUDA graphs with memory of their own, where there are any."""
+    """CUDA graphs with a pool of their own; None on other devices."""
     return CudaGraphs(device) if has_graphs(device) else None
 
 
@@ -127,7 +113,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class DeviceLock:
-    """One at a time, on the host and on the device, whatever streams the holders work on."""
+    """Mutual exclusion on the host and on the device, whatever streams the holders use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,9 +129,7 @@ class DeviceLock:
             self._lock.release()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._device.type == "cuda":
                 self._done = self._done or torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The cache that a linked forward is captured with: it says where rows go by tables, not by tensors."""
+"""The cache of captured linked forwards: tables instead of tensors tell where rows go."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ragcachekit_kernels import dispatch
 
 
 class NotCapturable(Exception):
-    """This model's linked forward cannot be captured, or this request cannot go through a captured one."""
+    """This model's linked forward cannot be captured, or this request does not fit a captured one."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedRows:
-    """What attention needs to know about one layer of a captured forward.
+    """What attention reads in one layer of a captured forward.
 
     Attributes
     ----------
     table : dispatch.KVTable
-        Where the request's keys and values lie.
+        Addresses of the request's keys and values.
     layer : int
-        Which of the table's entries.
+        Index into the table.
     rows : dispatch.DeviceRows
     tokens : int
-        About how many keys there are; only the speed depends on it.
+        Approximate number of keys; affects only the speed.
     key, value : torch.Tensor
-        What the layer's ``update`` was given, and gave back: ``[1, kv_heads, room, head_dim]``. Stand-ins;
-        attention must get these very tensors, for what a model makes of them is not in the table.
+        The layer's new rows ``[1, kv_heads, room, head_dim]``, which stand in for the whole KV. Attention
+        must get these very tensors: the table does not cover what a model computes from them.
     """
 
     table: dispatch.KVTable
@@ -42,12 +42,7 @@ class CapturedRows:
     value: torch.Tensor
 
     def check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Refuse attention over anything but the cached keys and values as they are.
-
-        Raises
-        ------
-        NotCapturable
-        """
+        """Raise :class:`NotCapturable` unless attention is over the cached keys and values as they are."""
         if not (_same(untagged(key), self.key) and _same(value, self.value)):
             raise NotCapturable("its attention does not read the cached keys and values as they are")
         if query.shape[2] != self.rows.room:
@@ -55,7 +50,7 @@ class CapturedRows:
 
 
 class CapturedLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer: scatters the rows to where the table says, and keeps nothing."""
+    """One layer: scatters rows to the addresses in the table, and stores nothing."""
 
     def __init__(self, layer: int, table: dispatch.KVTable, rows: dispatch.DeviceRows, tokens: int) -> None:
         super().__init__()
@@ -63,36 +58,34 @@ class CapturedLayer(DynamicLayer):  # type: ignore[misc]
         self._layer, self._table, self._rows, self._tokens = layer, table, rows, tokens
 
     def get_seq_length(self) -> int:
-        """Something is kept; how much differs from request to request."""
+        """Not zero, and the same for every request."""
         return 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As of a linked layer: no mask is made."""
+        """No mask, as in :class:`~ragcachekit.forward.cache.LinkedLayer`."""
         return 0, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scatter; attention gets the rows themselves as stand-ins, marked with where the KV lies."""
+        """Scatter the rows, and return them tagged with :class:`CapturedRows`."""
         if key_states.shape[0] != 1 or key_states.shape[2] != self._rows.room:
             raise NotCapturable("its layers do not all run the same rows")
         key, value = untagged(key_states), untagged(value_states)
         dispatch.scatter_at(key[0], value[0], self._table, self._layer, self._rows)
-        mark = CapturedRows(self._table, self._layer, self._rows, self._tokens, key, value)
-        return tagged(key, mark), value
+        rows = CapturedRows(self._table, self._layer, self._rows, self._tokens, key, value)
+        return tagged(key, rows), value
 
 
-class CapturedCache(Cache):  # type: ignore[misc]
+def new_captured_cache(layers: int, table: dispatch.KVTable, rows: dispatch.DeviceRows, tokens: int) -> Cache:
     """A cache of :class:`CapturedLayer`; the same one serves every request of a captured forward."""
-
-    def __init__(self, layers: int, table: dispatch.KVTable, rows: dispatch.DeviceRows, tokens: int) -> None:
-        super().__init__(layers=[CapturedLayer(index, table, rows, tokens) for index in range(layers)])
+    return Cache(layers=[CapturedLayer(index, table, rows, tokens) for index in range(layers)])
 
 
 def captured_rows(keys: torch.Tensor) -> CapturedRows | None:
-    """The rows that a layer of :class:`CapturedCache` marked ``keys`` with, or None."""
-    mark = tag_of(keys)
-    return mark if isinstance(mark, CapturedRows) else None
+    """The rows that a :class:`CapturedLayer` tagged ``keys`` with, or None."""
+    tag = tag_of(keys)
+    return tag if isinstance(tag, CapturedRows) else None
 
 
 def _same(given: torch.Tensor, own: torch.Tensor) -> bool:

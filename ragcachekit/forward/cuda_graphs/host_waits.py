@@ -1,4 +1,4 @@
-"""Finding what a graph cannot hold before one is captured: a capture that fails harms its whole process."""
+"""Detection of operations that a CUDA graph cannot hold: a failed capture harms its whole process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
 
 _aten = torch.ops.aten
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Shape or value of the result depend on what the device computes: the host waits for it."""
-
 _MASKING = {_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
 
 
 class RefuseWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, on this thread, operations that wait for the device or copy between it and the host raise.
+    """Raises for operations of this thread that wait for the device or copy between it and the host.
 
-    It sees torch's operations on tensors. What a library does below them, and waiting for events or
-    streams, it does not see.
+    Only torch's operations on tensors are checked, not libraries below them nor waits for events.
     """
 
     def __torch_dispatch__(
@@ -31,7 +28,7 @@ class RefuseWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if _waits(func, args, kwargs):
             raise NotCapturable(f"its forward makes the host wait for the device ({func})")
-        if _travels(func, args, kwargs):
+        if _copies(func, args, kwargs):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         return func(*args, **kwargs)
 
@@ -40,28 +37,23 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is _aten.index.Tensor:
         return bool(_masks(args[1]))
     if func in _MASKING:
-        masks, value = _masks(args[1]), args[2]
-        # One mask and one number of the host's: torch fills by the mask instead of looking where it is set.
-        return bool(masks) and not (_given(args[1]) == masks and value.numel() == 1 and value.is_cpu)
+        masks, given, value = _masks(args[1]), [at for at in args[1] if at is not None], args[2]
+        # With one mask and one number of the host torch fills by the mask, without reading it.
+        return bool(masks) and not (len(masks) == len(given) and value.numel() == 1 and value.is_cpu)
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     return bool(_WAITING.intersection(func.tags))
 
 
-def _travels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is _aten._to_copy.default:
         to = kwargs.get("device")
         return to is not None and torch.device(to).type != args[0].device.type
     if func is _aten.copy_.default:
         return bool(args[0].device.type != args[1].device.type)
-    # torch.tensor(numbers, device=...) hands its result through this, having copied it.
+    # torch.tensor(numbers, device=...) passes its copied result through this.
     return func is _aten.lift_fresh.default and not args[0].is_cpu
 
 
-def _given(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    return [at for at, index in enumerate(indices) if index is not None]
-
-
-def _masks(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    kinds = (torch.bool, torch.uint8)
-    return [at for at, index in enumerate(indices) if index is not None and index.dtype in kinds]
+def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]

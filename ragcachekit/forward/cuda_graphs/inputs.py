@@ -1,4 +1,4 @@
-"""The memory that a captured forward reads: another request's rows and addresses are written into it."""
+"""The memory that a captured forward reads: each request's rows and addresses are written into it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ ENTRY = 4
 """Words per layer: address of the keys, of the values, elements between two KV heads of either."""
 
 SMALLEST, FINE, STEP, COARSE = 16, 512, 64, 128
-"""Rooms are powers of two up to 64 rows, then multiples of 64 up to 512, then of 128.
-
-That is what matrix kernels tile rows by: finer rooms would save nothing, and coarser ones (half as much
-again each time) would compute up to a third of the rows for nothing where that is what takes the time.
-"""
+FEW_ROWS, FEW_TOKENS = 256, 2048
 
 
 def room_for(rows: int) -> int:
-    """Rows that the forward is captured with for a request of so many."""
+    """Rows that the forward is captured with for a request of so many.
+
+    Powers of two up to 64, multiples of 64 up to 512, then of 128. Matrix kernels tile rows by these sizes;
+    larger steps would compute up to a third of the rows in vain.
+    """
     if rows <= STEP:
         return max(SMALLEST, 1 << (rows - 1).bit_length())
     step = STEP if rows <= FINE else COARSE
     return -(-rows // step) * step
 
 
-FEW_ROWS, FEW_TOKENS = 256, 2048
-
-
 def tokens_for(room: int, slots: int) -> int:
     """Keys that attention over ``room`` rows is captured for, of a request with so many slots.
 
-    Few rows share the GPU well only if their keys are split, by how many there are: to the next of 2048,
-    8192, 32768, ... Many rows fill it anyway. Captured forwards compute the same for any number of keys.
+    Few rows use the whole GPU only if their keys are split, by their number: 2048, 8192, 32768, ... This
+    affects the speed alone, not the result.
     """
     tokens = FEW_TOKENS
     while tokens < slots and room <= FEW_ROWS:
@@ -43,21 +40,12 @@ def tokens_for(room: int, slots: int) -> int:
 
 
 class GraphInputs:
-    """Inputs of one captured forward over ``room`` rows, at addresses that never change.
-
-    Parameters
-    ----------
-    room : int
-        Even.
-    layers : int
-    dtype : torch.dtype
-        Of keys and values.
-    device : torch.device
+    """Inputs of one captured forward over ``room`` rows (an even number), at fixed addresses.
 
     Attributes
     ----------
     input_ids, position_ids : torch.Tensor
-        ``[1, room]`` int64; what stands behind the rows is not read.
+        ``[1, room]`` int64; columns after the last row are not read.
     last : torch.Tensor
         ``[1]`` int64: index of the last row.
     rows : dispatch.DeviceRows
@@ -68,7 +56,7 @@ class GraphInputs:
         self.room = room
         self.input_ids = torch.zeros(1, room, dtype=torch.int64, device=device)
         self.position_ids = torch.zeros_like(self.input_ids)
-        # One block of memory, so that one copy from the host brings all numbers of a request.
+        # One block of memory, so that one copy brings all numbers of a request.
         self._words = [room // 2, ENTRY * layers, 1, 1]
         self._block = torch.zeros(sum(self._words), dtype=torch.int64, device=device)
         positions, entries, self.last, count = torch.split(self._block, self._words)
@@ -83,14 +71,11 @@ class GraphInputs:
         positions: Sequence[int],
         entries: Sequence[int],
     ) -> None:
-        """Enqueue a request's: ``[1, rows]`` ids and positions from the device, the rest from the host.
-
-        ``entries`` are the words of the table, layer by layer.
-        """
+        """Enqueue a request: device ids and positions ``[1, rows]``, host positions and table words."""
         rows = len(positions)
         self.input_ids[:, :rows].copy_(input_ids, non_blocking=True)
         self.position_ids[:, :rows].copy_(position_ids, non_blocking=True)
-        # New each time: torch keeps page-locked memory until copies from it are done, and hands it out again.
+        # Not reused by us: torch recycles page-locked memory when copies from it are done.
         pinned = self._block.device.type == "cuda"
         block = torch.empty(sum(self._words), dtype=torch.int64, pin_memory=pinned)
         into, words, last, count = torch.split(block, self._words)

@@ -1,4 +1,4 @@
-"""Linked forwards of one model as captured ones: one per number of rows, made when it is first needed."""
+"""Captured linked forwards of one model: one per number of rows, made at first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ragcachekit.forward.cache import LinkedCache
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
-from ragcachekit.forward.cuda_graphs.captured_cache import CapturedCache, NotCapturable
+from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable, new_captured_cache
 from ragcachekit.forward.cuda_graphs.inputs import GraphInputs, room_for, tokens_for
 from ragcachekit.forward.cuda_graphs.trial import Shape, Trial, compare_logits
 
@@ -21,17 +21,15 @@ Shapes = tuple[Shape, ...]
 """One per layer."""
 
 _ALIGNED = 16  # bytes
-
-_LACKING = ("out of memory", "ALLOC_FAILED")
-"""What CUDA and cuBLAS say where torch's own error does not come in between."""
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")  # in errors of CUDA and cuBLAS
 
 _Key = tuple[int, int, Shapes, torch.dtype]
-"""Room, tokens, and what the layers' KV looks like."""
+"""Room, tokens, shapes and dtype of the layers' KV."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """One captured forward and the type of what the model returns."""
+    """One captured forward; ``output`` is the model's return type."""
 
     inputs: GraphInputs
     replay: Callable[[], torch.Tensor]
@@ -40,7 +38,7 @@ class _Captured:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where a request's KV lies: table words, layer by layer, and what a captured forward relies on."""
+    """Addresses of a request's KV (table words, layer by layer), and its shape."""
 
     entries: tuple[int, ...]
     slots: int
@@ -49,21 +47,11 @@ class _Memory:
 
 
 class CaptureFailed(NotCapturable):
-    """It was tried, and would only be tried again in vain."""
+    """The capture failed and would fail again."""
 
 
 class GraphRunner:
-    """Captures and replays a model's linked forward.
-
-    Parameters
-    ----------
-    forward : callable
-        The model's own.
-    capture : Capture
-    device : torch.device
-    vocab : int
-        Ids to try it with.
-    """
+    """Captures and replays a model's own ``forward``; ``vocab`` bounds the ids of the trial."""
 
     def __init__(
         self, forward: Callable[..., Any], capture: Capture, device: torch.device, vocab: int
@@ -74,26 +62,20 @@ class GraphRunner:
         self._too_large: dict[_Key, str] = {}
         self._lock = DeviceLock(device)
 
-    def __len__(self) -> int:
-        """Forwards captured so far."""
-        return len(self._captured)
-
     def run(self, cache: LinkedCache, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """The linked forward of one prompt over its rows ``[1, rows]``, as the model would have run it.
+        """Run the linked forward of one prompt over its rows ``[1, rows]``.
 
-        Returns
-        -------
-        ModelOutput
-            The model's own type, with the logits of the last row ``[1, 1, vocab]`` and the cache.
+        Returns the model's own output type, with the logits of the last row ``[1, 1, vocab]`` and the cache.
 
         Raises
         ------
         NotCapturable
-            If this request's KV cannot be reached by a table, or memory was short for so many rows.
+            If a table cannot address this request's KV, or memory is short for so many rows.
         CaptureFailed
-            If the model cannot be captured, or what was captured computes something else than the model.
+            If the model cannot be captured, or the captured forward differs from the model's.
         """
-        positions, memory = cache.pending_rows.positions[0], _memory(cache)
+        assert cache.pending is not None
+        positions, memory = cache.pending.positions[0], _memory(cache)
         with self._lock:
             captured = self._get(room_for(len(positions)), memory)
             captured.inputs.write(input_ids, position_ids, positions, memory.entries)
@@ -110,8 +92,8 @@ class GraphRunner:
         return self._captured[key]
 
     def _try(self, key: _Key) -> _Captured:
-        """Whatever goes wrong: the model's code, compilers of kernels and CUDA have errors of all kinds."""
-        # What is made in inference mode could not be written to outside of it.
+        """Capture; any error counts, as those of models, kernel compilers and CUDA have no common class."""
+        # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 return self._make(*key)
@@ -124,7 +106,7 @@ class GraphRunner:
                 raise NotCapturable(why) from error
 
     def _make(self, room: int, tokens: int, shapes: Shapes, dtype: torch.dtype) -> _Captured:
-        """Captured on made-up KV, not the request's: a forward that writes elsewhere harms nobody there."""
+        """Capture on a trial prompt: a forward that writes to wrong addresses cannot damage a request."""
         trial = Trial.made_up(room, shapes, self._vocab, dtype, self._device)
         own = trial.copy()
         logits = trial.run(self._forward, own)
@@ -143,19 +125,19 @@ class GraphRunner:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, is about memory."""
+    """Whether ``error``, or one that it was raised from, is about memory."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _LACKING):
+    if isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _OUT_OF_MEMORY):
         return True
     return error.__context__ is not None and _lacks_memory(error.__context__)
 
 
 class _Forward:
-    """What is captured: the model's own forward over fixed memory, its last row's logits alone."""
+    """The function to capture: the model's own forward over fixed memory, up to the last row's logits."""
 
     def __init__(self, forward: Callable[..., Any], inputs: GraphInputs, tokens: int) -> None:
         self._forward, self._inputs = forward, inputs
-        self._cache = CapturedCache(inputs.table.entries.shape[0], inputs.table, inputs.rows, tokens)
+        self._cache = new_captured_cache(inputs.table.entries.shape[0], inputs.table, inputs.rows, tokens)
         self.output: type = type(None)
 
     def __call__(self) -> torch.Tensor:
@@ -177,13 +159,7 @@ class _Forward:
 
 
 def _memory(cache: LinkedCache) -> _Memory:
-    """Waits until the kept rows are in place (on the device's own clock).
-
-    Raises
-    ------
-    NotCapturable
-        If kernels could not find the KV by a table.
-    """
+    """Addresses of the cache's KV; ``NotCapturable`` if kernels could not read it by a table."""
     entries, shapes, dtypes = list[int](), list[Shape](), set[torch.dtype]()
     for layer in cache.layers:
         keys, values = layer.keys, layer.values

@@ -1,4 +1,4 @@
-"""A small linked prompt of made-up KV, on which a captured forward is compared with the model's own."""
+"""A small linked prompt with random KV that compares a captured forward with the model's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer
+from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
 from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
-from ragcachekit.forward.link_rows import LinkRows
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Per layer, keys and values ``[1, kv_heads, slots, head_dim]``."""
@@ -26,15 +25,9 @@ masks or rows differ by about 1."""
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """The prompt: every fifth row is kept, the others, up to three fewer than there is room for, computed.
+    """The prompt: every fifth row is kept, the other ``room - 3`` are computed.
 
-    Attributes
-    ----------
-    input_ids, position_ids : torch.Tensor
-        ``[1, rows]``.
-    positions : tuple of int
-    pairs : list
-        Made-up KV; not a number where it has to be written.
+    Ids and positions are ``[1, rows]``; ``pairs`` are random KV, NaN where rows have to be written.
     """
 
     input_ids: torch.Tensor
@@ -60,15 +53,16 @@ class Trial:
         return cls(ids, torch.tensor([positions], device=device), positions, pairs)
 
     def copy(self) -> Pairs:
-        """The KV again, to be written to."""
+        """A copy of the KV."""
         return [(keys.clone(), values.clone()) for keys, values in self.pairs]
 
     def cache(self, pairs: Pairs) -> LinkedCache:
-        """A linked cache over ``pairs``, its rows still to come."""
+        """A linked cache over ``pairs`` before its forward."""
         rows = LinkRows((self.positions,), (0,))
         slots = pairs[0][0].shape[2]
         kept = slots - len(self.positions)
-        return LinkedCache([LinkedLayer(LayerBuffers.of(*pair), slots, rows, kept) for pair in pairs])
+        buffers = [LayerBuffers(lambda pair=pair: pair, pair[0].dtype, pair[0].device) for pair in pairs]
+        return LinkedCache([LinkedLayer(each, slots, rows, kept) for each in buffers])
 
     def run(self, forward: Callable[..., Any], pairs: Pairs) -> torch.Tensor:
         """The model's own linked forward over ``pairs``: logits ``[1, 1, vocab]``."""
@@ -85,17 +79,10 @@ class Trial:
         return logits
 
     def compare(self, ours: Pairs, theirs: Pairs) -> None:
-        """KV after the captured forward against KV after the model's own.
-
-        Raises
-        ------
-        NotCapturable
-            Naming the layer.
-        """
+        """Raise ``NotCapturable`` for a layer whose KV differs after the two forwards."""
         rows = torch.tensor(self.positions, device=self.input_ids.device)
-        kept = torch.ones(ours[0][0].shape[2], dtype=torch.bool, device=rows.device).index_fill_(
-            0, rows, False
-        )
+        kept = torch.ones(ours[0][0].shape[2], dtype=torch.bool, device=rows.device)
+        kept[rows] = False
         for layer, sides in enumerate(zip(ours, theirs, strict=True)):
             for own, other in zip(*sides, strict=True):
                 if not torch.equal(own[:, :, kept], other[:, :, kept]):
@@ -105,19 +92,15 @@ class Trial:
 
 
 def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Of the last row, ``[1, 1, vocab]``.
-
-    Raises
-    ------
-    NotCapturable
-    """
+    """Raise ``NotCapturable`` if the logits ``[1, 1, vocab]`` of the last row differ."""
     if ours.shape != theirs.shape:
         raise NotCapturable(f"its logits have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
     _demand(_apart(ours[0], theirs[0]), LOGITS if theirs.dtype.itemsize > 2 else HALF_LOGITS, "the logits")
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of ``[rows, width]``: the worst row's; in half precision, where routers toss coins, the median."""
+    """Relative distance over ``[rows, width]``: the worst row's; in half precision, where MoE routers
+    may choose otherwise, the median row's."""
     size = theirs.float().norm(dim=-1).clamp_min(1e-12)
     apart = (ours.float() - theirs.float()).norm(dim=-1) / size
     return float(apart.max() if theirs.dtype.itemsize > 2 else apart.median())
