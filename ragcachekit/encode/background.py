@@ -31,18 +31,9 @@ MOST_REFUSED = 4096  # remembered entries that the store could not keep
 class BackgroundEncoder:
     """Encodes and stores missing entries, each once.
 
-    Parameters
-    ----------
-    still_valid : callable
-        False drops the work: the model has changed.
-    neighbours : NeighbourEncoder, optional
-        For chunks under ``similar:n``.
-    in_prompts : InPromptEncoder, optional
-        For chunks under ``in-prompt``.
-    stored : callable
-        Called with every stored entry, before it can be forgotten.
-    forgets : ForgetEpochs, optional
-        Entries forgotten since the work on them began are not stored.
+    ``neighbours`` and ``in_prompts`` encode chunks under ``similar:n`` and ``in-prompt``. Work is dropped if
+    ``still_valid`` returns False: the model has changed. ``stored`` is called with every stored entry, before
+    it can be forgotten. Entries in ``forgets`` since the work on them began are not stored.
     """
 
     def __init__(

@@ -69,9 +69,8 @@ class ChunkEncoder:
         before = len(encoding.behind)
         spans = [(before, before + len(chunk)) for chunk in chunks]
         cache = self._new_cache(spans)
-        length = prefill(
-            self._model, [(*encoding.behind, *chunk) for chunk in chunks], encoding.length, cache
-        )
+        prompts = [(*encoding.behind, *chunk) for chunk in chunks]
+        length = prefill(self._model, prompts, encoding.length, cache)
         exact = encoding.name == ENCODING_PREFIX
         stretches = [Stretch(row, *span) for row, span in enumerate(spans)]
         sides = extract(cache.layers, stretches, None if exact else self._rope, length)

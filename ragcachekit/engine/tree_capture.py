@@ -7,7 +7,7 @@ from typing import Literal
 
 from ragcachekit.background import Background, attempt
 from ragcachekit.encode.background import BackgroundEncoder
-from ragcachekit.forward.exact_rows import captured, turn_of
+from ragcachekit.forward.own_rows import captured, turn_of
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan

@@ -41,12 +41,8 @@ class AttentionSums:
 class ContextSums(AttentionSums):
     """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
 
-    Parameters
-    ----------
-    chunks : sequence of sequence of int
-        Per chunk, the lengths of the segments before it, from the prompt's start on, then its own.
-    first : sequence of int, optional
-        Index of each chunk's first row among the computed rows, where these are not the whole prompt.
+    ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``first`` are the indices
+    of their first rows among the computed rows, where these are not the whole prompt.
     """
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:

@@ -28,15 +28,9 @@ class Projected(Exception):
 class LinkRows:
     """Rows that one linked forward computes.
 
-    Attributes
-    ----------
-    positions : tuple of sequence of int
-        Per prompt of the batch, the ascending positions of its rows. Shorter prompts are padded in front;
-        padding rows are computed and discarded. Stored as ``dispatch.Rows``, so that all layers share one
-        copy on the device.
-    offsets : tuple of int
-        Per prompt, the slot of its position 0 (the cache is left-padded to a common length).
-    observer : Observer, optional
+    Per prompt of the batch: the ascending ``positions`` of its rows, and in ``offsets`` the slot of its
+    position 0 (the cache is left-padded). Shorter prompts are padded in front; padding rows are discarded.
+    Positions are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
     """
 
     positions: tuple[Sequence[int], ...]
@@ -81,16 +75,8 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     compute; that update scatters them to their positions. Then it is an ordinary dynamic layer, sorted by
     position. Never a sliding layer: masks come from positions, and no kept row may be dropped.
 
-    Parameters
-    ----------
-    buffers : LayerBuffers
-        Made when ``keys`` or ``values`` are first read.
-    slots : int
-        Number of their columns that belong to this prompt.
-    rows : LinkRows or None
-        Rows still to be scattered.
-    kept : int
-        Length to report until then.
+    ``slots`` columns of ``buffers`` belong to this prompt. ``rows`` are those still to be scattered, ``kept``
+    is the length to report until then.
     """
 
     def __init__(self, buffers: LayerBuffers, slots: int, rows: LinkRows | None, kept: int) -> None:

@@ -101,10 +101,10 @@ class CudaStreams(Streams):
         return float(first.elapsed_time(last)) / 1e3 if first.query() and last.query() else None
 
 
-def _recorded(stream: Any, timed: bool) -> Any:
-    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+def _recorded(stream: Any, timed: bool) -> Event:
+    event: Any = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record(stream)
-    return event
+    return event  # type: ignore[no-any-return]
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -1,4 +1,4 @@
-"""``in-prompt`` entries out of the very request that missed them, where its rows are those of its prompt."""
+"""Copies of KV that a request computed: exact rows for the tree, and its missing ``in-prompt`` entries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from transformers.cache_utils import Cache
 
 from ragcachekit.forward.attention_sums import ContextSums, SummingCache
-from ragcachekit.forward.exact_rows import exact_rows
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.policies.base import LayerwisePolicy
+from ragcachekit.prefix_tree.conversations import Turn
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
@@ -48,15 +49,7 @@ def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
 
 
 class OwnRows:
-    """KV and attention sums of missing chunks, out of one request's prefill.
-
-    Parameters
-    ----------
-    plan : LinkPlan
-        Decided; by itself in its batch.
-    items : sequence of Missing
-        From :func:`own_entries`.
-    """
+    """KV and attention sums of missing chunks (:func:`own_entries`), out of one request's prefill."""
 
     def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
         self.items = tuple(items)
@@ -100,7 +93,7 @@ class OwnRows:
 
 
 class _PrefillSums(ContextSums):
-    """Sums over one forward of ``rows`` rows; its chunks begin at ``first`` among them."""
+    """Sums over one forward of ``rows`` rows."""
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int], rows: int) -> None:
         super().__init__(chunks, first)
@@ -122,3 +115,84 @@ class _PrefillSums(ContextSums):
         for query, key, options in self.held:
             super().observe(query, key, options)
         self.held.clear()
+
+
+def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
+    """Number of rows from the start that equal those of an ordinary prefill.
+
+    These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
+    without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
+    """
+    computed = set(plan.rows)
+    layerwise = isinstance(plan.policy, LayerwisePolicy)
+    layerwise |= plan.beginning is not None and plan.beginning.layerwise
+    for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
+        if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
+            continue
+        for row in range(piece.start, piece.stop):
+            if layerwise or row not in computed:
+                return row
+    return len(plan.token_ids)
+
+
+def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
+    """Copies of the exact KV of the steps after those that the tree had.
+
+    ``plan`` is as it ran and ``cache`` as generate left it. ``item`` and ``offset`` are the prompt's place in
+    the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
+    where its frequencies change).
+    """
+    if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
+        return []
+    match = plan.beginning.match
+    last, start = exact_rows(plan), match.tokens
+    stretches: list[Stretch] = []
+    for step in match.path[len(match) :]:
+        stop = start + step.tokens
+        if stop > last or not _holds(cache, offset + stop):
+            break
+        stretches.append(Stretch(item, offset + start, offset + stop))
+        start = stop
+    if not stretches:
+        return []
+    sides = extract(cache.layers, stretches, host=False)
+    return [ChunkKV(*kv, at.start - offset) for kv, at in zip(sides, stretches, strict=True)]
+
+
+def turn_of(
+    plan: LinkPlan, answer: Sequence[int], cache: Any, item: int, offset: int, rope: Rope, most: int
+) -> Turn | None:
+    """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
+
+    ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
+    are approximate.
+    """
+    beginning = plan.beginning
+    rows = (*plan.token_ids, *answer[:-1])
+    if beginning is None or rope.depends_on_length or not _holds(cache, offset + len(rows)):
+        return None
+    sides = [side[item, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
+    if sum(t.numel() * t.element_size() for t in sides) > most:
+        return None
+    exact = exact_rows(plan)
+    traces = (id for chunk in plan.placed for id in chunk.behind)
+    (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
+    return Turn(
+        beginning.match.root,
+        rows,
+        ChunkKV(*copied, 0),
+        len(rows) if exact == len(plan.token_ids) else exact,
+        beginning.members.union(traces),
+    )
+
+
+def _between_frequencies(tokens: int, rope: Rope) -> bool:
+    """Whether a prefill without the prompt's last token rotates its keys by other frequencies."""
+    return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
+
+
+def _holds(cache: Any, columns: int) -> bool:
+    layers = getattr(cache, "layers", None) or ()
+    return len(layers) > 0 and all(
+        getattr(layer, "keys", None) is not None and layer.keys.shape[-2] >= columns for layer in layers
+    )

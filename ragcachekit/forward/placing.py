@@ -27,7 +27,7 @@ _Room = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """The pieces of one prompt of the batch; ``sources`` are the numbers of their entries."""
+    """One prompt of the batch; ``sources`` are the numbers of its pieces' entries."""
 
     places: tuple[dispatch.Place, ...]
     sources: tuple[int, ...]
@@ -44,24 +44,8 @@ class Placing:
     device before the first launch. Rows that the forward computes are not placed, unless a policy compares
     them with the computed ones.
 
-    Parameters
-    ----------
-    plans : sequence of LinkPlan
-    rope : Rope
-    device : torch.device
-    streams : Streams
-        Of that device.
-    slots : int
-        Columns of the cache.
-    offsets : sequence of int
-        Per prompt, the column of its position 0.
-    room : int
-        Device bytes for copied layers.
-
-    Attributes
-    ----------
-    dtypes : list of torch.dtype
-        Of each layer's keys.
+    ``slots`` are the columns of the cache, ``offsets`` the column of each prompt's position 0. ``room`` are
+    device bytes for copied layers. ``dtypes`` are those of each layer's keys.
     """
 
     def __init__(

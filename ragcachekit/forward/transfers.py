@@ -48,22 +48,8 @@ class Transfers:
     an entry when it stores it. A layer in contiguous memory is one copy: enqueueing one costs as much time as
     200 KB of transfer.
 
-    Parameters
-    ----------
-    streams : Streams
-    kvs : sequence
-        Entries, each once; not on the device.
-    resident : int
-        Layers that have to be in host memory before the first is used (Cache-Craft section 3.4.2).
-    room : int
-        Bytes of the ring.
-
-    Attributes
-    ----------
-    depth : int
-        Layers in the ring.
-    nbytes : int
-        Bytes to copy in all.
+    ``resident`` layers have to be in host memory before the first is used (Cache-Craft section 3.4.2).
+    The ring of ``room`` bytes holds ``depth`` layers; ``nbytes`` are copied in all.
     """
 
     def __init__(
@@ -72,8 +58,9 @@ class Transfers:
         self._streams = streams
         self._layers = kvs[0].layers
         self._resident = min(resident, self._layers)
-        self._kinds: list[Shapes] = []  # distinct shapes of layers, mostly one
-        self._kind = [self._kind_of(shapes) for shapes in zip(*(kv.stored_shapes for kv in kvs), strict=True)]
+        shapes: list[Shapes] = list(zip(*(kv.stored_shapes for kv in kvs), strict=True))
+        self._kinds = [one for layer, one in enumerate(shapes) if one not in shapes[:layer]]  # mostly one
+        self._kind = [self._kinds.index(one) for one in shapes]
         self._size = max(offsets(_flat(shapes))[-1] for shapes in self._kinds)
         self.depth = min(self._layers, max(LEAST, min(MOST, room // max(1, self._size))))
         sizes = [sum(map(nbytes_of, _flat(shapes))) for shapes in self._kinds]
@@ -127,13 +114,6 @@ class Transfers:
         held = self._held
         if self._used == self._layers and (held.landed is None or held.landed.query()):
             held.drain()
-
-    def _kind_of(self, shapes: Shapes) -> int:
-        for kind, known in enumerate(self._kinds):
-            if shapes == known:
-                return kind
-        self._kinds.append(shapes)
-        return len(self._kinds) - 1
 
     def _wait_resident(self) -> None:
         """Wait for the layers after which the forward runs without gaps, if loads are as fast as planned."""

@@ -20,8 +20,8 @@ from graph_kit import Rerun, graphed, plain_tables
 from link_kit import described, planned, segments
 from ragcachekit import GraphConfig, Prompt, RagCache
 from ragcachekit.forward.attention import install
+from ragcachekit.forward.cuda_graphs.captured_cache import GraphInputs, room_for, tokens_for
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
-from ragcachekit.forward.cuda_graphs.inputs import GraphInputs, room_for, tokens_for
 from ragcachekit.forward.linker import link
 
 ASKED = {"max_new_tokens": 5, "do_sample": False}

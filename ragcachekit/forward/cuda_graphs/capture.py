@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragcachekit.forward.cuda_graphs.host_waits import RefuseWaits
+from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
+
+_aten = torch.ops.aten
+_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MASKING = {_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
 
 Run = Callable[[], torch.Tensor]
 
@@ -27,12 +32,8 @@ class CudaGraphs:
     The pool lives as long as one of its graphs. After a failed capture the thread's current stream is the
     earlier one.
 
-    Parameters
-    ----------
-    device : torch.device
-    warmups : int
-        Runs before the capture on its stream: libraries choose algorithms and allocate workspaces for that
-        stream, kernels are compiled and tuned. One more run checks that nothing waits for the device.
+    ``warmups`` are runs before the capture on its stream: libraries choose algorithms and allocate workspaces
+    for that stream, kernels are compiled and tuned. One more run checks that nothing waits for the device.
     """
 
     def __init__(self, device: torch.device, warmups: int = 3) -> None:
@@ -136,3 +137,47 @@ class DeviceLock:
                 self._done.record(torch.cuda.current_stream(self._device))
         finally:
             self._lock.release()
+
+
+class RefuseWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for operations of this thread that wait for the device or copy between it and the host.
+
+    Only torch's operations on tensors are checked, not libraries below them nor waits for events.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, or raise :class:`NotCapturable`."""
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise NotCapturable(f"its forward makes the host wait for the device ({func})")
+        if _copies(func, args, kwargs):
+            raise NotCapturable(f"its forward copies between host and device ({func})")
+        return func(*args, **kwargs)
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is _aten.index.Tensor:
+        return bool(_masks(args[1]))
+    if func in _MASKING:
+        masks, given, value = _masks(args[1]), [at for at in args[1] if at is not None], args[2]
+        # With one mask and one number of the host torch fills by the mask, without reading it.
+        return bool(masks) and not (len(masks) == len(given) and value.numel() == 1 and value.is_cpu)
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return bool(_WAITING.intersection(func.tags))
+
+
+def _copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is _aten._to_copy.default:
+        to = kwargs.get("device")
+        return to is not None and torch.device(to).type != args[0].device.type
+    if func is _aten.copy_.default:
+        return bool(args[0].device.type != args[1].device.type)
+    # torch.tensor(numbers, device=...) passes its copied result through this.
+    return func is _aten.lift_fresh.default and not args[0].is_cpu
+
+
+def _masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]

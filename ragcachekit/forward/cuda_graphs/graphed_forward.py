@@ -65,10 +65,9 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, captured or its own."""
         cache = kwargs.get("past_key_values")
-        rows = cache.pending if isinstance(cache, LinkedCache) else None
-        if rows is None or torch.compiler.is_compiling():
+        if not isinstance(cache, LinkedCache) or torch.compiler.is_compiling() or cache.pending is None:
             return self._own(*args, **kwargs)
-        why = self._unfit(rows, cache, args, kwargs)
+        why = self._unfit(cache.pending, cache, args, kwargs)
         if why is None:
             try:
                 return self._graphed(cache, kwargs)

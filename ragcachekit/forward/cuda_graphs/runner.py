@@ -9,13 +9,29 @@ from typing import Any
 
 import torch
 
-from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
-from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable, new_captured_cache
-from ragcachekit.forward.cuda_graphs.inputs import GraphInputs, room_for, tokens_for
-from ragcachekit.forward.cuda_graphs.trial import Shape, Trial, compare_logits
+from ragcachekit.forward.cuda_graphs.captured_cache import (
+    GraphInputs,
+    NotCapturable,
+    new_captured_cache,
+    room_for,
+    tokens_for,
+)
+from ragcachekit.store.loading.load import Pair
 
 log = logging.getLogger(__name__)
+
+Pairs = list[Pair]
+"""Per layer, keys and values ``[1, kv_heads, slots, head_dim]``."""
+
+Shape = tuple[int, int, int]
+"""KV heads, head_dim of keys, head_dim of values."""
+
+ROW, LOGITS = 1e-3, 1e-3
+HALF_ROW, HALF_LOGITS = 0.1, 0.25
+"""Allowed norm of the difference over that of the value, in single and in half precision. Wrong positions,
+masks or rows differ by about 1."""
 
 Shapes = tuple[Shape, ...]
 """One per layer."""
@@ -175,3 +191,94 @@ def _memory(cache: LinkedCache) -> _Memory:
     if len(dtypes) != 1:
         raise NotCapturable(f"its keys and values have several dtypes: {', '.join(map(str, dtypes))}")
     return _Memory(tuple(entries), keys.shape[2], tuple(shapes), dtypes.pop())
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """The prompt: every fifth row is kept, the other ``room - 3`` are computed.
+
+    Ids and positions are ``[1, rows]``; ``pairs`` are random KV, NaN where rows have to be written.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    positions: tuple[int, ...]
+    pairs: Pairs
+
+    @classmethod
+    def made_up(
+        cls, room: int, shapes: tuple[Shape, ...], vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> Trial:
+        """For a forward over ``room`` rows."""
+        slots = room * 5 // 4 + 1
+        positions = tuple([p for p in range(slots) if p % 5][: room - 3])
+        random = torch.Generator(device).manual_seed(0)
+        pairs = []
+        for heads, *dims in shapes:
+            pair = [torch.randn(1, heads, slots, d, generator=random, device=device).to(dtype) for d in dims]
+            for side in pair:
+                side[:, :, list(positions)] = float("nan")
+            pairs.append((pair[0], pair[1]))
+        ids = torch.randint(vocab, (1, len(positions)), generator=random, device=device)
+        return cls(ids, torch.tensor([positions], device=device), positions, pairs)
+
+    def copy(self) -> Pairs:
+        """A copy of the KV."""
+        return [(keys.clone(), values.clone()) for keys, values in self.pairs]
+
+    def cache(self, pairs: Pairs) -> LinkedCache:
+        """A linked cache over ``pairs`` before its forward."""
+        rows = LinkRows((self.positions,), (0,))
+        slots = pairs[0][0].shape[2]
+        kept = slots - len(self.positions)
+        return LinkedCache([LinkedLayer(_buffers(pair), slots, rows, kept) for pair in pairs])
+
+    def run(self, forward: Callable[..., Any], pairs: Pairs) -> torch.Tensor:
+        """The model's own linked forward over ``pairs``: logits ``[1, 1, vocab]``."""
+        slots = pairs[0][0].shape[2]
+        logits: torch.Tensor = forward(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            attention_mask=torch.ones(1, slots, dtype=torch.long, device=self.input_ids.device),
+            past_key_values=self.cache(pairs),
+            use_cache=True,
+            logits_to_keep=1,
+            return_dict=True,
+        ).logits
+        return logits
+
+    def compare(self, ours: Pairs, theirs: Pairs) -> None:
+        """Raise ``NotCapturable`` for a layer whose KV differs after the two forwards."""
+        rows = torch.tensor(self.positions, device=self.input_ids.device)
+        kept = torch.ones(ours[0][0].shape[2], dtype=torch.bool, device=rows.device)
+        kept[rows] = False
+        for layer, sides in enumerate(zip(ours, theirs, strict=True)):
+            for own, other in zip(*sides, strict=True):
+                if not torch.equal(own[:, :, kept], other[:, :, kept]):
+                    raise NotCapturable(f"layer {layer} writes outside of its rows")
+                apart = _apart(*(side[0, :, rows].transpose(0, 1).flatten(1) for side in (own, other)))
+                _demand(apart, ROW if own.dtype.itemsize > 2 else HALF_ROW, f"the rows of layer {layer}")
+
+
+def _buffers(pair: Pair) -> LayerBuffers:
+    return LayerBuffers(lambda: pair, pair[0].dtype, pair[0].device)
+
+
+def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Raise ``NotCapturable`` if the logits ``[1, 1, vocab]`` of the last row differ."""
+    if ours.shape != theirs.shape:
+        raise NotCapturable(f"its logits have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
+    _demand(_apart(ours[0], theirs[0]), LOGITS if theirs.dtype.itemsize > 2 else HALF_LOGITS, "the logits")
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative distance over ``[rows, width]``: the worst row's; in half precision, where MoE routers
+    may choose otherwise, the median row's."""
+    size = theirs.float().norm(dim=-1).clamp_min(1e-12)
+    apart = (ours.float() - theirs.float()).norm(dim=-1) / size
+    return float(apart.max() if theirs.dtype.itemsize > 2 else apart.median())
+
+
+def _demand(apart: float, allowed: float, what: str) -> None:
+    if not apart <= allowed:
+        raise NotCapturable(f"{what} differ from the model's own by {apart:.2g} (allowed {allowed:g})")
