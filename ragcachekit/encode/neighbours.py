@@ -64,8 +64,7 @@ class SimilarChunks:
             raise ValueError(f"most must be at least 1, got {most}")
         given = _texts(texts)
         rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
-        if not given:
-            rows = rows.reshape(0, 1)
+        rows = rows if given else rows.reshape(0, 1)
         if rows.ndim != 2 or len(rows) != len(given):
             raise ValueError(f"embeddings must be one row per text ({len(given)}), got shape {rows.shape}")
         if not np.isfinite(rows).all():
@@ -90,9 +89,9 @@ class SimilarChunks:
         return self._found[at]
 
     def _search(self, at: int) -> tuple[str, ...]:
-        scores = np.round(self._unit @ self._unit[at], _DECIMALS)
         if not self._unit[at].any():
             return ()
+        scores = np.round(self._unit @ self._unit[at], _DECIMALS)
         scores[~self._unit.any(axis=1)] = -np.inf
         scores[at] = -np.inf
         order = np.argsort(-scores, kind="stable")[: self._most]
@@ -105,10 +104,7 @@ class PrecedingChunks:
     The graph of FusionRAG section 3.1 (discussion) with one kind of edge, for chunks that refer to a name
     in an earlier chunk.
 
-    Parameters
-    ----------
-    documents : iterable of sequence of str
-        Each document's chunks in order. Of a repeated text the first place counts.
+    ``documents`` are each document's chunks in order. Of a repeated text the first place counts.
     """
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:
@@ -133,10 +129,7 @@ class CoRetrieved:
     :meth:`of` follows every observation; afterwards only another ``settle`` changes its results. Observe all
     the time, and settle before encoding again.
 
-    Parameters
-    ----------
-    log : iterable of sequence of str
-        Earlier retrievals.
+    ``log`` are earlier retrievals.
     """
 
     def __init__(self, log: Iterable[Sequence[str]] = ()) -> None:
@@ -213,9 +206,8 @@ class TokenNeighbours:
 
     def register(self, namespace: str, texts: Iterable[str]) -> None:
         """Return chunks to the results that were forgotten before."""
-        with self._lock:
-            if not self._forgotten.get(namespace) and namespace not in self._returned:
-                return
+        if not self._forgotten.get(namespace) and namespace not in self._returned:
+            return
         ids = {chunk_id(self._tokenise(text), namespace) for text in texts}
         with self._lock:
             self._forgotten.get(namespace, set()).difference_update(ids)

@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import attention_sums
-from ragcachekit.forward.cache import LinkRows, linked_rows
-from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows, captured_rows
-from ragcachekit.forward.tagged_keys import untagged
+from ragcachekit.forward.attention_sums import AttentionSums
+from ragcachekit.forward.cache import LinkRows
+from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows
+from ragcachekit.forward.tagged_keys import tag_of, untagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 
@@ -77,17 +77,18 @@ def _forward_over(before: str) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
-        if captured is None and not torch.compiler.is_compiling():
-            # Not in a capture, which would count as failed.
-            raise_if_cancelled()
+        tag = tag_of(key)
+        if not isinstance(tag, CapturedRows) and not torch.compiler.is_compiling():
+            raise_if_cancelled()  # a cancelled capture would count as failed
         query, key, value = untagged(query), untagged(key), untagged(value)
-        if rows is not None:
-            return _linked(module, query, key, value, rows, **kwargs), None
-        if captured is not None:
-            return _captured(module, query, key, value, captured, **kwargs), None
-        if sums is not None:
-            sums.observe(query, key, _options(module, query, **kwargs))
+        if tag is not None:
+            options = _options(module, query, **kwargs)
+            if isinstance(tag, LinkRows):
+                return _linked(module, query, key, value, tag, options), None
+            if isinstance(tag, CapturedRows):
+                return _captured(query, key, value, tag, options), None
+            if isinstance(tag, AttentionSums):
+                tag.observe(query, key, options)
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -100,12 +101,10 @@ def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
     if before != "eager":
         return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
     # Each model has its own eager attention (with soft-cap in Gemma 2, sinks in gpt-oss).
-    own: Callable[..., Any] | None = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", None
-    )
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ModelNotSupported(f"{type(module).__name__} has no eager_attention_forward to fall back to")
-    return own
+    return own  # type: ignore[no-any-return]
 
 
 def _masked_window(module: torch.nn.Module) -> int | None:
@@ -142,10 +141,15 @@ def _options(
 
 
 def _linked(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: LinkRows,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of a linked forward, ``[batch, rows, heads, value_head_dim]``."""
-    options, mixed = _options(module, query, **kwargs), []
+    mixed = []
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
         if len(positions) > query.shape[2]:
             # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
@@ -164,23 +168,15 @@ def _linked(
 
 
 def _captured(
-    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     captured: CapturedRows,
-    **kwargs: Any,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """As :func:`_linked`, over the KV at the addresses in the table when the graph is replayed."""
     captured.check(query, key, value)
-    out = dispatch.sparse_attention_at(
-        query[0],
-        captured.table,
-        captured.layer,
-        key.shape[1],
-        value.shape[-1],
-        captured.rows,
-        _options(module, query, **kwargs),
-        tokens=captured.tokens,
-    )
+    table, layer, rows, tokens = captured.table, captured.layer, captured.rows, captured.tokens
+    dims = key.shape[1], value.shape[-1]
+    out = dispatch.sparse_attention_at(query[0], table, layer, *dims, rows, options, tokens=tokens)
     return out.transpose(0, 1).contiguous()[None]

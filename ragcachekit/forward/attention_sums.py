@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.tagged_keys import tag_of, tagged
+from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
 
 
@@ -66,7 +66,6 @@ class ContextSums(AttentionSums):
 
     @property
     def sums(self) -> list[dict[str, torch.Tensor]]:
-        """As :attr:`AttentionSums.sums`."""
         return [
             {
                 "attended": attended.cpu(),
@@ -79,12 +78,6 @@ class ContextSums(AttentionSums):
                 self._attended, self._inter, self._intra, self._lengths, self._outward, strict=True
             )
         ]
-
-
-def attention_sums(keys: torch.Tensor) -> AttentionSums | None:
-    """The sums that a layer of :class:`SummingCache` tagged ``keys`` with, or None."""
-    tag = tag_of(keys)
-    return tag if isinstance(tag, AttentionSums) else None
 
 
 class SummingCache(Cache):  # type: ignore[misc]

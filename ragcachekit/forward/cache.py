@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.placing import Placing
-from ragcachekit.forward.tagged_keys import tag_of, tagged
+from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.policies.base import Observer
 from ragcachekit.store.loading.load import Pair
 from ragcachekit_kernels import dispatch
@@ -40,12 +40,6 @@ class LinkRows:
     def __post_init__(self) -> None:
         rows = tuple(p if isinstance(p, dispatch.Rows) else dispatch.Rows(tuple(p)) for p in self.positions)
         object.__setattr__(self, "positions", rows)
-
-
-def linked_rows(keys: torch.Tensor) -> LinkRows | None:
-    """Rows that a cache layer tagged ``keys`` with, or None outside a linked forward."""
-    tag = tag_of(keys)
-    return tag if isinstance(tag, LinkRows) else None
 
 
 class LayerBuffers:
@@ -105,7 +99,6 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def values(self) -> torch.Tensor:
-        """As :attr:`keys`."""
         self.settle()
         return self._values  # type: ignore[no-any-return]
 
@@ -155,12 +148,8 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 class LinkedCache(Cache):  # type: ignore[misc]
     """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``.
 
-    Attributes
-    ----------
-    before_layer : BeforeLayer or None
-        Cuts the rows of the linked forward from layer to layer.
-    forward : str
-        How the linked forward ran: ``graph``, ``eager``, or ``eager:`` and why not as a graph.
+    ``before_layer`` cuts rows from layer to layer. ``forward`` is how the linked forward ran: ``graph``,
+    ``eager``, or ``eager:`` and why not as a graph.
     """
 
     def __init__(self, layers: Sequence[LinkedLayer], placing: Placing | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,23 +117,19 @@ def assemble(plans: Sequence[LinkPlan], rope: Rope, device: torch.device) -> Buf
         return Buffers(_layers(makers, placing.dtypes, device), placing)
     sample = next(piece.kv for plan in plans for piece in plan.pieces)
 
-    @cache
-    def turns() -> list[list[tuple[Angles, ...]]]:
-        return [[_angles(rope, piece, len(p.token_ids), device) for piece in p.pieces] for p in plans]
+    turns = [[_angles(rope, piece, len(plan.token_ids)) for piece in plan.pieces] for plan in plans]
 
     def make(index: int) -> Pair:
         # Padding is attended with weight 0, and 0 * NaN is NaN. Without padding every slot is written.
         new = torch.zeros if len(plans) > 1 else torch.empty
         keys, values = (
-            new(len(plans), shape[0], slots, shape[2], dtype=dtype, device=device)
-            for dtype, shape in sample.shapes[index]
+            new(len(plans), heads, slots, dim, dtype=dtype) for dtype, (heads, _, dim) in sample.shapes[index]
         )
         for item, plan in enumerate(plans):
-            for piece, angle in zip(plan.pieces, turns()[item], strict=True):
+            for piece, angles in zip(plan.pieces, turns[item], strict=True):
                 at = slice(offsets[item] + piece.start, offsets[item] + piece.stop)
-                bare = _bare(piece, index, device)
-                placed = rope.place(index, *bare, angle) if angle else bare
-                keys[item, :, at], values[item, :, at] = placed
+                own = piece.kv.keys[index][:, : piece.tokens], piece.kv.values[index][:, : piece.tokens]
+                keys[item, :, at], values[item, :, at] = rope.place(index, *own, angles) if angles else own
         return keys, values
 
     makers = [partial(make, index) for index in range(sample.layers)]
@@ -156,17 +152,8 @@ def _offsets(plans: Sequence[LinkPlan], slots: int) -> tuple[int, ...]:
     return tuple(slots - len(plan.token_ids) for plan in plans)
 
 
-def _bare(piece: Piece, layer: int, device: torch.device) -> Pair:
-    """The piece's keys and values as they are stored, on the device."""
-    keys, values = piece.kv.keys[layer], piece.kv.values[layer]
-    if piece.tokens < piece.kv.tokens:
-        keys, values = keys[:, : piece.tokens], values[:, : piece.tokens]
-    return keys.to(device, non_blocking=True), values.to(device, non_blocking=True)
-
-
-def _angles(rope: Rope, piece: Piece, length: int, device: torch.device) -> tuple[Angles, ...]:
-    """Angles of a piece's positions; empty for keys that are already rotated into place."""
+def _angles(rope: Rope, piece: Piece, length: int) -> tuple[Angles, ...]:
+    """Angles of a piece's positions; empty for keys that are stored with RoPE."""
     if piece.kv.start is not None:
         return ()
-    positions = torch.arange(piece.start, piece.stop)
-    return tuple(Angles(a.cos.to(device), a.sin.to(device), a.m) for a in rope.angles(positions, length))
+    return tuple(rope.angles(torch.arange(piece.start, piece.stop), length))

@@ -69,7 +69,6 @@ class Transfers:
         self._free: list[Event | None] = [None] * self.depth
         self._landed: list[Event | None] = [None] * self.depth
         self._views: dict[tuple[int, int], list[_Room]] = {}
-        self._landing: dict[tuple[int, int], list[ChunkTensors]] = {}
         self._held = _Held(list(kvs))
         weakref.finalize(self, self._held.drain).atexit = False
 
@@ -96,18 +95,13 @@ class Transfers:
         if self._used == self._layers:
             self._held.ring = None  # the compute queue, to which it belongs, is behind all copies
             self._views.clear()
-            self._landing.clear()
         else:
             self.begin()
         return done
 
     def chunks(self, layer: int) -> list[ChunkTensors]:
         """Where a layer's tensors will be: the same objects for all layers that share their place."""
-        at = layer % self.depth, self._kind[layer]
-        if at not in self._landing:
-            rooms = self._rooms(layer)
-            self._landing[at] = [ChunkTensors(room.parts[:2], room.parts[2:]) for room in rooms]
-        return self._landing[at]
+        return [room.chunk for room in self._rooms(layer)]
 
     def release(self) -> None:
         """Release the entries if all their copies have landed, without waiting."""
@@ -170,6 +164,7 @@ class _Room:
 
     parts: list[torch.Tensor]
     whole: torch.Tensor
+    chunk: ChunkTensors
 
 
 def _carved(memory: torch.Tensor, shapes: Shapes) -> list[_Room]:
@@ -178,6 +173,6 @@ def _carved(memory: torch.Tensor, shapes: Shapes) -> list[_Room]:
     for entry in shapes:
         end = first + len(entry)
         parts, stop = tensors[first:end], begins[end - 1] + nbytes_of(entry[-1])
-        rooms.append(_Room(parts, memory[begins[first] : stop]))
+        rooms.append(_Room(parts, memory[begins[first] : stop], ChunkTensors(parts[:2], parts[2:])))
         first = end
     return rooms

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.tagged_keys import tag_of, tagged, untagged
+from ragcachekit.forward.tagged_keys import tagged, untagged
 from ragcachekit_kernels import dispatch
 
 
@@ -72,12 +72,6 @@ class CapturedLayer(DynamicLayer):  # type: ignore[misc]
 def new_captured_cache(layers: int, table: dispatch.KVTable, rows: dispatch.DeviceRows, tokens: int) -> Cache:
     """A cache of :class:`CapturedLayer`; the same one serves every request of a captured forward."""
     return Cache(layers=[CapturedLayer(index, table, rows, tokens) for index in range(layers)])
-
-
-def captured_rows(keys: torch.Tensor) -> CapturedRows | None:
-    """The rows that a :class:`CapturedLayer` tagged ``keys`` with, or None."""
-    tag = tag_of(keys)
-    return tag if isinstance(tag, CapturedRows) else None
 
 
 def _same(given: torch.Tensor, own: torch.Tensor) -> bool:

@@ -83,12 +83,8 @@ class GraphRunner:
 
         Returns the model's own output type, with the logits of the last row ``[1, 1, vocab]`` and the cache.
 
-        Raises
-        ------
-        NotCapturable
-            If a table cannot address this request's KV, or memory is short for so many rows.
-        CaptureFailed
-            If the model cannot be captured, or the captured forward differs from the model's.
+        ``NotCapturable`` if a table cannot address this request's KV, or memory is short for so many rows;
+        ``CaptureFailed`` if the model cannot be captured, or the captured forward differs from the model's.
         """
         assert cache.pending is not None
         positions, memory = cache.pending.positions[0], _memory(cache)
