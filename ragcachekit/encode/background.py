@@ -111,13 +111,13 @@ class BackgroundEncoder:
 
         In blocks: a store too small for all entries still holds the neighbours of one block.
         """
-        behind_chunks = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
+        with_neighbours = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
         in_prompts = [item for item in items if isinstance(item.encoding, InPromptEncoding)]
         contextual = NeighbourEncoding, InPromptEncoding
         alone = {item.key: item for item in items if not isinstance(item.encoding, contextual)}
-        for start in range(0, len(behind_chunks), BATCH):
+        for start in range(0, len(with_neighbours), BATCH):
             assert self._neighbours is not None
-            block = behind_chunks[start : start + BATCH]
+            block = with_neighbours[start : start + BATCH]
             first = {part.key for item in block for _, part in ingredients(item)} & alone.keys()
             yield from self._encoded_alone([alone.pop(key) for key in list(alone) if key in first])
             yield from self._neighbours.encode(block)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
 from ragcachekit.forward.linker import link, run_rows
 from ragcachekit.model.encoding import Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
@@ -19,7 +20,6 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
-from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
@@ -91,31 +91,12 @@ class NeighbourEncoder:
         positions = range(len(ids) - len(item.token_ids), len(ids))
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(positions), (), report)
-        sums = _Attended(positions, self._model.device)
-        inputs = link([plan], self._rope, self._model.device, 0, observer=sums)
+        sums = AttentionSums([(positions.start, positions.stop)], first=[0])
+        inputs = link([plan], self._rope, self._model.device, 0, observer=SummingObserver(sums))
         run_rows(self._model, inputs, len(positions))
         own = Stretch(0, positions.start, positions.stop)
         (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
-        return ChunkKV(*kv, None, {"attended": sums.sums.cpu()})
-
-
-class _Attended:
-    """Device sums of the attention that the chunk's tokens get from its own rows."""
-
-    def __init__(self, rows: range, device: torch.device) -> None:
-        self._rows = rows
-        self.sums = torch.zeros(len(rows), device=device)
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
-    ) -> None:
-        scores = column_scores(query, key, positions, options)
-        self.sums += scores[self._rows.start : self._rows.stop].float()
+        return ChunkKV(*kv, None, sums.sums[0])
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:

@@ -16,7 +16,7 @@ from ragcachekit.types import chunk_id
 Ids = tuple[int, ...]
 
 REMEMBERED = 4096
-"""Texts whose token ids are cached: a prompt asks for ten neighbours per chunk."""
+"""Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
 
 _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 

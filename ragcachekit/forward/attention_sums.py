@@ -16,12 +16,14 @@ from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, 
 class AttentionSums:
     """Sums over layers, heads and rows, per chunk of a batch; collected one layer at a time.
 
-    ``stretches`` are the first row of each item's chunk and the row after its last. Sums stay on the device
+    ``stretches`` are the first row of each item's chunk and the row after its last. ``first`` are the indices
+    of those first rows among the computed rows, where these are not the whole prompt. Sums stay on the device
     until they are read: copying each would wait for its layer.
     """
 
-    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, stretches: Sequence[tuple[int, int]], first: Sequence[int] | None = None) -> None:
         self._stretches = tuple(stretches)
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
         self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
         self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
 
@@ -33,21 +35,20 @@ class AttentionSums:
     def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
-            rows = self._rows[item]
-            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, options)
+            at = self._first[item]
+            rows, keys = query[item, :, at : at + stop - start], key[item, :, :stop]
+            sums = column_scores(rows, keys, self._rows[item], options)
             self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
 
 
 class ContextSums(AttentionSums):
     """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
 
-    ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``first`` are the indices
-    of their first rows among the computed rows, where these are not the whole prompt.
+    ``chunks`` are, per chunk, the lengths of the segments before it, then its own.
     """
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
-        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
-        self._first = [start for start, _ in self._stretches] if first is None else list(first)
+        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
         self._lengths = [tuple(lengths) for lengths in chunks]
         self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
@@ -78,6 +79,24 @@ class ContextSums(AttentionSums):
                 self._attended, self._inter, self._intra, self._lengths, self._outward, strict=True
             )
         ]
+
+
+class SummingObserver:
+    """An observer that adds the attention of one prompt's linked forward to ``sums``."""
+
+    def __init__(self, sums: AttentionSums) -> None:
+        self._observed = sums
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
+    ) -> None:
+        """One layer; see :class:`~ragcachekit.policies.base.Observer`."""
+        self._observed.observe(query[None], key[None], options)
 
 
 class SummingCache(Cache):  # type: ignore[misc]

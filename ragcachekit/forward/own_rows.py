@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ragcachekit.forward.attention_sums import ContextSums, SummingCache
+from ragcachekit.forward.attention_sums import ContextSums, SummingCache, SummingObserver
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
@@ -48,7 +48,7 @@ def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
     )
 
 
-class OwnRows:
+class OwnRows(SummingObserver):
     """KV and attention sums of missing chunks (:func:`own_entries`), out of one request's prefill."""
 
     def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
@@ -60,21 +60,11 @@ class OwnRows:
             [place[len(item.encoding.behind)] for item in items],
             len(plan.rows),
         )
+        super().__init__(self._sums)
 
     def cache(self) -> Cache:
         """An empty cache for an ordinary prefill of the prompt."""
         return SummingCache(self._sums)
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
-    ) -> None:
-        """One layer of a linked forward; see :class:`~ragcachekit.policies.base.Observer`."""
-        self._sums.observe(query[None], key[None], options)
 
     def complete(self, cache: Any) -> bool:
         """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
