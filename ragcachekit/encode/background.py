@@ -1,4 +1,4 @@
-"""Encode what a prompt missed: now, or in the background after the answer."""
+"""Encoding and storing of what prompts missed, at once or in a background thread."""
 
 from __future__ import annotations
 
@@ -24,28 +24,16 @@ from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
 
-BATCH = 32
-"""Chunks taken from the queue at once."""
-
-MOST_REFUSED = 4096
-"""Entries of which it is remembered that the store could not keep them."""
+BATCH = 32  # chunks taken from the queue at once
+MOST_REFUSED = 4096  # remembered entries that the store could not keep
 
 
 class BackgroundEncoder:
-    """Fills the store, each entry once.
+    """Encodes and stores missing entries, each once.
 
-    Parameters
-    ----------
-    still_valid : callable
-        Asked before each batch: False (the model changed under our feet) drops the work.
-    behind_chunks : NeighbourEncoder, optional
-        For chunks under ``similar:n``.
-    in_prompts : InPromptEncoder, optional
-        For chunks under ``in-prompt``.
-    stored : callable
-        Told of every entry that was stored, before anybody can forget it.
-    forgets : ForgetEpochs, optional
-        Says what was forgotten since the work on an entry began: that is not stored.
+    ``neighbours`` and ``in_prompts`` encode chunks under ``similar:n`` and ``in-prompt``. Work is dropped if
+    ``still_valid`` returns False: the model has changed. ``stored`` is called with every stored entry, before
+    it can be forgotten. Entries in ``forgets`` since the work on them began are not stored.
     """
 
     def __init__(
@@ -53,14 +41,14 @@ class BackgroundEncoder:
         encoder: ChunkEncoder,
         store: KVStore,
         still_valid: Callable[[], bool],
-        behind_chunks: NeighbourEncoder | None = None,
+        neighbours: NeighbourEncoder | None = None,
         in_prompts: InPromptEncoder | None = None,
         stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
         forgets: ForgetEpochs | None = None,
     ) -> None:
         self.forgets = forgets or ForgetEpochs()
         self._encoder = encoder
-        self._behind_chunks = behind_chunks
+        self._neighbours = neighbours
         self._in_prompts = in_prompts
         self._stored = stored
         self._store = store
@@ -75,33 +63,32 @@ class BackgroundEncoder:
         missing: Iterable[Missing],
         done: Callable[[int], object] = lambda _: None,
     ) -> int:
-        """Encode and store in the caller's thread; ``done`` hears each entry's tokens.
+        """Encode and store in the caller's thread; returns the number of stored entries.
 
-        What an entry is encoded behind comes first, where the store does not hold it (:meth:`complete`).
-        What was forgotten since an entry's epoch is not stored. Returns how many were kept.
+        ``done`` is called with each entry's token count. The absent context of entries is encoded first.
         """
-        kept = 0
+        stored = 0
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
-                return kept
+                return stored
             with self.forgets.storing():
-                if self._current(item):
-                    kept += self._keep(item.key, kv)
+                if self._is_current(item):
+                    stored += self._put(item.key, kv)
             done(kv.tokens)
-        return kept
+        return stored
 
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
-        """Store what a request computed itself, unless it was forgotten since or is there."""
+        """Store what a request computed itself, unless forgotten since or stored already."""
         for item, kv in entries:
             with self.forgets.storing():
-                if self._current(item) and item.key not in self._store:
-                    self._keep(item.key, kv)
+                if self._is_current(item) and item.key not in self._store:
+                    self._put(item.key, kv)
 
-    def _current(self, item: Missing) -> bool:
-        """Whether neither it nor what it is encoded behind was forgotten since the work on it began."""
+    def _is_current(self, item: Missing) -> bool:
+        """Whether neither the chunk nor its context was forgotten since the work on it began."""
         return not self.forgets.forgot(item.key, item.epoch)
 
-    def _keep(self, key: KVKey, kv: ChunkKV) -> bool:
+    def _put(self, key: KVKey, kv: ChunkKV) -> bool:
         self._refused.pop(key, None)
         if not self._store.put(key, kv):
             self._refused[key] = None
@@ -112,34 +99,31 @@ class BackgroundEncoder:
         return True
 
     def refused(self, keys: Iterable[KVKey]) -> int:
-        """How many of these the store could not keep when they were last encoded."""
+        """Number of these entries that the store could not keep when they were last encoded."""
         return sum(key in self._refused for key in keys) if self._refused else 0
 
     def complete(self, missing: Iterable[Missing]) -> list[Missing]:
-        """``missing`` and all that has to be encoded before it: the work of :meth:`now`."""
+        """``missing`` after the absent entries of its context: the work of :meth:`now`."""
         return with_ingredients(missing, self._store)
 
     def _encoded(self, items: Sequence[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
-        """Everything once, block by block what stands behind chunks, after those chunks.
+        """Every entry once, entries with neighbours after those.
 
-        In blocks, so that a store too small for all of it still holds what a block is encoded behind.
+        In blocks: a store too small for all entries still holds the neighbours of one block.
         """
-        behind_chunks = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
+        with_neighbours = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
         in_prompts = [item for item in items if isinstance(item.encoding, InPromptEncoding)]
         contextual = NeighbourEncoding, InPromptEncoding
         alone = {item.key: item for item in items if not isinstance(item.encoding, contextual)}
-        if behind_chunks and self._behind_chunks is None:
-            raise ValueError("this Warmer was made without behind_chunks=, which similar:n needs")
-        for start in range(0, len(behind_chunks), BATCH):
-            block = behind_chunks[start : start + BATCH]
+        for start in range(0, len(with_neighbours), BATCH):
+            assert self._neighbours is not None
+            block = with_neighbours[start : start + BATCH]
             first = {part.key for item in block for _, part in ingredients(item)} & alone.keys()
             yield from self._encoded_alone([alone.pop(key) for key in list(alone) if key in first])
-            if self._behind_chunks is not None:
-                yield from self._behind_chunks.encode(block)
+            yield from self._neighbours.encode(block)
         yield from self._encoded_alone(alone.values())
-        if in_prompts and self._in_prompts is None:
-            raise ValueError("this Warmer was made without in_prompts=, which the encoder in-prompt needs")
-        if self._in_prompts is not None:
+        if in_prompts:
+            assert self._in_prompts is not None
             yield from self._in_prompts.encode(in_prompts)
 
     def _encoded_alone(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
@@ -151,19 +135,19 @@ class BackgroundEncoder:
                 yield group[index], kv
 
     def later(self, missing: Iterable[Missing]) -> None:
-        """Queue for the background thread; what is queued already is not queued again."""
+        """Queue for the background thread, each entry once."""
         todo = self.complete(missing)
         with self._changed:
-            new = {i.key: i for i in todo if i.key not in self._waiting and self._current(i)}
+            new = {i.key: i for i in todo if i.key not in self._waiting and self._is_current(i)}
             if new and self._pool.submit(Job(self._work)):
                 self._waiting.update(new)
 
     @contextmanager
     def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
-        """While inside, nothing is stored; at the end, what waits and is about these chunks is dropped.
+        """Hold back storing during a forget; afterwards drop queued entries of these chunks.
 
-        Inside, call ``store.forget`` with the same arguments, and then add them to :attr:`forgets`, also
-        where the store raised: so nothing comes back of what is being encoded just now.
+        Inside, call ``store.forget`` with the same arguments, then add them to :attr:`forgets`, even if the
+        store raised. Entries being encoded at that time are then not stored either.
         """
         with self.forgets.storing(), self.forgets.storing_in_tree():
             try:
@@ -175,27 +159,26 @@ class BackgroundEncoder:
                     self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued; False if that took longer than ``timeout`` seconds."""
+        """Wait until the queue is empty; False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
-        """End the forward in work before its next layer, drop the rest, end the thread."""
+        """Stop the running forward before its next layer, drop the queue and end the thread."""
         self._pool.close()
-        self._done(list(self._waiting.values()))
+        self._remove(list(self._waiting.values()))
 
     def _work(self) -> None:
-        """Encode what waits, batch by batch; what is queued meanwhile has a job of its own."""
         while batch := self._batch():
             try:
                 with CancelScope(self._pool.closed):
                     self.now(item for item in batch if self._waits(item) and item.key not in self._store)
             except Cancelled:
-                pass  # closed: what was not encoded is missed again, and encoded then
+                pass
             except Exception:
-                # An encode that fails costs later requests their reuse, never this one its answer.
+                # A failed encoding costs later requests their reuse, never this one its answer.
                 log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)
-            self._done(batch)
+            self._remove(batch)
 
     def _batch(self) -> list[Missing]:
         with self._changed:
@@ -204,9 +187,9 @@ class BackgroundEncoder:
     def _waits(self, item: Missing) -> bool:
         return self._waiting.get(item.key) is item
 
-    def _done(self, batch: Iterable[Missing]) -> None:
+    def _remove(self, batch: Iterable[Missing]) -> None:
         with self._changed:
             for item in batch:
-                if self._waits(item):  # else it was forgotten, and perhaps missed again since
+                if self._waits(item):  # else forgotten, and perhaps missed again since
                     del self._waiting[item.key]
             self._changed.notify_all()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
 from ragcachekit.forward.linker import link, run_rows
 from ragcachekit.model.encoding import Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
@@ -19,14 +20,13 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
-from ragcachekit_kernels.dispatch import AttentionOptions, column_scores
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
-    """What ``item`` is encoded behind, as entries of their own, and the positions where they begin.
+    """Start positions and entries of the context that ``item`` is encoded behind.
 
-    The system text as ``prefix`` and each neighbour behind that text alone, as ``system`` (without a
-    text: ``standalone``), one behind the other. Empty for encodings that need nothing from the store.
+    These are the system text as ``prefix``, then each neighbour behind that text alone, as ``system``
+    (without a text: ``standalone``). Empty for encodings other than ``similar:n``.
     """
     encoding = item.encoding
     if not isinstance(encoding, NeighbourEncoding):
@@ -43,7 +43,7 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
 
 
 def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
-    """``missing`` behind all that it is encoded behind and the store does not hold, each once."""
+    """``missing`` after the entries of its context that ``store`` lacks, each once."""
     missing = list(missing)
     needed = {part.key: part for item in missing for _, part in ingredients(item)}
     absent = {key: part for key, part in needed.items() if key not in store}
@@ -53,9 +53,9 @@ def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing
 class NeighbourEncoder:
     """Encodes chunks behind the KV of a system text and of other chunks.
 
-    The neighbours do not see each other: each is its own ``system`` encoding, rotated to its place.
-    The chunk's rows run in one linked forward over them, and then lose their RoPE. What ``store`` does not
-    hold, ``encoder`` makes; such KV is used once and not stored here.
+    The neighbours do not attend to each other: each is its own ``system`` encoding, rotated to its place.
+    The chunk's rows run in one linked forward over them. Neighbours that ``store`` lacks are encoded for
+    this use and not stored.
     """
 
     def __init__(
@@ -91,35 +91,16 @@ class NeighbourEncoder:
         positions = range(len(ids) - len(item.token_ids), len(ids))
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(positions), (), report)
-        sums = _Attended(positions, self._model.device)
-        inputs = link([plan], self._rope, self._model.device, 0, observer=sums)
+        sums = AttentionSums([(positions.start, positions.stop)], first=[0])
+        inputs = link([plan], self._rope, self._model.device, 0, observer=SummingObserver(sums))
         run_rows(self._model, inputs, len(positions))
         own = Stretch(0, positions.start, positions.stop)
         (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
-        return ChunkKV(*kv, None, {"attended": sums.sums.cpu()})
-
-
-class _Attended:
-    """Sums, on the device, the attention that the chunk's tokens get from its own rows (:class:`ChunkKV`)."""
-
-    def __init__(self, rows: range, device: torch.device) -> None:
-        self._rows = rows
-        self.sums = torch.zeros(len(rows), device=device)
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
-    ) -> None:
-        scores = column_scores(query, key, positions, options)
-        self.sums += scores[self._rows.start : self._rows.stop].float()
+        return ChunkKV(*kv, None, sums.sums[0])
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:
-    """An entry of the same model, tenant and epoch as ``item``."""
+    """An entry of the same model, namespace and epoch as ``item``."""
     key = item.key
     context = (chunk_id(encoding.behind, key.namespace),) if encoding.behind else ()
     own = KVKey(key.fingerprint, key.namespace, chunk_id(ids, key.namespace), encoding.name, context)

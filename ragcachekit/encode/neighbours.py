@@ -1,4 +1,4 @@
-"""Where the encoder ``similar:n`` gets a chunk's neighbours from: an index, a document, or a log."""
+"""Sources of neighbours for the encoder ``similar:n``: an index, a document, or a log."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from ragcachekit.types import chunk_id
 Ids = tuple[int, ...]
 
 REMEMBERED = 4096
-"""Neighbours whose token ids are kept, so that a prompt does not tokenise ten chunks per chunk."""
+"""Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
 
-_DECIMALS = 6
-"""Similarities are compared to this many: rounding of a matrix product must not reorder equal texts."""
+_DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
 
 @runtime_checkable
 class Neighbours(Protocol):
-    """Which chunks are likely to be retrieved along with a chunk. Implementations promise:
+    """Chunks that are likely to be retrieved along with a chunk. Implementations promise:
 
-    - ``of`` is thread safe and fast enough for the way of a request (it is asked for every chunk of
-      every prompt);
-    - the same neighbours in the same order as long as nothing is to be encoded anew: they are part of
-      the KV key, so other neighbours are a miss, never a wrong answer.
+    - ``of`` is thread safe and fast: it is called for every chunk of every prompt;
+    - neighbours and their order stay the same until chunks are to be encoded anew. They are part of the KV
+      key: other neighbours are a miss, never a wrong answer.
     """
 
     def of(self, text: str) -> Sequence[str]:
-        """Texts of the chunks most similar to ``text``, most similar first; empty where it is unknown.
+        """Texts of the chunks most similar to ``text``, most similar first; empty for an unknown text.
 
-        ``text`` itself may be among them and is left out by the caller, who takes as many as it needs.
+        ``text`` itself may be among them. The caller drops it and takes as many as it needs.
         """
         ...
 
@@ -48,10 +46,10 @@ class SimilarChunks:
     texts : iterable of str
         The corpus. A text that occurs twice is one chunk; outer whitespace does not count.
     embeddings : array_like or callable
-        ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing); or what
-        makes it from the list of texts, such as ``embed_documents`` of LangChain embeddings.
+        ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing); or a function
+        from the list of texts to it, such as ``embed_documents`` of LangChain embeddings.
     most : int
-        Give at most so many; what was found for a chunk is remembered.
+        Maximal number of neighbours of a chunk.
 
     Raises
     ------
@@ -66,8 +64,7 @@ class SimilarChunks:
             raise ValueError(f"most must be at least 1, got {most}")
         given = _texts(texts)
         rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
-        if not given:
-            rows = rows.reshape(0, 1)
+        rows = rows if given else rows.reshape(0, 1)
         if rows.ndim != 2 or len(rows) != len(given):
             raise ValueError(f"embeddings must be one row per text ({len(given)}), got shape {rows.shape}")
         if not np.isfinite(rows).all():
@@ -83,18 +80,18 @@ class SimilarChunks:
         self._found: dict[int, tuple[str, ...]] = {}
 
     def of(self, text: str) -> Sequence[str]:
-        """The most similar first; equal similarities in the order of the corpus."""
+        """The most similar chunks first; equal similarities in the order of the corpus."""
         at = self._at.get(text.strip())
         if at is None:
             return ()
-        if at not in self._found:  # two threads may both compute it: the result is the same
+        if at not in self._found:
             self._found[at] = self._search(at)
         return self._found[at]
 
     def _search(self, at: int) -> tuple[str, ...]:
-        scores = np.round(self._unit @ self._unit[at], _DECIMALS)
         if not self._unit[at].any():
             return ()
+        scores = np.round(self._unit @ self._unit[at], _DECIMALS)
         scores[~self._unit.any(axis=1)] = -np.inf
         scores[at] = -np.inf
         order = np.argsort(-scores, kind="stable")[: self._most]
@@ -102,15 +99,12 @@ class SimilarChunks:
 
 
 class PrecedingChunks:
-    """A chunk's neighbours are the chunks before it in its own document, nearest first.
+    """The chunks before a chunk in its own document, nearest first.
 
-    The graph of FusionRAG section 3.1 (discussion) with one kind of edge. It serves chunks that say
-    "this person" and were cut off from the name.
+    The graph of FusionRAG section 3.1 (discussion) with one kind of edge, for chunks that refer to a name
+    in an earlier chunk.
 
-    Parameters
-    ----------
-    documents : iterable of sequence of str
-        Each document's chunks in order. Of a text that stands in several places the first one counts.
+    ``documents`` are each document's chunks in order. Of a repeated text the first place counts.
     """
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:
@@ -131,14 +125,11 @@ class PrecedingChunks:
 class CoRetrieved:
     """Chunks that were retrieved together with a chunk, most frequent first, equals by first occurrence.
 
-    Counts that move with every request would change the KV keys as often, and each change is a miss.
-    Until :meth:`settle` is called, :meth:`of` follows every observation; afterwards only another
-    ``settle`` changes what it says, so observe all the time and settle before you encode again.
+    Neighbours are part of the KV keys, so every change of them is a miss. Until :meth:`settle` is called,
+    :meth:`of` follows every observation; afterwards only another ``settle`` changes its results. Observe all
+    the time, and settle before encoding again.
 
-    Parameters
-    ----------
-    log : iterable of sequence of str
-        Retrievals that were logged before.
+    ``log`` are earlier retrievals.
     """
 
     def __init__(self, log: Iterable[Sequence[str]] = ()) -> None:
@@ -149,7 +140,7 @@ class CoRetrieved:
             self.observe(texts)
 
     def observe(self, texts: Sequence[str]) -> None:
-        """Note that these chunks were retrieved for one question."""
+        """Count chunks that were retrieved for one question."""
         unique = list({text.strip(): text for text in _texts(texts)}.values())
         with self._lock:
             for text in unique:
@@ -157,12 +148,12 @@ class CoRetrieved:
                 counts.update(other for other in unique if other != text)
 
     def settle(self) -> None:
-        """Answer from the present counts from now on, whatever is observed later."""
+        """Fix the present counts; later observations have no effect until the next call."""
         with self._lock:
             self._settled = {text: _ranked(counts) for text, counts in self._counts.items()}
 
     def of(self, text: str) -> Sequence[str]:
-        """Most often retrieved with it first."""
+        """The chunks most often retrieved with ``text`` first."""
         with self._lock:
             if self._settled is not None:
                 return self._settled.get(text.strip(), ())
@@ -170,20 +161,9 @@ class CoRetrieved:
 
 
 class TokenNeighbours:
-    """What the engine asks: neighbours as token ids, by namespace, without those that were forgotten.
+    """Neighbours as token ids, by namespace, without forgotten ones; TypeError for a source without ``of``.
 
-    Parameters
-    ----------
-    sources : mapping
-        Namespace to its :class:`Neighbours`; a namespace that is not in it has none, for one tenant's
-        chunks must not colour another's.
-    tokenise : callable
-        Chunk text to token ids.
-
-    Raises
-    ------
-    TypeError
-        For a source without a method ``of``.
+    A namespace without a source has no neighbours: one tenant's chunks must not affect another's KV.
     """
 
     def __init__(self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids]) -> None:
@@ -193,57 +173,52 @@ class TokenNeighbours:
         self._sources = dict(sources)
         self._tokenise = lru_cache(REMEMBERED)(tokenise)
         self._lock = threading.Lock()
-        self._gone: dict[str, set[str]] = {}
-        self._since: dict[str, set[str]] = {}  # where all was forgotten: what came back since
+        self._forgotten: dict[str, set[str]] = {}
+        self._returned: dict[str, set[str]] = {}  # since all chunks of the namespace were forgotten
 
     def __bool__(self) -> bool:
         return bool(self._sources)
 
     def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
-        """Token ids of the chunks most similar to ``text``, most similar first.
-
-        Raises
-        ------
-        TypeError
-            If the source gives anything but a sequence of strings.
-        """
+        """Token ids of the chunks most similar to ``text``, most similar first."""
         source = self._sources.get(namespace)
         found = [self._tokenise(near) for near in _texts(source.of(text))] if source else []
         with self._lock:
-            gone, since = self._gone.get(namespace), self._since.get(namespace)
-            if not gone and since is None:
+            forgotten, returned = self._forgotten.get(namespace, ()), self._returned.get(namespace)
+            if not forgotten and returned is None:
                 return tuple(found)
-            named = [(ids, chunk_id(ids, namespace)) for ids in found]
+            names = [chunk_id(ids, namespace) for ids in found]
             return tuple(
-                i for i, name in named if name not in (gone or ()) and (since is None or name in since)
+                ids
+                for ids, name in zip(found, names, strict=True)
+                if name not in forgotten and (returned is None or name in returned)
             )
 
     def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
-        """Leave these chunks out (None: all) until :meth:`register`, though the source still names them."""
+        """Drop these chunks (None: all) from results until :meth:`register`."""
         with self._lock:
             if ids is None:
-                self._since[namespace] = set()
-                self._gone.pop(namespace, None)
+                self._returned[namespace] = set()
+                self._forgotten.pop(namespace, None)
             else:
-                self._gone.setdefault(namespace, set()).update(ids)
-                self._since.get(namespace, set()).difference_update(ids)
+                self._forgotten.setdefault(namespace, set()).update(ids)
+                self._returned.get(namespace, set()).difference_update(ids)
 
     def register(self, namespace: str, texts: Iterable[str]) -> None:
-        """Chunks that were given again after they had been forgotten."""
-        with self._lock:
-            if not self._gone.get(namespace) and namespace not in self._since:
-                return
+        """Return chunks to the results that were forgotten before."""
+        if not self._forgotten.get(namespace) and namespace not in self._returned:
+            return
         ids = {chunk_id(self._tokenise(text), namespace) for text in texts}
         with self._lock:
-            self._gone.get(namespace, set()).difference_update(ids)
-            if namespace in self._since:
-                self._since[namespace] |= ids
+            self._forgotten.get(namespace, set()).difference_update(ids)
+            if namespace in self._returned:
+                self._returned[namespace] |= ids
 
 
 def by_namespace(
     neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
 ) -> Mapping[str, Neighbours]:
-    """A mapping from namespaces; one source alone is that of ``namespace``."""
+    """A mapping from namespaces; a single source belongs to ``namespace``."""
     if neighbours is None or isinstance(neighbours, Mapping):
         return neighbours or {}
     return {namespace: neighbours}
@@ -254,15 +229,15 @@ def _ranked(counts: Counter[str]) -> tuple[str, ...]:
 
 
 def _texts(texts: Iterable[str]) -> list[str]:
-    """A list of them; one string would be taken for its letters."""
-    listed = [texts] if isinstance(texts, str) else list(texts)
+    """A list of them; TypeError for a single string, which would be taken for its letters."""
+    listed = list(texts)
     if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
         raise TypeError("chunks must be given as a list of strings")
     return listed
 
 
 def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of length 1; a row of zeros stays one."""
+    """Rows of length 1; rows of zeros unchanged."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     unit: NDArray[np.float32] = (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     return unit

@@ -15,10 +15,10 @@ from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.types import ENCODING_PREFIX
 
 BATCH_TOKENS = 2048
-"""Padded tokens of one batch at most: enough to fill a matmul."""
+"""Maximal padded tokens of one batch: enough to fill a matmul."""
 
 BATCH_BYTES = 64 << 20
-"""KV of one batch at most, in bytes; a single chunk may exceed it."""
+"""Maximal KV of one batch, in bytes; a single chunk may exceed it."""
 
 
 class ChunkEncoder:
@@ -42,8 +42,7 @@ class ChunkEncoder:
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
         """Yield ``(index, ChunkKV)`` for every chunk, the shortest last; ValueError for an empty chunk.
 
-        Batches are right-padded to at most :data:`BATCH_TOKENS` and :data:`BATCH_BYTES`. Padding needs no
-        mask: under causal attention later tokens do not change earlier ones. A chunk's KV is released when
+        Batches are limited by :data:`BATCH_TOKENS` and :data:`BATCH_BYTES`. A chunk's KV is released when
         the next one is requested.
         """
         if any(len(chunk) == 0 for chunk in chunks):
@@ -67,25 +66,36 @@ class ChunkEncoder:
 
     @torch.no_grad()
     def _forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
-        device, before = self._model.device, len(encoding.behind)
-        width = before + max(len(chunk) for chunk in chunks)
-        length = max(encoding.length, width)
-        # One more token at the prompt's last position makes the model use that prompt's frequencies.
-        # Causal attention keeps it from changing the tokens before it.
-        stretch = [length - 1] if length > width else []
-        ids = torch.zeros(len(chunks), width + len(stretch), dtype=torch.long)
-        for row, chunk in enumerate(chunks):
-            ids[row, : before + len(chunk)] = torch.tensor([*encoding.behind, *chunk])
-        positions = torch.tensor([*range(width), *stretch])
-        cache = self._new_cache([(before, before + len(chunk)) for chunk in chunks])
-        self._model.base_model(
-            input_ids=ids.to(device),
-            position_ids=positions.expand(len(chunks), -1).to(device),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        before = len(encoding.behind)
+        spans = [(before, before + len(chunk)) for chunk in chunks]
+        cache = self._new_cache(spans)
+        prompts = [(*encoding.behind, *chunk) for chunk in chunks]
+        length = prefill(self._model, prompts, encoding.length, cache)
         exact = encoding.name == ENCODING_PREFIX
-        stretches = [Stretch(row, before, before + len(chunk)) for row, chunk in enumerate(chunks)]
+        stretches = [Stretch(row, *span) for row, span in enumerate(spans)]
         sides = extract(cache.layers, stretches, None if exact else self._rope, length)
         sums = getattr(cache, "sums", None) or [{} for _ in chunks]
         return [ChunkKV(*kv, 0 if exact else None, s) for kv, s in zip(sides, sums, strict=True)]
+
+
+def prefill(model: Any, prompts: Sequence[Sequence[int]], length: int, cache: Cache) -> int:
+    """Run right-padded prompts through the decoder into ``cache``, with the frequencies of ``length`` tokens.
+
+    Returns that length, at least the longest prompt's. Padding needs no mask: under causal attention later
+    tokens do not change earlier ones.
+    """
+    width = max(map(len, prompts))
+    length = max(length, width)
+    # One more token at the last position makes the model use the frequencies of the longer prompt.
+    last = [length - 1] if length > width else []
+    ids = torch.zeros(len(prompts), width + len(last), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    positions = torch.tensor([*range(width), *last])
+    model.base_model(
+        input_ids=ids.to(model.device),
+        position_ids=positions.expand(len(prompts), -1).to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return length

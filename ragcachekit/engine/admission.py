@@ -139,7 +139,7 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
         past_key_values=inputs.cache,
         use_cache=True,
     ).logits[0]
-    if any(getattr(layer, "pending", True) for layer in inputs.cache.layers):
+    if any(getattr(layer, "rows", True) for layer in inputs.cache.layers):
         raise ModelNotSupported("a layer never updated its cache: it shares KV with another layer")
     worst = 0.0
     for index, (ours, theirs) in enumerate(zip(inputs.cache.layers, own.layers, strict=True)):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ragcachekit.background import Background, attempt
 from ragcachekit.encode.background import BackgroundEncoder
-from ragcachekit.forward.exact_rows import captured, turn_of
+from ragcachekit.forward.own_rows import captured, turn_of
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -24,7 +24,7 @@ class OwnRowsKeeper:
 
     Parameters
     ----------
-    warmer : Warmer
+    background_encoder : BackgroundEncoder
         Stores it.
     rope : Rope
     unchanged, when

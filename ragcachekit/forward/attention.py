@@ -1,4 +1,4 @@
-"""Attention function of linked models: linked forwards attend by position, all others as before."""
+"""The attention function of admitted models: linked forwards attend by position, others as before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import attention_sums
-from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows, captured_rows
-from ragcachekit.forward.link_rows import LinkRows, linked_rows
-from ragcachekit.forward.tagged_keys import untagged
+from ragcachekit.forward.attention_sums import AttentionSums
+from ragcachekit.forward.cache import LinkRows
+from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows
+from ragcachekit.forward.tagged_keys import tag_of, untagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 
@@ -26,17 +26,12 @@ PREFIX = "ragcachekit_"
 def install(model: Any) -> str:
     """Route the model's attention through ours and return the implementation's name; idempotent.
 
-    The name contains the implementation that the model had (``ragcachekit_sdpa``). That one, with its own
-    mask function, still runs every forward that is not a linked one.
-
-    Raises
-    ------
-    ModelNotSupported
-        If a layer attends within fixed chunks of the context.
+    The name contains the model's own implementation (``ragcachekit_sdpa``), which still runs all other
+    forwards with its own mask function. ``ModelNotSupported`` if a layer attends within fixed chunks of the
+    context: the admission check is shorter than such a chunk.
     """
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        # The admission check is shorter than such a chunk and would not see it.
         raise ModelNotSupported(
             f"{type(model).__name__} has layers that attend within fixed chunks of the context "
             "(attention_chunk_size); only full and sliding-window attention can be linked"
@@ -54,12 +49,12 @@ def install(model: Any) -> str:
 
 
 def is_installed(model: Any) -> bool:
-    """Whether linked forwards of this model reach our attention function."""
+    """Whether the model's attention goes through ours."""
     return str(model.config.get_text_config()._attn_implementation).startswith(PREFIX)
 
 
 def uninstall(model: Any) -> None:
-    """Restore the model's own attention implementation; for models that are refused."""
+    """Restore the model's own attention implementation."""
     name = str(model.config.get_text_config()._attn_implementation)
     if is_installed(model):
         model.set_attn_implementation(name.removeprefix(PREFIX))
@@ -67,7 +62,7 @@ def uninstall(model: Any) -> None:
 
 def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        # Only a linked forward has no keys in its cache, and its attention needs no mask.
+        # Only a linked forward has no keys in its cache; it needs no mask.
         return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
 
     return mask
@@ -82,17 +77,18 @@ def _forward_over(before: str) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, captured, sums = linked_rows(key), captured_rows(key), attention_sums(key)
-        if captured is None and not torch.compiler.is_compiling():
-            # Every layer of every forward calls this; a cancelled capture would count as failed.
-            raise_if_cancelled()
+        tag = tag_of(key)
+        if not isinstance(tag, CapturedRows) and not torch.compiler.is_compiling():
+            raise_if_cancelled()  # a cancelled capture would count as failed
         query, key, value = untagged(query), untagged(key), untagged(value)
-        if rows is not None:
-            return _linked(module, query, key, value, rows, **kwargs), None
-        if captured is not None:
-            return _captured(module, query, key, value, captured, **kwargs), None
-        if sums is not None:
-            sums.observe(query, key, _options(module, query, **kwargs))
+        if tag is not None:
+            options = _options(module, query, **kwargs)
+            if isinstance(tag, LinkRows):
+                return _linked(module, query, key, value, tag, options), None
+            if isinstance(tag, CapturedRows):
+                return _captured(query, key, value, tag, options), None
+            if isinstance(tag, AttentionSums):
+                tag.observe(query, key, options)
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -104,19 +100,17 @@ def _forward_over(before: str) -> Callable[..., Any]:
 def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
     if before != "eager":
         return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
-    # Eager attention is each model's own function (Gemma 2 soft-caps there, gpt-oss adds its sinks).
-    own: Callable[..., Any] | None = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", None
-    )
+    # Each model has its own eager attention (with soft-cap in Gemma 2, sinks in gpt-oss).
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ModelNotSupported(f"{type(module).__name__} has no eager_attention_forward to fall back to")
-    return own
+    return own  # type: ignore[no-any-return]
 
 
 def _masked_window(module: torch.nn.Module) -> int | None:
-    """Window of layers that apply it in the mask only and do not pass it on (Qwen 2 MoE, PhiMoE).
+    """The window of layers that apply it only in the mask (Qwen 2 MoE, PhiMoE).
 
-    The admission check cannot find it: its prompt fits into the window.
+    The admission check cannot detect it: its prompt fits into the window.
     """
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
@@ -137,7 +131,7 @@ def _options(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> AttentionOptions:
-    """Options of our kernels from the keyword arguments of an attention function of transformers."""
+    """Kernel options from the keyword arguments of an attention function of transformers."""
     return AttentionOptions(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or _masked_window(module),
@@ -147,13 +141,18 @@ def _options(
 
 
 def _linked(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: LinkRows, **kwargs: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: LinkRows,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of a linked forward, ``[batch, rows, heads, value_head_dim]``."""
-    options, mixed = _options(module, query, **kwargs), []
+    mixed = []
     for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
         if len(positions) > query.shape[2]:
-            # Gemma 4 runs its last layers, which share earlier layers' KV, for the last row alone.
+            # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
             positions = positions[-query.shape[2] :]
         own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
         if rows.observer is not None:
@@ -169,23 +168,15 @@ def _linked(
 
 
 def _captured(
-    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     captured: CapturedRows,
-    **kwargs: Any,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """As :func:`_linked`, over the KV whose addresses are in the table at the time of the replay."""
+    """As :func:`_linked`, over the KV at the addresses in the table when the graph is replayed."""
     captured.check(query, key, value)
-    out = dispatch.sparse_attention_at(
-        query[0],
-        captured.table,
-        captured.layer,
-        key.shape[1],
-        value.shape[-1],
-        captured.rows,
-        _options(module, query, **kwargs),
-        tokens=captured.tokens,
-    )
+    table, layer, rows, tokens = captured.table, captured.layer, captured.rows, captured.tokens
+    dims = key.shape[1], value.shape[-1]
+    out = dispatch.sparse_attention_at(query[0], table, layer, *dims, rows, options, tokens=tokens)
     return out.transpose(0, 1).contiguous()[None]

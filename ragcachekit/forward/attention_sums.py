@@ -9,53 +9,46 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.tagged_keys import tag_of, tagged
+from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
 
 
 class AttentionSums:
     """Sums over layers, heads and rows, per chunk of a batch; collected one layer at a time.
 
-    They stay on the device until they are asked for: copying each would wait for its layer.
-
-    Parameters
-    ----------
-    stretches : sequence of (int, int)
-        Per batch item, where its chunk's rows begin and end.
+    ``stretches`` are the first row of each item's chunk and the row after its last. ``first`` are the indices
+    of those first rows among the computed rows, where these are not the whole prompt. Sums stay on the device
+    until they are read: copying each would wait for its layer.
     """
 
-    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, stretches: Sequence[tuple[int, int]], first: Sequence[int] | None = None) -> None:
         self._stretches = tuple(stretches)
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
         self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
         self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
 
     @property
-    def attended(self) -> list[torch.Tensor]:
-        """Per batch item ``[tokens]`` float32, on the host."""
-        return [sums.cpu() for sums in self._attended]
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [{"attended": attended.cpu()} for attended in self._attended]
 
     def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
-            rows = self._rows[item]
-            sums = column_scores(query[item, :, start:stop], key[item, :, :stop], rows, options)
+            at = self._first[item]
+            rows, keys = query[item, :, at : at + stop - start], key[item, :, :stop]
+            sums = column_scores(rows, keys, self._rows[item], options)
             self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
 
 
 class ContextSums(AttentionSums):
-    """What chunks of one prompt attend to, segment by segment (Cache-Craft section 3.1, inter and intra).
+    """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
 
-    Parameters
-    ----------
-    chunks : sequence of sequence of int
-        Per chunk, the lengths of the segments before it, from the prompt's start on, then its own.
-    first : sequence of int, optional
-        Per chunk, the place of its first row among the rows that run, where these are not all of the prompt.
+    ``chunks`` are, per chunk, the lengths of the segments before it, then its own.
     """
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
-        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks])
-        self._first = [start for start, _ in self._stretches] if first is None else list(first)
+        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
         self._lengths = [tuple(lengths) for lengths in chunks]
         self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
         self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
@@ -74,72 +67,66 @@ class ContextSums(AttentionSums):
 
     @property
     def sums(self) -> list[dict[str, torch.Tensor]]:
-        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [
             {
-                "attended": attended,
+                "attended": attended.cpu(),
                 "inter": torch.stack(inter).cpu(),
                 "intra": torch.stack(intra).cpu(),
                 "behind": torch.tensor(lengths[:-1]).float(),
                 "outward": (outward / len(inter)).cpu(),
             }
             for attended, inter, intra, lengths, outward in zip(
-                self.attended, self._inter, self._intra, self._lengths, self._outward, strict=True
+                self._attended, self._inter, self._intra, self._lengths, self._outward, strict=True
             )
         ]
 
 
-def attention_sums(keys: torch.Tensor) -> AttentionSums | None:
-    """What the layer that made ``keys`` wants its attention summed into, if anything."""
-    mark = tag_of(keys)
-    return mark if isinstance(mark, AttentionSums) else None
+class SummingObserver:
+    """An observer that adds the attention of one prompt's linked forward to ``sums``."""
+
+    def __init__(self, sums: AttentionSums) -> None:
+        self._observed = sums
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
+    ) -> None:
+        """One layer; see :class:`~ragcachekit.policies.base.Observer`."""
+        self._observed.observe(query[None], key[None], options)
 
 
-class _ObservedLayer(DynamicLayer):  # type: ignore[misc]
+class SummingCache(Cache):  # type: ignore[misc]
+    """A dynamic cache whose first forward, on a model with our attention, adds to ``observed``."""
+
+    def __init__(self, observed: AttentionSums) -> None:
+        super().__init__(layer_class_to_replicate=partial(_SummingLayer, observed))
+
+
+class ObservedCache(SummingCache):
+    """A :class:`SummingCache` for a batch of chunks, which are rows ``start .. stop - 1`` of its items."""
+
+    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
+        self._observed = AttentionSums(stretches)
+        super().__init__(self._observed)
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per batch item; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return self._observed.sums
+
+
+class _SummingLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, sums: AttentionSums) -> None:
         super().__init__()
-        self._sums = sums
+        self._sums: AttentionSums | None = sums
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return tagged(keys, self._sums), values
-
-
-class ObservedCache(Cache):  # type: ignore[misc]
-    """An ordinary dynamic cache for one forward of chunks on a model whose attention is ours.
-
-    Parameters
-    ----------
-    stretches : sequence of (int, int)
-        As for :class:`AttentionSums`.
-    """
-
-    def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
-        self._sums = AttentionSums(stretches)
-        super().__init__(layer_class_to_replicate=partial(_ObservedLayer, self._sums))
-
-    @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
-        """Per batch item; see :class:`ragcachekit.model.kv.ChunkKV`."""
-        return [{"attended": attended} for attended in self._sums.attended]
-
-
-class ContextCache(Cache):  # type: ignore[misc]
-    """An ordinary dynamic cache for one forward of a prompt on a model whose attention is ours.
-
-    Parameters
-    ----------
-    chunks : sequence of sequence of int
-        As for :class:`ContextSums`.
-    """
-
-    def __init__(self, chunks: Sequence[Sequence[int]]) -> None:
-        self._sums = ContextSums(chunks)
-        super().__init__(layer_class_to_replicate=partial(_ObservedLayer, self._sums))
-
-    @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
-        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
-        return self._sums.sums
+        sums, self._sums = self._sums, None  # the prefill alone, not decoding
+        return (keys if sums is None else tagged(keys, sums)), values

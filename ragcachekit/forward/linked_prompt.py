@@ -1,4 +1,4 @@
-"""A linked prompt in the user's hands."""
+"""The result of ``rag.link``: a linked prompt for one call of generate."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from ragcachekit.reports import LinkReport
 
 
 class LinkedPrompt:
-    """What ``rag.link`` returns; goes into one call of ``model.generate`` or one loop of your own.
+    """A linked prompt for one call of ``model.generate`` or one loop of your own.
 
-    The prompt is linked already, all but its last token, and the ids are in order: everything that
-    generate offers for a pre-filled cache works (``rag.generate`` saves the extra pass over the
-    weights by linking inside generate's own prefill).
-
-    For several beams or sequences repeat the cache first, as for any pre-filled cache:
+    All tokens but the last are in the cache, and the ids are in order: everything that generate offers for
+    a pre-filled cache works. (``rag.generate`` links inside generate's own prefill and saves one pass over
+    the weights.) For several beams or sequences repeat the cache first:
     ``inputs["past_key_values"].batch_repeat_interleave(n)``.
 
     Attributes
     ----------
     input_ids : torch.Tensor
         ``[1, tokens]``, the whole prompt.
+    report : LinkReport
     """
 
     def __init__(self, inputs: dict[str, Any], report: LinkReport) -> None:
@@ -34,7 +33,7 @@ class LinkedPrompt:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for ``model.generate``, once.
+        """Keyword arguments for ``model.generate``.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Rows that get fewer from layer to layer, inside the model's own forward (CacheBlend, Cache-Craft)."""
+"""Row cuts from layer to layer inside the model's own forward (CacheBlend, Cache-Craft)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.cache import LinkedCache, LinkedLayer, Projected
-from ragcachekit.forward.link_rows import LinkRows
+from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, Projected
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import LayerwisePolicy, Observer, RowWatch, WatchingPolicy
@@ -21,19 +20,10 @@ _HOOKING = threading.Lock()
 
 
 class Narrowing:
-    """The rows of one linked forward, layer by layer.
+    """The rows of one linked forward of one prompt, layer by layer; those of ``plan`` run through layer 0.
 
-    Before every decoder layer but the first the policy says which of the recomputed rows go on; the
-    others' hidden states are cut away, and with them their positions. Rows that were never cached always
-    go on.
-
-    Parameters
-    ----------
-    plan : LinkPlan
-        With the layer-wise policy; its rows are those of layer 0.
-    policy : LayerwisePolicy
-    cache : LinkedCache
-        Of this plan alone.
+    Before every other decoder layer the policy selects among the recomputed rows. The hidden states and
+    positions of the others are cut. Rows that were never cached run through all layers.
     """
 
     def __init__(self, plan: LinkPlan, policy: LayerwisePolicy, cache: LinkedCache) -> None:
@@ -57,11 +47,11 @@ class Narrowing:
             layer.narrow(rows)
 
     def link_plan(self) -> LinkPlan:
-        """The plan as it turned out; its ratio counts what each layer really ran."""
+        """The plan after the forward; its ratio counts the rows of each layer."""
         return apply_selection(self._plan, self._chosen, self._spent, len(self._cache.layers))
 
     def before(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a forward pre-hook of decoder layer ``layer`` returns: new arguments, or None."""
+        """New ``(args, kwargs)`` of decoder layer ``layer``."""
         layers = len(self._cache.layers)
         if args and args[0].dim() != 3:
             raise ModelNotSupported(
@@ -69,9 +59,9 @@ class Narrowing:
                 "policy cannot cut rows there: use another policy"
             )
         if layer == layers - 1:
-            self._cache.narrowing = None  # decoding steps come with the same cache
+            self._cache.before_layer = None  # decoding steps have the same cache
         if self._rows != self._plan.rows:
-            # Hidden states come from the layer before, positions from the model, as they were at first.
+            # Hidden states are those of the previous layer, positions still those of layer 0.
             now = torch.tensor([self._slot[p] for p in self._rows])
             args, kwargs = _cut((args, kwargs), len(self._plan.rows), now)
         deviation = partial(self._deviation, layer, module, args, kwargs)
@@ -80,14 +70,14 @@ class Narrowing:
         )
         if not going <= set(self._chosen):
             raise ValueError(f"policy {self._plan.report.policy} chose rows that were not in work")
-        keep = torch.tensor([i for i, p in enumerate(self._rows) if p in going or p in self._always])
-        before, self._rows = len(self._rows), tuple(self._rows[i] for i in keep.tolist())
+        index = [i for i, p in enumerate(self._rows) if p in going or p in self._always]
+        before, self._rows = len(self._rows), tuple(self._rows[i] for i in index)
         self._chosen = [p for p in self._chosen if p in going]
         self._spent.append(len(self._chosen) + self._last_cached)
         rows = self._link_rows()
         for later in self._cache.layers[layer:]:
             later.narrow(rows)
-        return _cut((args, kwargs), before, keep)
+        return _cut((args, kwargs), before, torch.tensor(index))
 
     def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
         linked: LinkedLayer = self._cache.layers[layer]
@@ -104,24 +94,22 @@ class Narrowing:
 
 
 def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:
-    """Have the next forward over ``cache`` narrow its rows, if the plan's policy is layer-wise.
+    """Have the next forward over ``cache`` cut its rows, if the plan's policy is layer-wise.
 
-    Raises
-    ------
-    ModelNotSupported
-        If the decoder layers cannot be found.
+    Raises ``ModelNotSupported`` if the decoder layers cannot be found.
     """
     if not isinstance(plan.policy, LayerwisePolicy) or not plan.rows:
         return None
     _hook(model, len(cache.layers))
-    cache.narrowing = Narrowing(plan, plan.policy, cache)
-    return cache.narrowing
+    narrowing = Narrowing(plan, plan.policy, cache)
+    cache.before_layer = narrowing.before
+    return narrowing
 
 
 def _hook(model: Any, kept: int) -> None:
-    """Put our pre-hook on every decoder layer, once and for good: it acts only for caches that narrow.
+    """Register our pre-hook on every decoder layer, once; it acts only for caches with ``before_layer``.
 
-    Adding and removing hooks around each call would change the model under other threads' forwards.
+    Removing it after each call would change the model during other threads' forwards.
     """
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
@@ -143,16 +131,16 @@ def _hook(model: Any, kept: int) -> None:
 
 def _before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:
     if kwargs is None:
-        # torch is still registering this hook in another thread: a forward that narrows comes after that.
+        # Another thread is still registering this hook; its own forward begins after that.
         return None
     for value in (*kwargs.values(), *args):
-        if isinstance(value, LinkedCache) and value.narrowing is not None:
-            return value.narrowing.before(layer, module, args, kwargs)
+        if isinstance(value, LinkedCache) and value.before_layer is not None:
+            return value.before_layer(layer, module, args, kwargs)
     return None
 
 
 def _cut(value: Any, rows: int, index: torch.Tensor) -> Any:
-    """Rows ``index`` of whatever runs along ``rows`` rows: hidden states, position ids, cosines and sines."""
+    """Rows ``index`` of all tensors with ``rows`` rows: hidden states, position ids, cosines and sines."""
     if isinstance(value, dict):
         return {name: _cut(item, rows, index) for name, item in value.items()}
     if isinstance(value, tuple):

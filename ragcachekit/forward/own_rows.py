@@ -1,4 +1,4 @@
-"""``in-prompt`` entries out of the very request that missed them, where its rows are those of its prompt."""
+"""Copies of KV that a request computed: exact rows for the tree, and its missing ``in-prompt`` entries."""
 
 from __future__ import annotations
 
@@ -6,84 +6,76 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from ragcachekit.forward.attention_sums import ContextSums
-from ragcachekit.forward.tagged_keys import tagged
+from ragcachekit.forward.attention_sums import ContextSums, SummingCache, SummingObserver
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy
+from ragcachekit.prefix_tree.conversations import Turn
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
-"""Bytes of queries and keys that one request may leave behind; with more, its chunks are encoded anew."""
+"""Maximal bytes of queries and keys held for one request; beyond it, its chunks are encoded anew."""
+
+
+def segments_of(item: Missing) -> tuple[int, ...]:
+    """Lengths of the segments before an ``in-prompt`` chunk, and of the chunk itself."""
+    assert isinstance(item.encoding, InPromptEncoding)
+    return (*item.encoding.segments, len(item.token_ids))
+
+
+def stop_of(item: Missing) -> int:
+    """Position after the chunk's last token in its prompt."""
+    return len(item.encoding.behind) + len(item.token_ids)
 
 
 def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
-    """Missing entries whose rows the request computes, behind nothing but rows that are exact.
+    """Missing entries whose rows the request computes, after exact rows only.
 
-    Behind approximate rows they would be approximate, and later taken for exact behind the same context:
-    those entries need a forward of their own.
+    Entries after approximate rows need a forward of their own: later they would be taken for exact.
     """
-    computed, last = set(plan.rows), _first_approximate(plan)
+    computed, last = set(plan.rows), exact_rows(plan, rotated=True)
     return tuple(
         item
         for item in plan.missing
         if isinstance(item.encoding, InPromptEncoding)
-        and _stop(item) <= last
-        and computed.issuperset(range(len(item.encoding.behind), _stop(item)))
+        and stop_of(item) <= last
+        and computed.issuperset(range(len(item.encoding.behind), stop_of(item)))
     )
 
 
-class OwnRows:
-    """What one request's prefill computes of its missing chunks, and what these attend to meanwhile.
-
-    Parameters
-    ----------
-    plan : LinkPlan
-        Decided; by itself in its batch.
-    items : sequence of Missing
-        As :func:`own_entries` names them.
-    """
+class OwnRows(SummingObserver):
+    """KV and attention sums of missing chunks (:func:`own_entries`), out of one request's prefill."""
 
     def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
         self.items = tuple(items)
         self._length = len(plan.token_ids)
         place = {row: number for number, row in enumerate(plan.rows)}
         self._sums = _PrefillSums(
-            [_segments(item) for item in items],
+            [segments_of(item) for item in items],
             [place[len(item.encoding.behind)] for item in items],
             len(plan.rows),
         )
+        super().__init__(self._sums)
 
     def cache(self) -> Cache:
-        """An empty cache for an ordinary prefill of the prompt, which is watched."""
-        return _WatchedCache(self._sums)
-
-    def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
-    ) -> None:
-        """One layer of a linked forward; see :class:`~ragcachekit.forward.link_rows.Observer`."""
-        self._sums.observe(query[None], key[None], options)
+        """An empty cache for an ordinary prefill of the prompt."""
+        return SummingCache(self._sums)
 
     def complete(self, cache: Any) -> bool:
-        """Whether all was seen of a prefill into ``cache``, and the rows are still there."""
+        """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
         layers = getattr(cache, "layers", None) or ()
         held = all(layer.keys is not None and layer.keys.shape[-2] >= self._length for layer in layers)
-        return held and self._sums.complete(len(layers))
+        return held and 0 < len(layers) == len(self._sums.held)
 
     @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
-        """Copies on the host, keys without RoPE, out of the request's cache, which is :meth:`complete`."""
-        stretches = [Stretch(0, len(item.encoding.behind), _stop(item)) for item in self.items]
+        """Copies on the host, keys without RoPE, from a cache for which :meth:`complete` is true."""
+        stretches = [Stretch(0, len(item.encoding.behind), stop_of(item)) for item in self.items]
         sides = extract(cache.layers, stretches, rope, self._length)
         self._sums.settle()
         kvs = (ChunkKV(*kv, None, sums) for kv, sums in zip(sides, self._sums.sums, strict=True))
@@ -91,57 +83,41 @@ class OwnRows:
 
 
 class _PrefillSums(ContextSums):
-    """Of chunks whose rows begin at ``first`` among the ``rows`` of a forward; of no other forward."""
+    """Sums over one forward of ``rows`` rows."""
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int], rows: int) -> None:
         super().__init__(chunks, first)
         self._count = rows
         self._nbytes = 0
-        self._held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
+        self.held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
 
     def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
-        """Hold on to a layer's queries and keys: summing them here would delay the first token."""
+        """Hold a layer's queries and keys: summing them here would delay the first token."""
         if query.shape[2] != self._count:
-            return  # layers that run fewer rows: then not all is seen
+            return  # a layer that runs fewer rows
         self._nbytes += query.untyped_storage().nbytes() + key.untyped_storage().nbytes()
-        self._held.append((query, key, options))
+        self.held.append((query, key, options))
         if self._nbytes > MOST_HELD:
-            self._held.clear()
-
-    def complete(self, layers: int) -> bool:
-        """Whether every layer was seen once."""
-        return 0 < layers == len(self._held)
+            self.held.clear()
 
     def settle(self) -> None:
-        """Sum what was seen, and let go of it."""
-        for query, key, options in self._held:
+        """Sum and release the held layers."""
+        for query, key, options in self.held:
             super().observe(query, key, options)
-        self._held.clear()
+        self.held.clear()
 
 
-class _WatchedLayer(DynamicLayer):  # type: ignore[misc]
-    def __init__(self, sums: ContextSums) -> None:
-        super().__init__()
-        self._sums: ContextSums | None = sums
+def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
+    """Number of rows from the start that equal those of an ordinary prefill.
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        sums, self._sums = self._sums, None  # the prefill alone, not what is generated
-        return (keys if sums is None else tagged(keys, sums)), values
-
-
-class _WatchedCache(Cache):  # type: ignore[misc]
-    def __init__(self, sums: ContextSums) -> None:
-        super().__init__(layer_class_to_replicate=lambda: _WatchedLayer(sums))
-
-
-def _first_approximate(plan: LinkPlan) -> int:
-    """The first row that is not what an ordinary prefill of the prompt computes."""
-    computed, layerwise = set(plan.rows), isinstance(plan.policy, LayerwisePolicy)
+    These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
+    without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
+    """
+    computed = set(plan.rows)
+    layerwise = isinstance(plan.policy, LayerwisePolicy)
+    layerwise |= plan.beginning is not None and plan.beginning.layerwise
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
-        if chunk.is_exact and not piece.kv.quantised:
+        if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
             continue
         for row in range(piece.start, piece.stop):
             if layerwise or row not in computed:
@@ -149,10 +125,64 @@ def _first_approximate(plan: LinkPlan) -> int:
     return len(plan.token_ids)
 
 
-def _segments(item: Missing) -> tuple[int, ...]:
-    assert isinstance(item.encoding, InPromptEncoding)
-    return (*item.encoding.segments, len(item.token_ids))
+def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
+    """Copies of the exact KV of the steps after those that the tree had.
+
+    ``plan`` is as it ran and ``cache`` as generate left it. ``item`` and ``offset`` are the prompt's place in
+    the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
+    where its frequencies change).
+    """
+    if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
+        return []
+    match = plan.beginning.match
+    last, start = exact_rows(plan), match.tokens
+    stretches: list[Stretch] = []
+    for step in match.path[len(match) :]:
+        stop = start + step.tokens
+        if stop > last or not _holds(cache, offset + stop):
+            break
+        stretches.append(Stretch(item, offset + start, offset + stop))
+        start = stop
+    if not stretches:
+        return []
+    sides = extract(cache.layers, stretches, host=False)
+    return [ChunkKV(*kv, at.start - offset) for kv, at in zip(sides, stretches, strict=True)]
 
 
-def _stop(item: Missing) -> int:
-    return len(item.encoding.behind) + len(item.token_ids)
+def turn_of(
+    plan: LinkPlan, answer: Sequence[int], cache: Any, item: int, offset: int, rope: Rope, most: int
+) -> Turn | None:
+    """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
+
+    ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
+    are approximate.
+    """
+    beginning = plan.beginning
+    rows = (*plan.token_ids, *answer[:-1])
+    if beginning is None or rope.depends_on_length or not _holds(cache, offset + len(rows)):
+        return None
+    sides = [side[item, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
+    if sum(t.numel() * t.element_size() for t in sides) > most:
+        return None
+    exact = exact_rows(plan)
+    traces = (id for chunk in plan.placed for id in chunk.behind)
+    (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
+    return Turn(
+        beginning.match.root,
+        rows,
+        ChunkKV(*copied, 0),
+        len(rows) if exact == len(plan.token_ids) else exact,
+        beginning.members.union(traces),
+    )
+
+
+def _between_frequencies(tokens: int, rope: Rope) -> bool:
+    """Whether a prefill without the prompt's last token rotates its keys by other frequencies."""
+    return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
+
+
+def _holds(cache: Any, columns: int) -> bool:
+    layers = getattr(cache, "layers", None) or ()
+    return len(layers) > 0 and all(
+        getattr(layer, "keys", None) is not None and layer.keys.shape[-2] >= columns for layer in layers
+    )

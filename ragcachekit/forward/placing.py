@@ -1,4 +1,4 @@
-"""Puts the kept pieces of prompts in place by kernel: all layers at once, or each as it lands."""
+"""Placement of kept pieces by kernels: all layers at once, or each layer after its copy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.store.loading.load import Pair
 from ragcachekit_kernels import dispatch
 
-_ALIGN = 256  # bytes; what torch's own allocations begin at
+_ALIGN = 256  # bytes, as of torch's own allocations
 _VECTOR = 16  # bytes that kernels load at once
-
-BLOCK_BYTES = 1 << 28
-"""What the layers of a long prompt are allocated in."""
+BLOCK_BYTES = 1 << 28  # of one allocation for the layers of a long prompt
 
 _Room = tuple[int, int]
 """Slots and bytes of keys or of values."""
@@ -29,7 +27,7 @@ _Room = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """One prompt of the batch: what it wants where. ``sources`` tells which entry each piece is of."""
+    """One prompt of the batch; ``sources`` are the numbers of its pieces' entries."""
 
     places: tuple[dispatch.Place, ...]
     sources: tuple[int, ...]
@@ -39,33 +37,15 @@ class _Item:
 
 
 class Placing:
-    """Keys and values of all layers of one batch, put in place in the order in which they are asked for.
+    """Keys and values of all layers of one batch, placed in the order in which they are read.
 
-    What lies on the device already is placed by one launch for all layers, when the first is asked for.
-    Otherwise each layer is placed when it is asked for (with those before it), from memory that
-    :class:`Transfers` copies into meanwhile. Either way where everything lies is known before the first,
-    and goes to the device in one table. Rows that the forward will write itself are left as they
-    are, unless a policy is yet to compare them with what it computes.
+    Pieces that are all on the device are placed by one launch for all layers. Otherwise each layer is placed
+    when it is read, from memory that :class:`Transfers` fills. One table with all addresses goes to the
+    device before the first launch. Rows that the forward computes are not placed, unless a policy compares
+    them with the computed ones.
 
-    Parameters
-    ----------
-    plans : sequence of LinkPlan
-    rope : Rope
-    device : torch.device
-    streams : Streams
-        Of that device.
-    slots : int
-        Columns of the cache.
-    offsets : sequence of int
-        Per prompt, the column of its position 0.
-    room : int
-        Bytes of the device for layers on their way.
-
-    Attributes
-    ----------
-    device : torch.device
-    dtypes : list of torch.dtype
-        Of each layer's keys.
+    ``slots`` are the columns of the cache, ``offsets`` the column of each prompt's position 0. ``room`` are
+    device bytes for copied layers. ``dtypes`` are those of each layer's keys.
     """
 
     def __init__(
@@ -86,7 +66,6 @@ class Placing:
             if isinstance(kv, ChunkKV) and streams.holds(kv.stored_layer(0)[0])
         }
         self._far = [number for number in range(len(kvs)) if number not in self._near]
-        self.device = device
         self._rope, self._streams, self._slots = rope, streams, slots
         self._layers = kvs[0].layers
         self._shapes = kvs[0].shapes
@@ -107,34 +86,22 @@ class Placing:
         self._spans: list[tuple[Event, Event]] = []
 
     @property
-    def on_device(self) -> bool:
-        """Whether nothing is awaited from the host any more: to ask for a layer enqueues what it takes."""
-        return self._transfers is None or self._placed == self._layers
-
-    @property
     def coming(self) -> int:
-        """Bytes that are awaited from the host, or have been."""
-        return 0 if self._transfers is None else self._transfers.nbytes
+        """Bytes to copy from the host; 0 once all layers are placed."""
+        return 0 if self._transfers is None or self._placed == self._layers else self._transfers.nbytes
 
     @property
     def settling(self) -> float | None:
-        """Seconds for which the device's compute queue was busy with, or waited for, kept rows.
-
-        From the end of what was enqueued before a layer was asked for to its being in place, waits of the
-        host within that included. None where the device does not tell, or has not come to it yet.
-        """
+        """Seconds that the device's compute queue spent on kept rows, waits included; None if unknown."""
         if self._transfers is not None:
             self._transfers.release()
         known = [s for s in (self._streams.seconds(*span) for span in self._spans) if s is not None]
         return sum(known) if known else None
 
     def layer(self, number: int) -> Pair:
-        """One layer's keys and values ``[batch, kv_heads, slots, head_dim]``; given out once.
+        """One layer's keys and values ``[batch, kv_heads, slots, head_dim]``; returned once.
 
-        Raises
-        ------
-        LoadFailed
-            If an entry does not come; asking again tries again.
+        ``LoadFailed`` if an entry could not be loaded; another call tries again.
         """
         if self._assemblies is None:
             if not self._buffers:
@@ -142,21 +109,13 @@ class Placing:
             self._assemblies = self._prepared()
         while self._placed <= number:
             begun = self._streams.mark()
-            if self._transfers is None:
-                done = self._place_all(self._assemblies)
-                self._placed = self._layers
-            else:
-                done = self._place_next(self._transfers, self._assemblies)
-                self._placed += 1
-            self._spans.append((begun, done))
+            self._spans.append((begun, self._place(self._assemblies)))
         if self._placed == self._layers:
             self._items, self._near, self._assemblies = [], {}, []
         return self._buffers.pop(number)
 
-    # -- placing -----------------------------------------------------------------------------------
-
     def _prepared(self) -> list[dispatch.Assembly]:
-        """All layers of each prompt: what layers share is packed once, and goes up in one copy."""
+        """One launch table per prompt, for all layers."""
         chunks, out = self._chunks(), []
         for batch, item in enumerate(self._items):
             if item.places:
@@ -165,24 +124,23 @@ class Placing:
                 out.append(dispatch.assembly(planes, item.places, own, item.tables, skip=item.skip))
         return out
 
-    def _place_all(self, assemblies: Sequence[dispatch.Assembly]) -> Event:
-        def place() -> None:
+    def _place(self, assemblies: Sequence[dispatch.Assembly]) -> Event:
+        """Place all layers, or the next one after its copy."""
+        planes = slice(0, None) if self._transfers is None else slice(2 * self._placed, 2 * self._placed + 2)
+
+        def place(_: object = None) -> None:
             for assembly in assemblies:
-                assembly.run()
+                assembly.run(planes.start, planes.stop)
 
-        return self._streams.compute(place)
-
-    def _place_next(self, transfers: Transfers, assemblies: Sequence[dispatch.Assembly]) -> Event:
-        first = 2 * self._placed
-
-        def place(_: Sequence[dispatch.ChunkTensors]) -> None:
-            for assembly in assemblies:
-                assembly.run(first, first + 2)
-
-        return transfers.use(self._placed, place)
+        if self._transfers is None:
+            done, count = self._streams.compute(place), self._layers
+        else:
+            done, count = self._transfers.use(self._placed, place), 1
+        self._placed += count
+        return done
 
     def _chunks(self) -> dict[int, dispatch.ChunkTensors]:
-        """Per entry, the tensors of all layers, where they are or will be when they are used."""
+        """Per entry, the tensors of all layers, where they are when they are used."""
         chunks = {number: kv.planes for number, kv in self._near.items()}
         if self._transfers is not None:
             layers = map(self._transfers.chunks, range(self._layers))
@@ -196,13 +154,11 @@ class Placing:
             keys, values = keys[:, offset:], values[:, offset:]
         return self._rope.planes(layer, keys, values)
 
-    # -- memory ------------------------------------------------------------------------------------
-
     def _allocate(self) -> None:
-        """All layers at once, each beginning, and each of its heads, where kernels load 16 bytes at once.
+        """Allocate all layers, each of their heads aligned to what kernels load at once.
 
-        In one block, or several for a long prompt: decoding moves layer by layer to memory of its own, and
-        a block is free only when the last of its layers has moved.
+        In several blocks for a long prompt: decoding copies layer by layer to new memory, and a block is
+        free only after its last layer.
         """
         begin = size = 0
         rooms = [tuple(map(self._room, shapes)) for shapes in self._shapes]
@@ -230,7 +186,7 @@ class Placing:
             self._buffers[layer] = views[0], views[1]
 
     def _room(self, side: TensorShape) -> _Room:
-        """Slots that make a head's bytes a multiple of what is loaded at once, and the bytes of all."""
+        """Slots that make a head's bytes a multiple of :data:`_VECTOR`, and the bytes of all heads."""
         dtype, (heads, _, dim) = side
         step = _VECTOR // math.gcd(_VECTOR, dim * dtype.itemsize)
         slots = -(-self._slots // step) * step

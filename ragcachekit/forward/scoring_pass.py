@@ -1,4 +1,4 @@
-"""Let a guided policy choose: run the question over the linked cache and watch what it attends to."""
+"""The scoring pass of guided policies: the question runs over the linked cache, its attention is summed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from ragcachekit.policies.base import GuidedPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores
 
 
-class _Seen(Exception):
-    """Every watched layer was seen: the rest of the forward is of no interest."""
+class _Done(Exception):
+    """Stops the forward after the last watched layer."""
 
 
 class _Watcher:
-    """An observer that keeps, per watched layer, what each key got from the question's rows.
-
-    Sums stay on the device until the forward is over: copying each would wait for its layer.
-    """
+    """Sums, per watched layer, each key's attention from the question's rows, on the device."""
 
     def __init__(
         self,
@@ -46,11 +43,11 @@ class _Watcher:
         options: AttentionOptions,
     ) -> None:
         if layer in self._wanted:
-            rows = query[:, -len(self._question) :]  # the question stands last
+            rows = query[:, -len(self._question) :]  # the question comes last
             sums = column_scores(rows, key, self._question, options, self._spans)
             self._sums[layer] = sums.float()
         if layer == max(self._wanted):
-            raise _Seen
+            raise _Done
 
     def attention(self) -> list[torch.Tensor]:
         return list(torch.stack([self._sums[layer] for layer in self._wanted]).cpu())
@@ -58,15 +55,11 @@ class _Watcher:
 
 @torch.no_grad()
 def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, Buffers | None]:
-    """Decide an open plan; a decided one passes through.
+    """The plan with the rows that its guided policy selects, and its buffers for :func:`link`.
 
     Rows that are computed anyway run over the linked cache at their real positions, up to the attention
-    of the last layer watched. The buffers that this assembled come back, for :func:`link`.
-
-    Raises
-    ------
-    ValueError
-        If the policy watches a layer that the model does not have.
+    of the last watched layer. ValueError for a layer that the model does not have. Plans with another
+    policy, or none, are returned unchanged.
     """
     policy = plan.policy
     if not isinstance(policy, GuidedPolicy):
@@ -75,7 +68,7 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
     buffers = assemble([plan], rope, model.device)
     inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
-    with suppress(_Seen):
+    with suppress(_Done):
         run_rows(model, inputs, len(plan.rows))
     return apply_selection(plan, policy.choose(plan.placed, watcher.attention())), buffers
 

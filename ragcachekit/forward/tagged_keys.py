@@ -1,40 +1,38 @@
-"""Keys that carry a note from the cache layer that made them to the attention that reads them."""
+"""Keys that carry a tag from the cache layer that made them to the attention that reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
 class TaggedKeys(torch.Tensor):
-    """A tensor whose mark stays on all that is computed from it.
+    """A tensor whose tag passes to all tensors computed from it.
 
-    Models do not always attend over the very tensor that the cache handed out: multi-head latent
-    attention expands its keys from it, JetMoe repeats them. The mark lives as long as these tensors
-    do, which is one layer's attention; nothing else has to know which forward is running.
+    Models do not always attend over the tensor that the cache returned: multi-head latent attention expands
+    its keys from it, JetMoe repeats them. The tag lives as long as these tensors, one layer's attention.
     """
 
-    mark: Any = None
+    tag: Any = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        _hand_on(out, _first_mark((*args, *(kwargs or {}).values())))
+        _set_tag(out, _first_tag((*args, *(kwargs or {}).values())))
         return out
 
 
-def tagged(tensor: torch.Tensor, mark: Any) -> torch.Tensor:
-    """The same memory, with ``mark``; the tensor itself stays unmarked."""
+def tagged(tensor: torch.Tensor, tag: Any) -> torch.Tensor:
+    """The same memory, with ``tag``; the tensor itself stays untagged."""
     out = tensor.as_subclass(TaggedKeys)
-    out.mark = mark
+    out.tag = tag
     return out
 
 
 def tag_of(tensor: torch.Tensor) -> Any:
-    """The mark that ``tensor`` was made under, or None."""
-    return tensor.mark if isinstance(tensor, TaggedKeys) else None
+    """The tag of ``tensor``, or None."""
+    return tensor.tag if isinstance(tensor, TaggedKeys) else None
 
 
 def untagged(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,20 +40,17 @@ def untagged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedKeys) else tensor
 
 
-def _first_mark(values: Iterable[Any]) -> Any:
-    for value in values:
-        if isinstance(value, TaggedKeys):
-            found = value.mark
-        else:
-            found = _first_mark(value) if isinstance(value, tuple | list) else None
-        if found is not None:
-            return found
+def _first_tag(value: Any) -> Any:
+    if isinstance(value, TaggedKeys):
+        return value.tag
+    if isinstance(value, tuple | list):
+        return next((tag for tag in map(_first_tag, value) if tag is not None), None)
     return None
 
 
-def _hand_on(out: Any, mark: Any) -> None:
+def _set_tag(out: Any, tag: Any) -> None:
     if isinstance(out, TaggedKeys):
-        out.mark = mark
+        out.tag = tag
     elif isinstance(out, tuple | list):
         for item in out:
-            _hand_on(item, mark)
+            _set_tag(item, tag)

@@ -1,4 +1,4 @@
-"""Chunk KV on its way from host memory to the device, layer by layer and a few layers ahead."""
+"""Copies of chunk KV from host memory to the device, a few layers ahead of their use."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from ragcachekit.store.loading.load import AnyKV, LoadingKV
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 RING_BYTES = 1 << 28
-"""Memory of the device for layers on their way; at least :data:`LEAST` layers of a prompt in any case."""
+"""Device memory for copied layers; at least :data:`LEAST` layers of a prompt in any case."""
 
 LEAST, MOST = 3, 8
-"""Layers: one that is put in place, one that has landed, one that is being copied. Far ahead is no faster."""
+"""Layers in the ring: one is put in place, one has landed, one is being copied. More are no faster."""
+
+Shapes = tuple[tuple[TensorShape, ...], ...]
+"""Of one layer's keys, values and scales (where quantised), entry by entry."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """What copies need until they have landed: where they come from and where they go."""
+    """Sources and target of copies, held until they have landed."""
 
     kvs: list[AnyKV]
     ring: torch.Tensor | None = None
     landed: Event | None = None
 
     def drain(self) -> None:
-        """Wait for them, then let go."""
+        """Wait for the copies, then release both."""
         if self.landed is not None:
             self.landed.synchronize()
         self.kvs.clear()
@@ -37,31 +40,16 @@ class _Held:
 
 
 class Transfers:
-    """Copies layers of some entries to the device ahead of their use, in a ring of a few layers' memory.
+    """Copies layers of entries to the device ahead of their use, into a ring of a few layers' memory.
 
-    The copies have a queue of their own: layer l's are enqueued behind the use of the layer that had its
-    place in the ring, and its use behind their landing. So while layer l computes, the next ones come, and
-    neither waits on the host. Entries are held until their copies have landed, whatever becomes of the
-    request; nothing is page-locked here (the host tier does that once, when it takes an entry). A layer
-    that lies there in one stretch, as that tier lays it, is one copy: to enqueue one takes the host as long
-    as 200 KB take to travel.
+    Copies have a queue of their own. Layer l's copies wait for the use of the layer that had its place in the
+    ring, and its use waits for them; the host waits for neither. Entries are held until their copies have
+    landed, even if the request fails. Page-locked memory makes copies asynchronous; the host tier page-locks
+    an entry when it stores it. A layer in contiguous memory is one copy: enqueueing one costs as much time as
+    200 KB of transfer.
 
-    Parameters
-    ----------
-    streams : Streams
-    kvs : sequence
-        Entries, each once; not on the device.
-    resident : int
-        Layers that have to be in host memory before the first is used (Cache-Craft section 3.4.2).
-    room : int
-        Bytes of the ring.
-
-    Attributes
-    ----------
-    depth : int
-        Layers in the ring.
-    nbytes : int
-        Bytes to copy in all.
+    ``resident`` layers have to be in host memory before the first is used (Cache-Craft section 3.4.2).
+    The ring of ``room`` bytes holds ``depth`` layers; ``nbytes`` are copied in all.
     """
 
     def __init__(
@@ -70,8 +58,9 @@ class Transfers:
         self._streams = streams
         self._layers = kvs[0].layers
         self._resident = min(resident, self._layers)
-        self._kinds: list[Shapes] = []  # of layers; mostly one
-        self._kind = [self._kind_of(shapes) for shapes in zip(*(kv.stored_shapes for kv in kvs), strict=True)]
+        shapes: list[Shapes] = list(zip(*(kv.stored_shapes for kv in kvs), strict=True))
+        self._kinds = [one for layer, one in enumerate(shapes) if one not in shapes[:layer]]  # mostly one
+        self._kind = [self._kinds.index(one) for one in shapes]
         self._size = max(offsets(_flat(shapes))[-1] for shapes in self._kinds)
         self.depth = min(self._layers, max(LEAST, min(MOST, room // max(1, self._size))))
         sizes = [sum(map(nbytes_of, _flat(shapes))) for shapes in self._kinds]
@@ -80,26 +69,19 @@ class Transfers:
         self._free: list[Event | None] = [None] * self.depth
         self._landed: list[Event | None] = [None] * self.depth
         self._views: dict[tuple[int, int], list[_Room]] = {}
-        self._landing: dict[int, dict[int, list[ChunkTensors]]] = {}  # by kind and slot
         self._held = _Held(list(kvs))
-        # Not in a method of ours: the copies have to land even if an error took us away.
         weakref.finalize(self, self._held.drain).atexit = False
 
     def begin(self) -> None:
-        """Enqueue what is there already, as far as the ring goes; waits for nothing."""
+        """Enqueue loaded layers, as many as the ring holds, without waiting."""
         while self._sent < min(self._layers, self._used + self.depth) and self._is_there(self._sent):
             self._send(self._sent)
 
     def use(self, layer: int, work: Callable[[Sequence[ChunkTensors]], None]) -> Event:
         """Enqueue ``work`` over one layer's keys and values on the device, in the order of the entries.
 
-        Layers are used one after the other, each once. What ``work`` is given is overwritten later. The
-        event is reached when its work is done.
-
-        Raises
-        ------
-        LoadFailed
-            If an entry does not come; using the layer again tries again.
+        Layers are used in order, each once; their memory is overwritten later. The event is reached when the
+        work is done. ``LoadFailed`` if an entry could not be loaded; another call tries again.
         """
         assert layer == self._used < self._layers, "layers are used in order"
         if layer == 0:
@@ -111,46 +93,24 @@ class Transfers:
         done = self._free[slot] = self._streams.compute(lambda: work(chunks), self._landed[slot])
         self._used += 1
         if self._used == self._layers:
-            # All copies have been waited for in the compute queue, to which the ring belongs.
-            self._held.ring = None
+            self._held.ring = None  # the compute queue, to which it belongs, is behind all copies
             self._views.clear()
-            self._landing.clear()
         else:
             self.begin()
         return done
 
     def chunks(self, layer: int) -> list[ChunkTensors]:
-        """Where a layer's tensors will lie: the same objects for all layers that share their place."""
-        slot, kind = layer % self.depth, self._kind[layer]
-        known = self._landing.setdefault(kind, {})
-        if slot not in known:
-            sides = [(room.parts[:2], room.parts[2:]) for room in self._rooms(layer)]
-            if known:  # all slots are alike
-                first, like = next(iter(known.items()))
-                by = (slot - first) * self._size
-                known[slot] = [one.moved(*side, by) for one, side in zip(like, sides, strict=True)]
-            else:
-                known[slot] = [ChunkTensors(*side) for side in sides]
-        return known[slot]
+        """Where a layer's tensors will be: the same objects for all layers that share their place."""
+        return [room.chunk for room in self._rooms(layer)]
 
     def release(self) -> None:
-        """Let go of the entries if all their copies have landed; waits for nothing."""
+        """Release the entries if all their copies have landed, without waiting."""
         held = self._held
         if self._used == self._layers and (held.landed is None or held.landed.query()):
             held.drain()
 
-    def _kind_of(self, shapes: Shapes) -> int:
-        # Compared and not hashed: it is the last one nearly always.
-        for kind, known in enumerate(self._kinds):
-            if shapes == known:
-                return kind
-        self._kinds.append(shapes)
-        return len(self._kinds) - 1
-
-    # -- copying -----------------------------------------------------------------------------------
-
     def _wait_resident(self) -> None:
-        """So that the forward runs on without gaps, if loads go on as fast as planned."""
+        """Wait for the layers after which the forward runs without gaps, if loads are as fast as planned."""
         while self._sent < min(self._resident, self.depth):
             self._send(self._sent)
         if self._resident > self.depth:
@@ -165,7 +125,7 @@ class Transfers:
         slot, moves = layer % self.depth, list[Move]()
         for kv, room in zip(self._held.kvs, self._rooms(layer), strict=True):
             if moves and isinstance(kv, LoadingKV) and kv.ready <= layer:
-                self._copy(slot, moves)  # they travel while the next is waited for
+                self._copy(slot, moves)  # before waiting for the next
                 moves = []
             whole = None if isinstance(kv, LoadingKV) else kv.stretches[layer]
             if whole is not None:
@@ -181,11 +141,11 @@ class Transfers:
         self._landed[slot] = self._held.landed = landed
 
     def _rooms(self, layer: int) -> list[_Room]:
-        """Where a layer lies in the ring: the same for all layers of equal shapes in a slot."""
+        """A layer's place in the ring, the same for all layers of equal shapes in a slot."""
         slot, kind = layer % self.depth, self._kind[layer]
         if self._held.ring is None:
             self._held.ring = self._streams.new(self.depth * self._size)
-            # The ring may have been something else's until now: copies begin when that is over.
+            # Earlier kernels may still use this memory: copies wait for them.
             self._free = [self._streams.mark()] * self.depth
         found = self._views.get((slot, kind))
         if found is None:
@@ -194,20 +154,17 @@ class Transfers:
         return found
 
 
-Shapes = tuple[tuple[TensorShape, ...], ...]
-"""Of one layer's keys, values and scales (of those in eight bits), entry by entry."""
-
-
 def _flat(shapes: Shapes) -> list[TensorShape]:
     return [side for entry in shapes for side in entry]
 
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """A place in the ring for one layer of one entry: tensor by tensor, and all as one."""
+    """Memory in the ring for one layer of one entry: tensor by tensor, and as one stretch."""
 
     parts: list[torch.Tensor]
     whole: torch.Tensor
+    chunk: ChunkTensors
 
 
 def _carved(memory: torch.Tensor, shapes: Shapes) -> list[_Room]:
@@ -216,6 +173,6 @@ def _carved(memory: torch.Tensor, shapes: Shapes) -> list[_Room]:
     for entry in shapes:
         end = first + len(entry)
         parts, stop = tensors[first:end], begins[end - 1] + nbytes_of(entry[-1])
-        rooms.append(_Room(parts, memory[begins[first] : stop]))
+        rooms.append(_Room(parts, memory[begins[first] : stop], ChunkTensors(parts[:2], parts[2:])))
         first = end
     return rooms

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragcachekit.forward.cuda_graphs.capture import RefuseWaits
 from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
-from ragcachekit.forward.cuda_graphs.host_waits import RefuseWaits
 
 X, WHOLE = torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2, 0, 1])
 META = torch.empty(3, device="meta")

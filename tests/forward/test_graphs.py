@@ -20,8 +20,8 @@ from graph_kit import Rerun, graphed, plain_tables
 from link_kit import described, planned, segments
 from ragcachekit import GraphConfig, Prompt, RagCache
 from ragcachekit.forward.attention import install
+from ragcachekit.forward.cuda_graphs.captured_cache import GraphInputs, room_for, tokens_for
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
-from ragcachekit.forward.cuda_graphs.inputs import GraphInputs, room_for, tokens_for
 from ragcachekit.forward.linker import link
 
 ASKED = {"max_new_tokens": 5, "do_sample": False}
@@ -105,7 +105,7 @@ class TestSameAsEager:
             out, cache = model(**given), given["past_key_values"]
             assert cache.forward == "graph"
             assert out.past_key_values is cache
-            assert not any(layer.pending for layer in cache.layers)
+            assert not any(layer.rows for layer in cache.layers)
             assert cache.get_seq_length() == len(plan.token_ids)
             assert off(out.logits, logits) < 1e-5
             for ours, theirs in zip(cache.layers, eager.layers, strict=True):
@@ -314,7 +314,7 @@ class TestEagerInstead:
     @torch.no_grad()
     def test_kv_that_is_still_on_its_way(self):
         class OnTheWay:
-            on_device, coming, settling = False, 1 << 20, None
+            coming, settling = 1 << 20, None
 
         model, plan = build("llama"), plan_with("llama", tokens(3, 1), tokens(12, 2))
         install(model)

@@ -45,7 +45,7 @@ def test_equals_the_cpu_path_under_every_schedule(batch, near, schedule):
     seen = read(device, it, len(SHAPES))
     assert_as_on_cpu(seen, plans, rope)
     assert device.faults == []
-    assert it.on_device
+    assert not it.coming
     far = {id(p.kv): p.kv.nbytes for n, p in enumerate(p for plan in plans for p in plan.pieces)}
     if near == "all far":
         assert device.copied == sum(far.values()), "each entry once, however often it is used"
@@ -142,7 +142,7 @@ def test_one_launch_where_all_is_there_else_one_per_layer(monkeypatch, near, exp
     (calls, made), device = launches(monkeypatch), Simulated()
     plans = on(device, [prompt([entry(n, n, SHAPES) for n in (9, 4, 7)])], NEAR[near])
     it = placing_of(plans, many_kinds(), device)
-    assert it.on_device is (near == "all near")
+    assert (it.coming == 0) is (near == "all near")
     it.layer(0)
     device.finish()
     assert calls == expected[:1]

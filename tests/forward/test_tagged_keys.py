@@ -1,4 +1,4 @@
-"""Marks stay on what is computed from marked keys, and on nothing else."""
+"""Tags pass to what is computed from tagged keys, and to nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ragcachekit.forward.tagged_keys import TaggedKeys, tag_of, tagged, untagged
 
 
-def test_marks_survive_what_models_do_to_keys():
+def test_tags_survive_what_models_do_to_keys():
     note = object()
     keys = tagged(torch.arange(24.0).view(1, 2, 3, 4), note)
     expanded = torch.nn.Linear(4, 6, bias=False)(keys).view(1, 2, 3, 6).transpose(1, 2)
@@ -19,7 +19,7 @@ def test_marks_survive_what_models_do_to_keys():
         assert tag_of(made) is note
 
 
-def test_the_original_and_plain_tensors_stay_unmarked():
+def test_the_original_and_plain_tensors_stay_untagged():
     plain = torch.ones(2, 3)
     keys = tagged(plain, "note")
     assert tag_of(plain) is None
@@ -29,8 +29,8 @@ def test_the_original_and_plain_tensors_stay_unmarked():
     assert tag_of(torch.ones(3) + 1) is None
 
 
-def test_two_marks_do_not_mix():
+def test_two_tags_do_not_mix():
     one, other = tagged(torch.ones(2), "one"), tagged(torch.ones(2), "other")
     assert tag_of(one * 2) == "one"
     assert tag_of(other * 2) == "other"
-    assert TaggedKeys.mark is None
+    assert TaggedKeys.tag is None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit.forward.copy_streams import OneQueue
+from ragcachekit.forward.copy_streams import Streams
 from ragcachekit.forward.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.loading.load import Load, LoadFailed, LoadingKV
@@ -324,7 +324,7 @@ def test_the_first_use_waits_for_as_many_layers_as_planned(there, resident, goes
 
 
 def test_devices_without_queues():
-    device = OneQueue(torch.device("cpu"))
+    device = Streams(torch.device("cpu"))
     kvs = [drawn(SHAPES, 5, 0), drawn(SHAPES, 2, 1)]
     transfers = Transfers(device, kvs, room=0)
     transfers.begin()

@@ -61,7 +61,7 @@ class Memory:
 
 
 class Simulated:
-    """Implements :class:`ragcachekit.forward.copy_streams.Streams`.
+    """Stands in for :class:`ragcachekit.forward.copy_streams.Streams`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The model's forward, which runs linked prompts as CUDA graphs where it can and says why where not."""
+"""A model's forward that runs linked prompts as CUDA graphs where possible, and reports why where not."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ import torch
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import GraphConfig
 from ragcachekit.forward.attention import is_installed
-from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.cache import LinkedCache, LinkRows
 from ragcachekit.forward.cuda_graphs.capture import Capture, capture_for, has_graphs
 from ragcachekit.forward.cuda_graphs.captured_cache import NotCapturable
-from ragcachekit.forward.cuda_graphs.model_state import ModelState
 from ragcachekit.forward.cuda_graphs.runner import CaptureFailed, GraphRunner
+from ragcachekit.model.identity.watch import ModelWatch
 
 log = logging.getLogger(__name__)
 
-_READ = {
+_INERT = ("ragcachekit.forward.narrowing", "transformers.utils.output_capturing")
+"""Modules whose hooks on layers do nothing in captured forwards."""
+
+_ARGUMENTS = {
     "input_ids",
     "position_ids",
     "past_key_values",
@@ -31,22 +34,16 @@ _READ = {
     "use_cache",
     "return_dict",
 }
-"""Arguments of the forward that a captured one follows, or that say nothing new to it."""
+"""Arguments of the forward that a captured one can take."""
 
 
 class GraphedForward:
-    """Stands where the model's ``forward`` does; acts for linked prefills of one prompt, for nothing else.
+    """Replaces a model's ``forward``; acts for linked prefills of one prompt only.
 
-    An eager forward of 32 layers keeps the host busy for 15 to 25 ms, which is several times what a GPU
-    needs for the few rows of a linked prompt. Transformers documents replacing an instance's ``forward``
-    (``model.forward = torch.compile(model.forward)``); this is the same. A copy of the model, deep or
-    pickled, gets its own forward and not this one.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Not kept alive.
-    config : GraphConfig
+    An eager forward of 32 layers keeps the host busy for 15 to 25 ms, several times what a GPU needs for the
+    few rows of a linked prompt. Transformers documents replacing an instance's ``forward``
+    (``model.forward = torch.compile(model.forward)``). The model is not kept alive; a deep or pickled copy
+    has its own forward and not this one.
     """
 
     def __init__(self, model: Any, config: GraphConfig) -> None:
@@ -58,7 +55,7 @@ class GraphedForward:
         self._runner: GraphRunner | None = None
         self._state: ModelState | None = None
         self._refused: str | None = None
-        # transformers looks up which arguments there are. Not functools.wraps: it would keep the model.
+        # transformers reads the signature. Not functools.wraps: it would keep the model alive.
         self.__signature__ = inspect.signature(model.forward)
         self.__name__, self.__doc__ = "forward", model.forward.__doc__
 
@@ -66,11 +63,11 @@ class GraphedForward:
         return getattr, (self._model(), "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward, captured or its own."""
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, LinkedCache) or not cache.pending or torch.compiler.is_compiling():
+        if not isinstance(cache, LinkedCache) or torch.compiler.is_compiling() or cache.pending is None:
             return self._own(*args, **kwargs)
-        why = self._unfit(cache, args, kwargs)
+        why = self._unfit(cache.pending, cache, args, kwargs)
         if why is None:
             try:
                 return self._graphed(cache, kwargs)
@@ -80,17 +77,18 @@ class GraphedForward:
         return self._own(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the model the forward back that it had, unless somebody has put another over this one."""
+        """Restore the model's own forward, unless another one has replaced this one."""
         own = vars(self._model())
         if own.get("forward") is self:
             del own["forward"]
             if self._before is not None:
                 own["forward"] = self._before
 
-    def _unfit(self, cache: LinkedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why this call is not one for a captured forward; None if it is."""
-        other = [n for n, v in kwargs.items() if n not in _READ and v is not None and v is not False]
-        rows = cache.pending_rows
+    def _unfit(
+        self, rows: LinkRows, cache: LinkedCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """The reason why this call cannot be captured, or None."""
+        other = [n for n, v in kwargs.items() if n not in _ARGUMENTS and v is not None and v is not False]
         ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
         if args or other:
             return f"the forward is given {', '.join(other) or 'positional arguments'}"
@@ -98,7 +96,7 @@ class GraphedForward:
             return "it is not one prompt's ids and positions"
         if ids.shape != positions.shape or ids.shape[1] != len(rows.positions[0]):
             return "ids or positions are not those of the rows"
-        if rows.observer is not None or cache.narrowing is not None:
+        if rows.observer is not None or cache.before_layer is not None:
             return "the policy watches the forward or narrows its rows"
         keep, fields = kwargs.get("logits_to_keep"), kwargs.get("return_dict")
         if not isinstance(keep, int) or keep != 1 or not kwargs.get("use_cache") or fields is False:
@@ -113,8 +111,8 @@ class GraphedForward:
 
     def _graphed(self, cache: LinkedCache, kwargs: dict[str, Any]) -> Any:
         runner = self._current()
-        cache.settle()  # what does not come is not the model's fault: raises LoadFailed
-        raise_if_cancelled()  # a graph, once begun, runs to its end
+        cache.settle()  # before the capture: LoadFailed is not a reason to refuse the model
+        raise_if_cancelled()
         try:
             out = runner.run(cache, kwargs["input_ids"], kwargs["position_ids"])
         except CaptureFailed as error:
@@ -125,13 +123,7 @@ class GraphedForward:
         return out
 
     def _current(self) -> GraphRunner:
-        """What was captured of the model as it is now.
-
-        Raises
-        ------
-        NotCapturable
-            If it cannot be.
-        """
+        """The runner of the model as it is now; ``NotCapturable`` if it cannot be captured."""
         with self._choosing:
             if self._state is None or self._state.changed():
                 self._renew(self._model())
@@ -140,28 +132,20 @@ class GraphedForward:
             return self._runner
 
     def _renew(self, model: Any) -> None:
-        """Forget the graphs. New ones have a pool of their own; the model may be on another device now."""
+        """Drop the graphs; the model may be on another device now."""
         self._state = ModelState(model)
-        self._refused = self._state.obstacle or self._lack()
+        self._refused = self._state.obstacle
+        if "logits_to_keep" not in self.__signature__.parameters:
+            self._refused = "the model's forward has no logits_to_keep"
         capture = cast("Capture | None", self.config.capture or capture_for(model.device))
         vocab = model.config.get_text_config().vocab_size
         self._runner = None if capture is None else GraphRunner(self._own, capture, model.device, vocab)
 
-    def _lack(self) -> str | None:
-        if "logits_to_keep" in self.__signature__.parameters:
-            return None
-        return "the model's forward has no logits_to_keep"
-
 
 def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
-    """Have linked forwards of ``model`` run as captured ones, or not; the last call counts.
+    """Turn captured linked forwards of an admitted model on or off; the last call counts.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Admitted.
-    graphs : {"auto", "off"} or GraphConfig
-        ``auto``: the defaults, where the model is on a device that has graphs.
+    ``auto`` means the defaults, on devices that have graphs.
     """
     config = graph_config(graphs)
     present = vars(model).get("forward")
@@ -176,13 +160,7 @@ def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
 
 
 def graph_config(graphs: str | GraphConfig) -> GraphConfig | None:
-    """What ``graphs=`` means; None for off.
-
-    Raises
-    ------
-    ValueError
-        For anything else.
-    """
+    """The configuration of ``graphs=``; None for off. ValueError for anything else."""
     if isinstance(graphs, GraphConfig):
         return graphs
     if graphs not in ("auto", "off"):
@@ -191,10 +169,39 @@ def graph_config(graphs: str | GraphConfig) -> GraphConfig | None:
 
 
 def _own_forward(model: weakref.ref[Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward that the model had, without keeping the model (or whoever replaces its forward)."""
+    """The model's earlier forward, without keeping the model alive."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         own: Any = model()
         return type(own).forward(own, *args, **kwargs)
 
     return before or forward
+
+
+class ModelState:
+    """The tensors, adapters and hooks that a captured forward depends on.
+
+    ``obstacle`` is the reason why the model cannot be captured, or None.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._watch = ModelWatch(model)
+        # The model's own hooks run around its forward, captured or not.
+        inside = [module for module in model.modules() if module is not model]
+        self._hooks = [
+            hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        self._captured = self._now()
+        foreign = [hook for hooks in self._hooks for hook in hooks.values() if _module_of(hook) not in _INERT]
+        self.obstacle = "a layer has forward hooks, which a graph would not run" if foreign else None
+
+    def changed(self) -> bool:
+        """Whether captured forwards may differ from the model's present one."""
+        return self._now() != self._captured
+
+    def _now(self) -> tuple[str, tuple[int, ...]]:
+        return self._watch.state(), tuple(map(len, self._hooks))
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
