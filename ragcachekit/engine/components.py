@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -17,13 +17,12 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.chunk_manager import ChunkManager
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
-from ragcachekit.engine.tree_capture import OwnRowsKeeper, TreeKeeper
+from ragcachekit.engine.tree_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
@@ -38,7 +37,7 @@ from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibrated import Budgets
+from ragcachekit.policies.budgets.calibrated import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.factory import open_tree
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -50,12 +49,7 @@ from ragcachekit.store.forget_epochs import ForgetEpochs
 
 @dataclass(frozen=True, eq=False)
 class EngineComponents:
-    """What one engine is made of; each part was given those that it needs when it was made.
-
-    ``policy`` is the default. ``forgets`` records what was forgotten and when. ``loads`` reads entries of
-    slow tiers, ``prompts`` plans, ``background_encoder`` encodes what is missing, ``keeper`` copies exact rows
-    to the tree, and ``shadow`` answers a share of the prompts again.
-    """
+    """Everything one engine is made of; ``policy`` is its default one."""
 
     policy: SelectionPolicy
     fingerprint: str
@@ -65,23 +59,27 @@ class EngineComponents:
     loads: LoadPath
     prompts: PromptPlanner
     background_encoder: BackgroundEncoder
-    keeper: TreeKeeper | None
-    own_rows: OwnRowsKeeper
+    capture: RowCapture
     shadow: Shadow
-    chunks: ChunkManager
     generator: Generator
     budgets: Budgets
     opened: ExitStack
+
+    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
+        """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
+        asked = self.policy if policy is None else open_policy(policy)
+        chosen = self.budgets.resolve(asked, namespace)
+        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
+        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
         return (*self.store.stats(), *(self.tree.stats() if self.tree is not None else ()))
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
-        keeper = [self.keeper.flush] if self.keeper is not None else []
-        own = [self.own_rows.flush, self.background_encoder.flush, self.loads.flush]
-        return flush_all([*own, *keeper, self.shadow.flush], timeout)
+        """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        parts = (self.capture, self.background_encoder, self.loads, self.shadow)
+        return flush_all([part.flush for part in parts], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""
@@ -91,9 +89,9 @@ class EngineComponents:
 def open_components(
     model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
 ) -> EngineComponents:
-    """Check the model and open every component for it; closed again if a later one raises.
+    """Check the model and open every component for it; all are closed again if one raises.
 
-    ``weights`` is the folder that the model was loaded from. Raises as :class:`ragcachekit.RagCache`.
+    ``weights`` is the folder that the model was loaded from.
     """
     check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
     if model.training:
@@ -125,13 +123,10 @@ def open_components(
             fetch=loads.fetch,
             tree=PrefixMatcher(tree, rope, layout) if tree is not None else None,
         )
-        if prompts.encodings(policy).name == IN_PROMPT:
+        encodings = prompts.encodings(policy)
+        if encodings.name == IN_PROMPT:
             recall(prompts.variants, store, fingerprint)
-        keeper, when = None, _when(settings)
-        if tree is not None:
-            keeper = TreeKeeper(tree, rope, prompts.unchanged, forgets, when)
-            opened.callback(keeper.close)
-        if not prompts.encodings(policy).similar and prompts.neighbours:
+        if not encodings.similar and prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder = ChunkEncoder(model, rope, ObservedCache)
         background_encoder = BackgroundEncoder(
@@ -144,8 +139,15 @@ def open_components(
             forgets,
         )
         opened.callback(background_encoder.close)
-        own_rows = OwnRowsKeeper(background_encoder, rope, prompts.unchanged, when)
-        opened.callback(own_rows.close)
+        capture = RowCapture(
+            tree,
+            background_encoder,
+            rope,
+            prompts.unchanged,
+            forgets,
+            "now" if settings.cold == "now" else "background",
+        )
+        opened.callback(capture.close)
         shadow = Shadow(
             shadow_config(settings.shadow),
             model,
@@ -156,7 +158,7 @@ def open_components(
         )
         opened.callback(shadow.close)
         budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
-        budgets.resolve(policy, settings.namespace)  # what there is to warn of, warn of now
+        budgets.resolve(policy, settings.namespace)  # warns now of what there is to warn of
         return EngineComponents(
             policy,
             fingerprint,
@@ -166,19 +168,12 @@ def open_components(
             loads,
             prompts,
             background_encoder,
-            keeper,
-            own_rows,
+            capture,
             shadow,
-            ChunkManager(policy, prompts, store, tree, loads, background_encoder, forgets),
             Generator(model, rope, prompts, shadow),
             budgets,
             opened.pop_all(),
         )
-
-
-def _when(settings: EngineSettings) -> Literal["background", "now"]:
-    """When rows are copied out of the caches of answered requests."""
-    return "now" if settings.cold == "now" else "background"
 
 
 def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:

@@ -23,29 +23,21 @@ from ragcachekit.reports import Answer
 
 
 class Answered(NamedTuple):
-    """Answers to the prompts of one batch, and what generating them left behind."""
+    """Answers to the prompts of one batch, and the results of generating them."""
 
     answers: list[Answer]
     generated: Generated
 
 
 class Linked(NamedTuple):
-    """A prompt linked for somebody else's generate call, and its plan as it ran."""
+    """A prompt linked for another generate call, and its plan as it ran."""
 
     prompt: LinkedPrompt
     plan: LinkPlan
 
 
 class Generator:
-    """Runs planned prompts on one model.
-
-    Parameters
-    ----------
-    prompts : Preparer
-        Its tokenizer and its ids for padding are used here.
-    shadow : Shadow
-        Answers some of the prompts again.
-    """
+    """Runs planned prompts on one model."""
 
     def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner, shadow: Shadow) -> None:
         self._model, self._rope, self._prompts, self._shadow = model, rope, prompts, shadow
@@ -60,11 +52,10 @@ class Generator:
         replan: Replan,
         own: bool = False,
     ) -> Answered:
-        """Answer prompts in one left-padded batch, which :meth:`share_a_forward` must allow for several.
+        """Answer prompts in one left-padded batch; several only if :meth:`share_a_forward` allows.
 
-        ``begun`` is when they came, on the clock of :func:`time.perf_counter`. ``replan`` plans a request
-        again without entries that did not come. The others are as in
-        :func:`~ragcachekit.generate.run.run_generate` and :meth:`ragcachekit.RagCache.generate`.
+        ``begun`` is when they came, in seconds of :func:`time.perf_counter`. The other parameters are those
+        of :func:`~ragcachekit.generate.run.run_generate`.
         """
         if stop:
             _ = self._prompts.tokens  # stop strings are text
@@ -91,7 +82,7 @@ class Generator:
         return Answered(answers, generated)
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
-        """Link a prompt for somebody else's generate call."""
+        """Link a prompt for another generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
         inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
@@ -100,8 +91,8 @@ class Generator:
     def share_a_forward(self, policy: SelectionPolicy, options: Mapping[str, Any]) -> bool:
         """Whether several prompts can be answered in one batch.
 
-        In a batch all prompts use the longest one's frequencies, so chunk KV would not fit where these
-        depend on the length; and its rows must be the same ones in every layer.
+        Not where frequencies depend on the length (a batch uses those of the longest prompt), nor where the
+        rows differ by layer.
         """
         ahead = way_in(options, self._model.generation_config) is LinkMode.AHEAD
         return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

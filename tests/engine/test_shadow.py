@@ -15,9 +15,7 @@ from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from ragcachekit import Prompt, RagCache, ShadowConfig
 from ragcachekit.engine import shadow
-from ragcachekit.engine.answer_comparison import divergence, token_f1
-from ragcachekit.engine.shadow import drawn
-from speaking import byte_level, speaker
+from ragcachekit.engine.shadow import divergence, drawn, token_f1
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 AFTER = ShadowConfig(1.0, when="after")
