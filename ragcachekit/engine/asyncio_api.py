@@ -1,4 +1,4 @@
-"""Generation from asyncio: the engine runs in worker threads, a cancelled task ends its generation."""
+"""Generation from asyncio: the engine runs in worker threads; a cancelled task ends its generation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,8 @@ _DONE = object()
 class AsyncAnswerStream:
     """An answer as it is generated: an async context manager and an async iterator of text pieces.
 
-    Leaving the context early, by ``break``, an error or the task's cancellation, cancels the
-    generation; the model stops before its next layer or after its token.
-
-    Parameters
-    ----------
-    start : callable
-        Returns the engine's stream; called in a worker thread on entering the context.
+    Leaving the context early, by ``break``, an error or cancellation, cancels the generation before its next
+    layer or after its token. ``start`` returns the engine's stream; it is called in a worker thread.
 
     Examples
     --------
@@ -89,7 +84,7 @@ async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
 
 
 async def to_thread(work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """:func:`asyncio.to_thread` whose model work ends when the task is cancelled.
+    """Call :func:`asyncio.to_thread`; the model work ends when the task is cancelled.
 
     >>> ids = await to_thread(rag.encode, texts)  # doctest: +SKIP
     """

@@ -1,11 +1,10 @@
-"""The components of one engine: opened in order, and closed in the opposite one."""
+"""The components of one engine, opened in order and closed in the opposite one."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -26,13 +25,14 @@ from ragcachekit.engine.tree_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
-from ragcachekit.model.identity.fingerprint import fingerprint as fingerprint_of
+from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.prefill_timing import PrefillCost
 from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
@@ -47,23 +47,89 @@ from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 
 
-@dataclass(frozen=True, eq=False)
 class EngineComponents:
-    """Everything one engine is made of; ``policy`` is its default one."""
+    """Everything one engine is made of; ``policy`` is its default one.
 
-    policy: SelectionPolicy
-    fingerprint: str
-    store: KVStore
-    tree: KnowledgeTree | None
-    forgets: ForgetEpochs
-    loads: LoadPath
-    prompts: PromptPlanner
-    background_encoder: BackgroundEncoder
-    capture: RowCapture
-    shadow: Shadow
-    generator: Generator
-    budgets: Budgets
-    opened: ExitStack
+    Making them checks the model. If that or one component fails, all are closed again. ``weights`` is the
+    folder that the model was loaded from.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
+    ) -> None:
+        check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
+        if model.training:
+            raise ValueError("the model is in training mode; call model.eval() first")
+        if hasattr(model, "_orig_mod"):
+            raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
+        self.policy, rope = open_policy(settings.policy), describe_rope(model)
+        if rope.depends_on_length:
+            guard_rotary(model)
+        folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
+        self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+        admit_once(model, rope, self.fingerprint, folder)
+        use_graphs(model, settings.graphs)
+        with ExitStack() as opened:
+            self._open(model, tokenizer, settings, rope, folder, opened)
+            self._opened = opened.pop_all()
+
+    def _open(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: EngineSettings,
+        rope: Rope,
+        folder: Path,
+        opened: ExitStack,
+    ) -> None:
+        self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
+        cost = PrefillCost(model, fingerprint=self.fingerprint, folder=folder, context=rope.context)
+        self.store = _store(settings, cost, opened)
+        self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
+        opened.callback(self.loads.close)
+        self.tree = _tree(model, settings, layout, cost, opened)
+        self.prompts = PromptPlanner(
+            model,
+            tokenizer,
+            rope=rope,
+            store=self.store,
+            fingerprint=self.fingerprint,
+            encoder=settings.encoder,
+            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            fetch=self.loads.fetch,
+            tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
+        )
+        encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
+        if encodings.name == IN_PROMPT:
+            recall(self.prompts.variants, self.store, self.fingerprint)
+        if not encodings.similar and self.prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        encoder = ChunkEncoder(model, rope, ObservedCache)
+        self.background_encoder = BackgroundEncoder(
+            encoder,
+            self.store,
+            unchanged,
+            NeighbourEncoder(model, rope, encoder, self.store, layout),
+            InPromptEncoder(model, rope),
+            self.prompts.note_stored,
+            self.forgets,
+        )
+        opened.callback(self.background_encoder.close)
+        when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
+        self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
+        opened.callback(self.capture.close)
+        self.shadow = Shadow(
+            shadow_config(settings.shadow),
+            model,
+            rope,
+            pad=self.prompts.pad,
+            decode=self.prompts.decode,
+            unchanged=unchanged,
+        )
+        opened.callback(self.shadow.close)
+        self.generator = Generator(model, rope, self.prompts, self.shadow)
+        self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
+        self.budgets.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
     def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
@@ -83,101 +149,11 @@ class EngineComponents:
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""
-        self.opened.close()
-
-
-def open_components(
-    model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
-) -> EngineComponents:
-    """Check the model and open every component for it; all are closed again if one raises.
-
-    ``weights`` is the folder that the model was loaded from.
-    """
-    check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
-    if hasattr(model, "_orig_mod"):
-        raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-    policy, rope = open_policy(settings.policy), describe_rope(model)
-    if rope.depends_on_length:
-        guard_rotary(model)
-    folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
-    fingerprint = fingerprint_of(model, tokenizer, source=weights, cache=folder / "digests.json").digest
-    admit_once(model, rope, fingerprint, folder)
-    use_graphs(model, settings.graphs)
-    forgets, layout = ForgetEpochs(), KVLayout.of(model)
-    with ExitStack() as opened:
-        cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
-        store = _store(settings, cost, opened)
-        loads = LoadPath(store, load_config(settings.load), cost=cost, layout=layout)
-        opened.callback(loads.close)
-        tree = _tree(model, settings, layout, cost, opened)
-        prompts = PromptPlanner(
-            model,
-            tokenizer,
-            rope=rope,
-            store=store,
-            fingerprint=fingerprint,
-            encoder=settings.encoder,
-            neighbours=by_namespace(settings.neighbours, settings.namespace),
-            fetch=loads.fetch,
-            tree=PrefixMatcher(tree, rope, layout) if tree is not None else None,
-        )
-        encodings = prompts.encodings(policy)
-        if encodings.name == IN_PROMPT:
-            recall(prompts.variants, store, fingerprint)
-        if not encodings.similar and prompts.neighbours:
-            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        encoder = ChunkEncoder(model, rope, ObservedCache)
-        background_encoder = BackgroundEncoder(
-            encoder,
-            store,
-            prompts.unchanged,
-            NeighbourEncoder(model, rope, encoder, store, layout),
-            InPromptEncoder(model, rope),
-            prompts.note_stored,
-            forgets,
-        )
-        opened.callback(background_encoder.close)
-        capture = RowCapture(
-            tree,
-            background_encoder,
-            rope,
-            prompts.unchanged,
-            forgets,
-            "now" if settings.cold == "now" else "background",
-        )
-        opened.callback(capture.close)
-        shadow = Shadow(
-            shadow_config(settings.shadow),
-            model,
-            rope,
-            pad=prompts.pad,
-            decode=prompts.decode,
-            unchanged=prompts.unchanged,
-        )
-        opened.callback(shadow.close)
-        budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
-        budgets.resolve(policy, settings.namespace)  # warns now of what there is to warn of
-        return EngineComponents(
-            policy,
-            fingerprint,
-            store,
-            tree,
-            forgets,
-            loads,
-            prompts,
-            background_encoder,
-            capture,
-            shadow,
-            Generator(model, rope, prompts, shadow),
-            budgets,
-            opened.pop_all(),
-        )
+        self._opened.close()
 
 
 def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:
-    """The store that was handed in, or one that is closed with the engine, with profiled costs."""
+    """The store that was passed in, or one that is closed with the engine, with profiled costs."""
     if settings.store is not None and not isinstance(settings.store, StoreConfig):
         return settings.store
     config = settings.store or StoreConfig()
@@ -194,7 +170,7 @@ def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) ->
 def _tree(
     model: Any, settings: EngineSettings, layout: KVLayout, prefill: PrefillCost, opened: ExitStack
 ) -> KnowledgeTree | None:
-    """The tree that was handed in, or one that is closed with the engine, with profiled costs."""
+    """The tree that was passed in, or one that is closed with the engine, with profiled costs."""
     config = settings.tree
     if not isinstance(config, TreeConfig):
         return config

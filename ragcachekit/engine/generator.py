@@ -13,7 +13,7 @@ from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.options import LinkMode, way_in
+from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
@@ -94,5 +94,5 @@ class Generator:
         Not where frequencies depend on the length (a batch uses those of the longest prompt), nor where the
         rows differ by layer.
         """
-        ahead = way_in(options, self._model.generation_config) is LinkMode.AHEAD
+        ahead = links_ahead(options, self._model.generation_config)
         return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.chunk_methods import ChunkMethods, several
-from ragcachekit.engine.components import open_components
+from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.forks import refuse_after_fork
@@ -91,7 +91,7 @@ class RagCache(ChunkMethods):
         settings = EngineSettings(**options)
         self.model, self.tokenizer, self._cold = model, tokenizer, settings.cold
         namespace = checked_namespace(settings.namespace)
-        super().__init__(open_components(model, tokenizer, settings, _weights), namespace)
+        super().__init__(EngineComponents(model, tokenizer, settings, _weights), namespace)
         self.fingerprint, self.shadow = self._components.fingerprint, self._components.shadow
         refuse_after_fork(self)
 

@@ -40,11 +40,10 @@ def extract(
     host: bool = True,
     locked: bool = True,
 ) -> list[Sides]:
-    """Copy stretches of a cache, each into memory of its own, complete on return.
+    """Copy stretches of a cache, each into memory of its own.
 
-    Where kernels run, one launch takes a stretch out of all layers into one block, and one copy brings it to
-    the host. Per-layer launches and copies would take longer than the bytes do. The host waits once, for the
-    last copy.
+    With kernels, one launch and one copy serve all layers of a stretch; the host waits once, for the last
+    copy.
 
     Parameters
     ----------
@@ -59,8 +58,7 @@ def extract(
     host : bool
         Copy to the host; otherwise results stay on the device, complete in the order of its stream.
     locked : bool
-        Page-lock host blocks if possible, so that copies overlap. Not for large KV that is kept long: the
-        system cannot use page-locked memory otherwise.
+        Page-lock host blocks if possible, so that copies overlap. Not for large KV that is kept long.
     """
     if not stretches:
         return []
@@ -129,7 +127,7 @@ def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatc
 
 
 def _with_rows(side: torch.Tensor) -> torch.Tensor:
-    """Rows one behind the other, as kernels read them; most caches lie so already."""
+    """Adjacent rows, as kernels read them; most caches have them already."""
     _, step, one = side.stride()
     return side if (step, one) == (side.shape[2], 1) else side.contiguous()
 

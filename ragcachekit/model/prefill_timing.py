@@ -27,7 +27,7 @@ BUDGET_SECONDS = 1.5
 """Approximate time of a measurement; slow models are measured at fewer tokens."""
 
 NEEDED_AT = 0.25
-"""Of a cache, the part that is filled before it is measured what its entries cost."""
+"""Filled share of a cache from which on its entries' costs are measured."""
 
 CACHED = 256
 NEW = (16, 64, 256, 1024)
@@ -41,8 +41,7 @@ Point = tuple[int, int, float]
 def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
     """Time prefills of growing length, behind nothing and behind some of the ``context`` tokens.
 
-    After the first lengths, a prefill begins only if it should end within ``budget`` seconds. At least 4
-    tokens and the first of ``NEW`` are measured, however slow the model is.
+    After the first lengths, a prefill begins only if it should end within ``budget`` seconds.
     """
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
@@ -61,9 +60,8 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
 def extended(points: Sequence[Point]) -> PrefillProfile:
     """Profile of measured points, extended to the whole grid by a fitted transformer cost.
 
-    Straight lines would miss that every row attends to all before it. The cost is ``fixed + per_row * new +
-    per_pair * new * (cached + new / 2)``, each coefficient >= 0, points weighted by the inverse of their
-    time.
+    The cost is ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, each coefficient >= 0, points
+    weighted by the inverse of their time.
     """
     seconds = np.array([point[2] for point in points])
     coefficients = _never_negative(_costs(points) / seconds[:, None])
@@ -112,19 +110,11 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
 
 
 class PrefillCost:
-    """What a model's prefills cost on this machine, for eviction: as measured once, or measured when needed.
+    """Costs of a model's prefills on this machine, for eviction, measured once they are needed.
 
-    Needed is it once a good part of what it ranks entries for was filled (:data:`NEEDED_AT`): a cache that
-    never fills evicts nobody. Until it is measured, a cost is 0, which policies take for unknown.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    fingerprint : str
-    folder : Path
-        Where profiles are kept.
-    context : int
-        Tokens that the model can hold.
+    Needed is when a share :data:`NEEDED_AT` of a cache is filled: one that never fills evicts nothing. Until
+    then a cost is 0, which policies take for unknown. Profiles are stored in ``folder``; ``context`` is the
+    model's, in tokens.
     """
 
     def __init__(self, model: Any, *, fingerprint: str, folder: Path, context: int) -> None:
@@ -135,9 +125,9 @@ class PrefillCost:
         self._tried = False
 
     def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
-        """Of a prefill, at the speed that was measured; 0 while that is unknown.
+        """Seconds of a prefill at the measured speed, or 0 if unknown.
 
-        ``share`` is the part of a cache that the result will be kept in.
+        ``share`` is the part of a cache that the result takes.
         """
         if self.profile is None:
             self._filled += share
@@ -151,7 +141,7 @@ class PrefillCost:
         return self.profile is None and not self._tried and self._filled >= NEEDED_AT
 
     def measure(self) -> None:
-        """Measure and keep it, unless that was tried before."""
+        """Measure and store the profile, unless that was tried before."""
         if self.profile is not None or self._tried:
             return
         self._tried = True

@@ -16,6 +16,7 @@ from families import greedy, plain
 from ragcachekit import Prompt, RagCache, ShadowConfig
 from ragcachekit.engine import shadow
 from ragcachekit.engine.shadow import divergence, drawn, token_f1
+from speaking import byte_level, speaker
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 AFTER = ShadowConfig(1.0, when="after")
@@ -375,7 +376,7 @@ class Gate:
 
 
 def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
-    monkeypatch.setattr(shadow, "MOST_WAITING", 2)
+    monkeypatch.setattr(shadow, "MAX_WAITING", 2)
     gate = Gate(monkeypatch)
     with shadowed(config=ShadowConfig(1.0)) as rag:
         rag.generate(PROMPT, **ASKED)

@@ -15,11 +15,9 @@ PATIENCE_SECONDS = 10.0
 def guard_rotary(model: Any) -> None:
     """Let one thread at a time run each rotary module of the model; idempotent.
 
-    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it. A
-    second thread in between would rotate the first one's keys by other frequencies. The result belongs to the
-    caller, so only the module itself is locked.
-
-    The hooks stay: removing them would change the model under other threads.
+    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it; a
+    second thread in between would change them. The hooks stay: removing them would change the model under
+    other threads.
     """
     for module in model.modules():
         frequencies = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
@@ -34,7 +32,7 @@ def guard_rotary(model: Any) -> None:
 class _Turn:
     """A lock that one hook acquires and another releases.
 
-    After an interrupt (Ctrl-C) or a fork between the two, it stays locked and is taken over.
+    After an interrupt (Ctrl-C) or a fork between the two, it is taken over.
     """
 
     def __init__(self) -> None:
