@@ -21,7 +21,7 @@ class AsyncAnswerStream:
     """An answer as it is generated: an async context manager and an async iterator of text pieces.
 
     Leaving the context early, by ``break``, an error or cancellation, cancels the generation before its next
-    layer or after its token. ``start`` returns the engine's stream; it is called in a worker thread.
+    layer or after its token. ``start`` returns the engine's stream.
 
     Examples
     --------
@@ -35,13 +35,7 @@ class AsyncAnswerStream:
         self._stream: Any = None
 
     async def __aenter__(self) -> AsyncAnswerStream:
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start))
-        try:
-            # shield: a thread cannot be interrupted, and the stream that it returns must be cancelled.
-            self._stream = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(_cancel_started)
-            raise
+        self._stream = self._start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -63,11 +57,6 @@ class AsyncAnswerStream:
         """The whole answer with its report, once the iteration has ended."""
         answer: Answer = self._stream.answer
         return answer
-
-
-def _cancel_started(starting: asyncio.Future[Any]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().cancel()
 
 
 def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:

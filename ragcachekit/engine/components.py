@@ -127,7 +127,7 @@ class EngineComponents:
             unchanged=unchanged,
         )
         opened.callback(self.shadow.close)
-        self.generator = Generator(model, rope, self.prompts, self.shadow)
+        self.generator = Generator(model, rope, self.prompts)
         self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
         self.budgets.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 

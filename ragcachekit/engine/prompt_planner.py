@@ -199,7 +199,7 @@ class PromptPlanner(PromptSegmenter):
         encodings = self.encodings(
             policy, lambda ids: self.neighbours.of(known[ids], namespace) if ids in known else ()
         )
-        behind = self._behind(encodings, system)
+        behind = self._system_ids(encodings, system)
         out = []
         for number, ids in enumerate(chunks):
             encoding, context = encodings.encoding(ids, behind)
@@ -215,7 +215,7 @@ class PromptPlanner(PromptSegmenter):
             out.append(Missing(key, ids, encoding, epoch))
         return out
 
-    def _behind(self, encodings: Encodings, system: str | None) -> Ids:
+    def _system_ids(self, encodings: Encodings, system: str | None) -> Ids:
         if not encodings.behind_system:
             return ()
         if system is None:

@@ -242,13 +242,15 @@ class RagCache(ChunkMethods):
         cancel: threading.Event | None,
     ) -> list[Answer]:
         raise_if_cancelled()
-        begun = time.perf_counter()
+        begun, shadow, generator = time.perf_counter(), self.shadow, self._components.generator
         plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
-        answers, generated = self._components.generator.answer(
-            plans, begun, options, stop, cancel, self._plan, own=self._cold != "never"
-        )
+        options, own = generator.options(options, plans, stop), self._cold != "never"
+        first = shadow.draw(len(plans), options)
+        generated = generator.run(plans, options, stop, cancel, first, own, self._plan)
+        answers = generator.answers(generated, begun, options, stop)
         if generated.prefilled:
             with CancelScope(cancel):
+                shadow.follow(plans, answers, first, options, stop)
                 self._follow_up(generated)
         raise_if_cancelled()
         return answers

@@ -40,15 +40,6 @@ _SAMPLING = (
 )
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """One request against full; ``agreed`` and ``f1`` are None where answers were not compared."""
-
-    kl: float
-    agreed: bool | None = None
-    f1: float | None = None
-
-
 class _Tally:
     """The comparisons of one namespace; ``recent``: whether each of the last ones differed."""
 
@@ -59,15 +50,15 @@ class _Tally:
         self.warned = False
         self.fallback: str | None = None
 
-    def add(self, found: _Comparison) -> None:
+    def add(self, kl: float, agreed: bool | None, f1: float) -> None:
         self.counts["shadowed"] += 1
-        self.kl_sum += found.kl
-        self.kl_max = max(self.kl_max, found.kl)
-        if found.agreed is not None and found.f1 is not None:
+        self.kl_sum += kl
+        self.kl_max = max(self.kl_max, kl)
+        if agreed is not None:
             self.counts["compared"] += 1
-            self.counts["agreed"] += found.agreed
-            self.f1_sum += found.f1
-            self.recent.append(not found.agreed)
+            self.counts["agreed"] += agreed
+            self.f1_sum += f1
+            self.recent.append(not agreed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,16 +202,17 @@ class Shadow:
             return
         try:
             with self._working:  # one at a time, also after answers in several threads
-                found = self._compare(job)
+                kl, agreed, f1 = self._compare(job)
         except Cancelled:
             self._count(job.tally, "dropped")
         except Exception:
             log.warning("a shadow prefill failed", exc_info=True)
             self._count(job.tally, "failed")  # not the namespace's present one: it may have been reset
         else:
-            self._add(job, found)
+            self._add(job, kl, agreed, f1)
 
-    def _compare(self, job: _Job) -> _Comparison:
+    def _compare(self, job: _Job) -> tuple[float, bool | None, float]:
+        """KL of the first token, whether the answers agree (None if not compared), and their F1."""
         segments = (TokenSegment(job.token_ids, False),)
         plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
         first, begun = FirstScores(), time.perf_counter()
@@ -237,17 +229,17 @@ class Shadow:
         raise_if_cancelled()
         kl = divergence(first.log_probs[0], job.log_probs)
         if job.answer is None:
-            return _Comparison(kl)
+            return kl, None, 0.0
         full = answer_of(generated, 0, begun, job.stop, job.options, self._decode)
         same = full.text == job.answer.text
         if not full.text and not job.answer.text:  # no tokenizer, or no text
             same = full.token_ids == job.answer.token_ids
-        return _Comparison(kl, same, token_f1(job.answer.token_ids, full.token_ids))
+        return kl, same, token_f1(job.answer.token_ids, full.token_ids)
 
-    def _add(self, job: _Job, found: _Comparison) -> None:
+    def _add(self, job: _Job, kl: float, agreed: bool | None, f1: float) -> None:
         with self._lock:
             tally = job.tally
-            tally.add(found)
+            tally.add(kl, agreed, f1)
             wrong, bound = sum(tally.recent), self.config.bound * self.config.window
             if wrong <= bound or tally.warned:
                 return
@@ -289,7 +281,7 @@ def shadow_config(shadow: float | ShadowConfig | None) -> ShadowConfig:
 
 
 def drawn(seed: int, number: int, share: float) -> bool:
-    """Whether request ``number`` (from 0) is one of the share that is shadowed."""
+    """Whether request ``number`` (from 0) is shadowed."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 

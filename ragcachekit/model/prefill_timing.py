@@ -46,7 +46,7 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
     sample = one_token_cache(model)
-    _prefill(model, sample, 0, 4)  # the first forward of a size allocates
+    _timed(model, sample, 0, 4)  # the first forward of a size allocates
     points = [_timed(model, sample, behind, 4) for behind in (0, cached)]
     for new in (count for count in NEW if count + cached < context):
         last = points[-1]
@@ -159,11 +159,7 @@ def _file(folder: Path, fingerprint: str, model: Any) -> Path:
 
 
 def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
-    return cached, new, _prefill(model, sample, cached, new)
-
-
-def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
-    """Seconds of one forward of ``new`` tokens behind ``cached`` ones, until the device is done."""
+    """Time one forward of ``new`` tokens behind ``cached`` ones, until the device is done."""
     cache = DynamicCache()
     for number, layer in enumerate(sample.layers if cached else ()):
         kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
@@ -172,4 +168,4 @@ def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
     begun = time.perf_counter()
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
-    return time.perf_counter() - begun
+    return cached, new, time.perf_counter() - begun

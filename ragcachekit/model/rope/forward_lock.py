@@ -25,8 +25,8 @@ def guard_rotary(model: Any) -> None:
         if frequencies and not any(isinstance(owner, _Turn) for owner in hooks):
             turn = _Turn()
             # In this order: every thread that acquires the lock also releases it.
-            module.register_forward_hook(turn.leave, always_call=True)
-            module.register_forward_pre_hook(turn.enter)
+            module.register_forward_hook(turn.release, always_call=True)
+            module.register_forward_pre_hook(turn.acquire)
 
 
 class _Turn:
@@ -39,14 +39,14 @@ class _Turn:
         self._lock = threading.Lock()
         self._inside: int | None = None
 
-    def enter(self, *_: Any) -> None:
+    def acquire(self, *_: Any) -> None:
         me = threading.get_ident()
         # This thread may hold it already, where an interrupt prevented the release.
         if self._inside != me and not self._lock.acquire(timeout=PATIENCE_SECONDS):
             log.warning("a forward was interrupted inside a rotary module; going on without it")
         self._inside = me
 
-    def leave(self, *_: Any) -> None:
+    def release(self, *_: Any) -> None:
         if self._inside == threading.get_ident():
             self._inside = None
             self._lock.release()

@@ -38,6 +38,12 @@ class Angles:
     sin: torch.Tensor
     m: float
 
+    def factors(self, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the rotation with m, or of its inverse."""
+        if inverse:
+            return self.cos / self.m, -self.sin / self.m
+        return self.cos * self.m, self.sin * self.m
+
 
 class RotaryTable:
     """Angles for any positions, from a private copy of one of the model's rotary modules.
@@ -137,16 +143,14 @@ class Rope:
         rope = self.layers[layer]
         if rope.table is None:
             return keys
-        a = angles[rope.table]
-        return turn(rope, keys, a.cos * a.m, a.sin * a.m)
+        return turn(rope, keys, *angles[rope.table].factors())
 
     def remove(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Undo :meth:`apply`."""
         rope = self.layers[layer]
         if rope.table is None:
             return keys
-        a = angles[rope.table]
-        return turn(rope, keys, a.cos / a.m, -a.sin / a.m)
+        return turn(rope, keys, *angles[rope.table].factors(inverse=True))
 
     def place(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
@@ -224,10 +228,7 @@ class TurnTables:
 
     def _make(self, device: torch.device, size: int) -> Turns:
         angles = self._rope.angles(torch.arange(size), size)
-        if self._inverse:
-            onward = [(a.cos / a.m, -a.sin / a.m) for a in angles]
-        else:
-            onward = [(a.cos * a.m, a.sin * a.m) for a in angles]
+        onward = [a.factors(self._inverse) for a in angles]
         if any(layer.backwards for layer in self._rope.layers):
             onward += [(cos, -sin) for cos, sin in onward]
         return tuple((cos.to(device).contiguous(), sin.to(device).contiguous()) for cos, sin in onward)
