@@ -13,8 +13,7 @@ from typing import Any, Literal
 DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
 
-TIERS = ("gpu", "host", "disk", "redis", "bulk")
-"""Names of the storage tiers, fastest first."""
+TIERS = ("gpu", "host", "disk", "redis", "bulk")  # names of the storage tiers, fastest first
 
 QUANTISATIONS = ("int8", "fp8")
 

@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ENCODING_PREFIX = "prefix"
-"""Encoding of text at the very start of a prompt: exact wherever it is reused."""
+ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
 
 def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:

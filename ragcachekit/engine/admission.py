@@ -25,8 +25,7 @@ from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 
-CHECK_VERSION = 2
-"""Raised when the check itself changes."""
+CHECK_VERSION = 2  # raised when the check itself changes
 
 CHUNK, PROMPT = 24, 48
 """Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""

@@ -16,8 +16,7 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.loading.loader import Loader
 from ragcachekit.types import KVKey
 
-MAX_JOBS = 64
-"""Prefetches that may wait; further ones are dropped."""
+MAX_JOBS = 64  # prefetches that may wait; further ones are dropped
 
 
 class LoadPath:

@@ -11,7 +11,7 @@ from ragcachekit.encode.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.encoding import Ids
-from ragcachekit.model.identity.fingerprint import ModelWatch
+from ragcachekit.model.identity.watch import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings

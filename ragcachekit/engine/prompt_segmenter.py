@@ -60,7 +60,7 @@ class PromptSegmenter:
 
     def text_before(self, system: str) -> Ids:
         """Token ids of a system text before a prompt's first chunk."""
-        if not system:  # then all that stands there is what the tokenizer puts there
+        if not system:  # then only what the tokenizer puts in front
             return self.tokens.leading
         return self.tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
 

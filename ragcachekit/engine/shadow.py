@@ -30,8 +30,7 @@ from ragcachekit.reports import Answer, ShadowReport
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 32
-"""Shadow prefills that may wait; further ones are dropped, and counted."""
+MAX_WAITING = 32  # shadow prefills that may wait; further ones are dropped, and counted
 
 _USERS_CODE = ("stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")
 _SAMPLING = (

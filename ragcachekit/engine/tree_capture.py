@@ -15,8 +15,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
 
-MAX_WAITING = 8
-"""Requests whose caches may wait to be copied from."""
+MAX_WAITING = 8  # requests whose caches may wait to be copied from
 
 
 class RowCapture:

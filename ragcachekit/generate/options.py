@@ -46,7 +46,7 @@ _READ_ORDER = (
     "token_healing",
     "stop_strings",
 )
-# Where 1, not 0, is what asks for nothing.
+# Options whose neutral value is 1, not 0.
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
@@ -88,7 +88,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _nothing(name: str, value: Any) -> Any:
-    # transformers fills None with the model's own default again, so where False or 1 says it, say that.
+    # transformers replaces None by the model's own default, so use False or 1 where possible.
     return False if value is True else 1 if name in _ONE_IS_NONE else None
 
 

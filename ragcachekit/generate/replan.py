@@ -24,7 +24,7 @@ def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | No
             out.append(plan)
             continue
         assert plan.request is not None, "loads are begun by plans of requests"
-        assert replan is not None, "who runs such plans says how to plan again"
+        assert replan is not None, "plans with loads need replan="
         why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
         note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
         waited = sum(load.waited for load in lost.values()) * 1e3

@@ -234,7 +234,7 @@ def _ahead(
         inputs.cache.forward = "eager: linked ahead of generate"
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
-    inputs.cache.settle()  # without rows nothing has asked for it, and nobody plans again once it is out
+    inputs.cache.settle()  # without rows no layer did; and a failed load cannot be replanned later
     if ahead is plan:
         inputs.cache.crop(-1)
     if repeats > 1:

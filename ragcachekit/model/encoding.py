@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Ids = tuple[int, ...]
-"""Token ids."""
+Ids = tuple[int, ...]  # token ids
 
 
 @dataclass(frozen=True)

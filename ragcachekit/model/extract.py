@@ -62,9 +62,25 @@ def extract(
     """
     if not stretches:
         return []
-    if not dispatch.uses_triton(layers[0].keys.device):
+    device = layers[0].keys.device
+    if not dispatch.uses_triton(device):
         return _by_torch(layers, stretches, rope, length, host)
-    return _by_kernel(layers, stretches, rope, length, host, locked)
+    tables = () if rope is None else rope.unturns.on(device, length)
+    planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
+    out = []
+    for item, start, stop in stretches:
+        kvs = [plane.kv for plane in planes[item]]
+        sides = [(kv.dtype, (kv.shape[0], stop - start, kv.shape[2])) for kv in kvs]
+        block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
+        chunk = dispatch.ChunkTensors(carved(block, sides))
+        dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
+        if host and device.type != "cpu":
+            block = _to_host(block, locked)
+        tensors = carved(block, sides)
+        out.append(Sides(tuple(tensors[::2]), tuple(tensors[1::2])))
+    if host and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return out
 
 
 def _by_torch(
@@ -86,33 +102,6 @@ def _by_torch(
                 for of, tensor in zip((keys, values), kv, strict=True):
                     of[number].append(tensor[stretch.item, :, : stretch.stop - start].to(to, copy=True))
     return [Sides(tuple(k), tuple(v)) for k, v in zip(keys, values, strict=True)]
-
-
-def _by_kernel(
-    layers: Sequence[Any],
-    stretches: Sequence[Stretch],
-    rope: Rope | None,
-    length: int,
-    host: bool,
-    locked: bool,
-) -> list[Sides]:
-    device = layers[0].keys.device
-    tables = () if rope is None else rope.unturns.on(device, length)
-    planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
-    out = []
-    for item, start, stop in stretches:
-        kvs = [plane.kv for plane in planes[item]]
-        sides = [(kv.dtype, (kv.shape[0], stop - start, kv.shape[2])) for kv in kvs]
-        block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
-        chunk = dispatch.ChunkTensors(carved(block, sides))
-        dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
-        if host and device.type != "cpu":
-            block = _to_host(block, locked)
-        tensors = carved(block, sides)
-        out.append(Sides(tuple(tensors[::2]), tuple(tensors[1::2])))
-    if host and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return out
 
 
 def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatch.Plane]:

@@ -12,8 +12,7 @@ from transformers import DynamicCache
 from ragcachekit.model.tensor_block import TensorShape
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
-Shapes = tuple[tuple[TensorShape, TensorShape], ...]
-"""Per layer, dtype and shape of keys and of values."""
+Shapes = tuple[tuple[TensorShape, TensorShape], ...]  # per layer, dtype and shape of keys and of values
 
 _PER_TOKEN = ("attended", "outward")
 _PER_SEGMENT = ("inter", "behind")

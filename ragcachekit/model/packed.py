@@ -11,8 +11,7 @@ from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, is_pac
 from ragcachekit.model.tensor_block import TensorShape, nbytes_of
 from ragcachekit_kernels.dispatch import ChunkTensors
 
-LIKE = "like"
-"""Name in the ``sums`` of packed KV: an empty tensor of the original dtype."""
+LIKE = "like"  # name in the sums of packed KV: an empty tensor of the original dtype
 
 Sums = Mapping[str, torch.Tensor]
 

@@ -17,11 +17,9 @@ from ragcachekit.files import parse_json
 SCHEMA = 1
 CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
 NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
-MOST_DRIFT = 16.0
-"""Largest factor by which observations scale the table, up or down."""
+MOST_DRIFT = 16.0  # largest factor by which observations scale the table, up or down
 
-FAR = 1 << 24
-"""Tokens up to which tables are extended."""
+FAR = 1 << 24  # tokens up to which tables are extended
 
 _SMOOTHING = 0.1
 _Table = NDArray[np.float64]

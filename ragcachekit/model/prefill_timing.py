@@ -23,18 +23,15 @@ from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProf
 
 log = logging.getLogger(__name__)
 
-BUDGET_SECONDS = 1.5
-"""Approximate time of a measurement; slow models are measured at fewer tokens."""
+BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
 
-NEEDED_AT = 0.25
-"""Filled share of a cache from which on its entries' costs are measured."""
+NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 
 CACHED = 256
 NEW = (16, 64, 256, 1024)
 REPEATS = 2
 
-Point = tuple[int, int, float]
-"""Cached tokens, new tokens, seconds."""
+Point = tuple[int, int, float]  # cached tokens, new tokens, seconds
 
 
 @torch.no_grad()

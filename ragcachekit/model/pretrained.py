@@ -20,7 +20,7 @@ def load_model(model_id: str | os.PathLike[str], device: str | None, **options: 
 
     FileNotFoundError if ``model_id`` looks like a path and is no folder.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not for who wants the folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not needed for the folder alone
 
     name = os.fspath(model_id)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):

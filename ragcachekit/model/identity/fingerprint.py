@@ -12,13 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ragcachekit.model.identity.watch import ModelWatch, adapter_values
+from ragcachekit.model.identity.watch import adapter_values
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_tensor, source_digest, state_digest
 
-__all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint"]
-
-KV_SCHEMA = 3
-"""Version of stored KV; raised when KV is stored in another form or computed otherwise."""
+KV_SCHEMA = 3  # version of stored KV; raised when KV is stored in another form or computed otherwise
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
 _LAYOUT = (

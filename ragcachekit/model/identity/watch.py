@@ -67,7 +67,7 @@ class ModelWatch:
         try:  # the fast way: every request runs this
             tensors: list[Any] = [d[name] for d, name in self._slots]
             return [*map(id, tensors), *[tensor._version for tensor in tensors]]
-        except (KeyError, AttributeError, RuntimeError):  # gone, None, or without a version counter
+        except (KeyError, AttributeError, RuntimeError):  # removed, None, or without a version counter
             tensors = [d.get(name) for d, name in self._slots]
             return [*map(id, tensors), *map(_version, tensors)]
 

@@ -18,8 +18,7 @@ from torch import nn
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import parse_json, read_regular, replace_file
 
-PIECE_BYTES = 32 << 20
-"""Largest copy of weights held at a time, in bytes."""
+PIECE_BYTES = 32 << 20  # largest copy of weights held at a time, in bytes
 
 _MAX_HEADER_BYTES = 100 << 20
 _SETTLED_SECONDS = 2.0

@@ -8,8 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 10.0
-"""Longest wait for the lock; computing cos and sin takes milliseconds."""
+PATIENCE_SECONDS = 10.0  # longest wait for the lock; computing cos and sin takes milliseconds
 
 
 def guard_rotary(model: Any) -> None:

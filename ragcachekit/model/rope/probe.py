@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope.rotation import LayerRope, Rope, RotaryTable, context_length, turn
 
-PROBE_POSITIONS = (1, 7, 131)
-"""Positions at which a lone token's key is compared with its key at position 0."""
+PROBE_POSITIONS = (1, 7, 131)  # positions at which a lone token's key is compared with its key at position 0
 
 _KV = tuple[torch.Tensor, torch.Tensor]
 

@@ -19,11 +19,9 @@ from ragcachekit_kernels.dispatch import Plane, rotate
 Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Per rotary table cos and sin ``[positions, pairs]``; all of them again backwards if a layer needs it."""
 
-LEAST_TABLE = 2048
-"""Positions of the first table."""
+LEAST_TABLE = 2048  # positions of the first table
 
-MOST_TABLES = 4
-"""Tables that are kept; models with frequencies per length would fill memory."""
+MOST_TABLES = 4  # tables that are kept; models with frequencies per length would fill memory
 
 
 @dataclass(frozen=True, eq=False)
