@@ -93,8 +93,8 @@ class Hooks:
         prompt: Sequence[int],
         scope: CancelScope,
         first: FirstScores | None,
-        stop: Sequence[str] = (),
-        decode: Callable[[Sequence[int]], str] | None = None,
+        stop: Sequence[str],
+        decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         self.watch = _Watch(scope)
         self._logits, self._stop, self._decode = _FirstLogits(), stop, decode
