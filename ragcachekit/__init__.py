@@ -64,30 +64,22 @@ __all__ = [
 
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
-    "CachedRetrieval": "ragcachekit.query.retrieval",
-    "CancelScope": "ragcachekit.cancellation",
-    "CoRetrieved": "ragcachekit.encode.neighbours",
-    "Identity": "ragcachekit.query.keys",
-    "KeyRules": "ragcachekit.query.keys",
-    "Lookup": "ragcachekit.query.retrieval",
-    "Neighbours": "ragcachekit.encode.neighbours",
-    "Partition": "ragcachekit.query.base",
-    "Partitioner": "ragcachekit.query.partitioning",
-    "PrecedingChunks": "ragcachekit.encode.neighbours",
-    "ProximityCache": "ragcachekit.query.proximity",
-    "RagCache": "ragcachekit.engine.rag_cache",
-    "Retrieved": "ragcachekit.query.retrieval",
-    "RetrieverCache": "ragcachekit.query.retriever_cache",
-    "RetrieverSettings": "ragcachekit.query.retriever_cache",
-    "SimilarChunks": "ragcachekit.encode.neighbours",
-    "agenerate": "ragcachekit.engine.asyncio_api",
-    "astream": "ragcachekit.engine.asyncio_api",
-    "calibrate": "ragcachekit.query.calibrate",
-    "to_thread": "ragcachekit.engine.asyncio_api",
+    "ragcachekit.cancellation": ("CancelScope",),
+    "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
+    "ragcachekit.engine.rag_cache": ("RagCache",),
+    "ragcachekit.query.base": ("Partition",),
+    "ragcachekit.query.calibrate": ("calibrate",),
+    "ragcachekit.query.keys": ("Identity", "KeyRules"),
+    "ragcachekit.query.partitioning": ("Partitioner",),
+    "ragcachekit.query.proximity": ("ProximityCache",),
+    "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),
+    "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,7 @@ from typing import Any, Literal
 DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
 
-TIERS = ("gpu", "host", "disk", "redis", "bulk")
-"""Names of the storage tiers, fastest first."""
+TIERS = ("gpu", "host", "disk", "redis", "bulk")  # names of the storage tiers, fastest first
 
 QUANTISATIONS = ("int8", "fp8")
 
@@ -70,45 +69,32 @@ def _check_fields(config: Any) -> None:
 class StoreConfig:
     """Storage tiers of chunk KV and the bytes that each may take. Any subset works.
 
-    Attributes
-    ----------
-    gpu_bytes : int
-        Budget of the GPU memory tier in bytes; 0 (the default) turns it off. Filled by requests, not by
-        encoding ahead.
-    host_bytes : int
-        Budget of the host memory tier in bytes; 0 turns it off. Page-locked if ``gpu_bytes`` or ``pin_host``
-        ask for it and there is CUDA.
-    disk_path : path or None
-        Folder of the disk tier; None turns the tier off.
-    disk_bytes : int or None
-        Budget of the disk tier in bytes. None (the default): 64 GiB, or less: half of the volume's free bytes
-        and those the folder takes already (at least a sixteenth of the volume).
-    redis_url : str or None
-        ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries; None: off.
-    redis_bytes, redis_entry_bytes : int
-        Budget of that tier, and its largest entry; larger ones go to ``bulk_url`` alone.
-    bulk_url : str or None
-        A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for everything; None: off.
-    bulk_bytes : int
-        Budget of that tier, per process: give each process its own folder, or its share.
-    remote_key : str or None
-        Name of the environment variable with the key that signs remote entries; needed with ``redis_url`` and
-        ``bulk_url``. The key itself never leaves the process.
-    remote_deadline, bulk_deadline : float
-        Seconds for one operation on Redis, and on the bulk tier; after that it is a miss.
-    eviction : str
-        Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (never far from the best in
-        docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers
-        always evict the least recently used.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
-    quantise : mapping of str to str
-        Tiers that keep KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded, never called
-        exact, and computed again where exactness was asked for.
-    pin_host : bool
-        Page-lock host memory although there is no GPU tier.
-    disk_direct : bool
-        Deprecated: has no effect, and will go.
+    - ``gpu_bytes``: Budget of the GPU memory tier; 0 (the default): off. Filled by requests, not by encoding
+      ahead.
+    - ``host_bytes``: Budget of the host memory tier; 0: off. Page-locked with ``gpu_bytes`` or ``pin_host``,
+      if there is CUDA.
+    - ``disk_path``: Folder of the disk tier; None: off.
+    - ``disk_bytes``: Budget of the disk tier. None (the default): 64 GiB, or less: half of the volume's free
+      bytes and those the folder takes already (at least a sixteenth of the volume).
+    - ``redis_url``: ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries;
+      None: off.
+    - ``redis_bytes``, ``redis_entry_bytes``: Budget of that tier, and its largest entry; larger ones go to
+      ``bulk_url`` alone.
+    - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
+      everything; None: off.
+    - ``bulk_bytes``: Budget of that tier, per process: give each process its own folder, or its share.
+    - ``remote_key``: Environment variable with the key that signs remote entries; needed with ``redis_url``
+      and ``bulk_url``. The key itself never leaves the process.
+    - ``remote_deadline``, ``bulk_deadline``: Seconds for one operation on Redis, and on the bulk tier; after
+      that it is a miss.
+    - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
+      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
+      evict the least recently used.
+    - ``quotas``: Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
+    - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
+      never called exact, and computed again where exactness was asked for.
+    - ``pin_host``: Page-lock host memory although there is no GPU tier.
+    - ``disk_direct``: Deprecated: has no effect, and will be removed.
     """
 
     host_bytes: int = DEFAULT_HOST_BYTES
@@ -163,24 +149,16 @@ class StoreConfig:
 class TreeConfig:
     """Budgets of the knowledge tree: exact KV of the beginnings of past prompts.
 
-    Attributes
-    ----------
-    gpu_bytes : int
-        Budget in GPU memory; 0 (the default), or a model on a CPU, leaves the tier out.
-    host_bytes : int
-        Budget in host memory.
-    disk_bytes : int
-        Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0 leaves it out.
-    keep_first : int or None
-        Keep only this many documents at the start of each prompt; None for all.
-    eviction : str
-        Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window: ``pgdsf:600s``),
-        ``gdsf``, ``lfu``, ``lru``.
-    replicate_bytes : int
-        Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a lost GPU.
-    turns_bytes : int
-        Host memory for the last turns of conversations, whose rows the next turn reuses: exact rows stay
-        exact, approximate ones approximate. 0 (the default) keeps none.
+    - ``gpu_bytes``, ``host_bytes``: Budgets in GPU memory (0, the default, or a model on a CPU: off) and in
+      host memory.
+    - ``disk_bytes``: Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0: off.
+    - ``keep_first``: Keep only this many documents at the start of each prompt; None for all.
+    - ``eviction``: Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window:
+      ``pgdsf:600s``), ``gdsf``, ``lfu``, ``lru``.
+    - ``replicate_bytes``: Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a
+      lost GPU.
+    - ``turns_bytes``: Host memory for the last turns of conversations, whose rows the next turn reuses: exact
+      rows stay exact, approximate ones approximate. 0 (the default): off.
     """
 
     host_bytes: int = 1 << 30
@@ -205,22 +183,15 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """Share of the traffic that is answered a second time in full, to measure the effect of reuse on answers.
+    """Share of requests answered a second time in full, to measure the effect of reuse on answers.
 
-    Attributes
-    ----------
-    share : float
-        Share of requests that are drawn, 0 to 1; 0 turns shadow mode off.
-    when : {"background", "after"}
-        Whether the full prefill runs in a background thread, or before the answer is returned.
-    window : int
-        Number of last compared requests that the bound is about.
-    bound : float
-        Warn when more than ``bound * window`` of the last ``window`` answers differed from those of full.
-    fall_back : bool
-        From then on compute prompts of that namespace in full, until ``rag.shadow.reset()``.
-    seed : int
-        Seed of the draw: the same seed draws the same requests.
+    - ``share``: Share of requests that are drawn, 0 to 1; 0: off.
+    - ``when``: Whether the full prefill runs in a background thread, or before the answer is returned.
+    - ``window``: Number of last compared requests that the bound is about.
+    - ``bound``: Warn when more than ``bound * window`` of the last ``window`` answers differed from those of
+      full.
+    - ``fall_back``: From then on compute prompts of that namespace in full, until ``rag.shadow.reset()``.
+    - ``seed``: Seed of the draw: the same seed draws the same requests.
     """
 
     share: float
@@ -245,17 +216,11 @@ class ShadowConfig:
 class LoadConfig:
     """Loading of entries from slow tiers (disk, remote) into a prompt.
 
-    Attributes
-    ----------
-    when : {"auto", "always"}
-        ``auto`` computes a chunk where loading its KV would take longer, by times measured on this machine;
-        ``always`` loads whatever is found.
-    deadline : float
-        Seconds that a request waits for an entry; after that its chunk is computed.
-    threads : int
-        Number of simultaneous reads.
-    bytes_in_flight : int
-        Bytes that :meth:`RagCache.prefetch` may read ahead for future prompts.
+    - ``when``: ``auto`` computes a chunk where loading its KV would take longer, by times measured on this
+      machine.
+    - ``deadline``: Seconds that a request waits for an entry; after that its chunk is computed.
+    - ``threads``: Number of simultaneous reads.
+    - ``bytes_in_flight``: Bytes that :meth:`RagCache.prefetch` may read ahead for future prompts.
     """
 
     when: Literal["auto", "always"] = "auto"
@@ -274,16 +239,12 @@ class LoadConfig:
 class GraphConfig:
     """Linked forwards that run as CUDA graphs, captured once and replayed for every request.
 
-    Attributes
-    ----------
-    max_rows : int
-        Most computed rows of a graph; larger forwards keep the GPU busier than the host that launches.
-    max_coming : int
-        Most bytes of chunk KV outside the GPU that a graph waits for; behind more of them an ordinary forward
-        runs layer by layer, as they arrive.
-    capture : callable, optional
-        Replaces CUDA graph capture (for tests, and devices with graphs of their own): takes a function over
-        fixed memory and returns one that repeats its work.
+    - ``max_rows``: Most computed rows of a graph; larger forwards keep the GPU busier than the host that
+      launches.
+    - ``max_coming``: Most bytes of chunk KV outside the GPU that a graph waits for; behind more of them an
+      ordinary forward runs layer by layer, as they arrive.
+    - ``capture``: Replaces CUDA graph capture (for tests, and devices with graphs of their own): takes a
+      function over fixed memory and returns one that repeats its work.
     """
 
     max_rows: int = 1024

@@ -1,7 +1,7 @@
 """Exceptions of the library.
 
-Bad arguments raise :class:`ValueError` or :class:`TypeError`. What depends on state (a model, a folder, a
-used prompt) raises a subclass of :class:`RagCacheError`. :class:`Cancelled` is no error and stands apart.
+Bad arguments raise :class:`ValueError` or :class:`TypeError`; a bad state raises a subclass of
+:class:`RagCacheError`. :class:`Cancelled` is no error and stands apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers, and what requests reused and cost: plain frozen data, without torch."""
+"""Answers and reports of what requests reused and cost: plain frozen data, without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class _Report:
         return f"<table>{rows}</table>"
 
     def _shown(self) -> list[tuple[str, object]]:
-        """Names and values for the table."""
         return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
 
 
@@ -39,16 +38,10 @@ def _short(value: object) -> str:
 class ChunkUse(_Report):
     """How one cacheable segment of a prompt, a chunk or the text before the first, was served.
 
-    Attributes
-    ----------
-    source : str
-        The tier it came from (``host``, ``disk``), that of the knowledge tree (``tree:host``: then its
-        tokens are counted with the fixed text in front of it), or ``computed``: not cached, rows of the
-        same forward.
-    recomputed : int
-        Rows that the policy recomputed.
-    exact : bool
-        Stands behind exactly what it was encoded behind (the prompt's first text does).
+    - ``source``: Its tier (``host``, ``disk``), that of the knowledge tree (``tree:host``: its tokens then
+      include the fixed text in front of it), or ``computed``.
+    - ``recomputed``: Rows that the policy recomputed.
+    - ``exact``: Stands behind exactly what it was encoded behind (as the prompt's first text does).
     """
 
     chunk_id: str
@@ -66,43 +59,25 @@ class ChunkUse(_Report):
 class LinkReport(_Report):
     """What one prompt reused, recomputed, loaded and saved.
 
-    Attributes
-    ----------
-    prompt_tokens : int
-        Rows of the whole prompt.
-    exact_tokens : int
-        Rows reused exactly (the prefix, chunks behind exactly their encoding context).
-    approximate_tokens : int
-        Rows reused from chunk KV and not recomputed: the approximation.
-    recomputed_tokens : int
-        Cached rows that the policy recomputed.
-    computed_tokens : int
-        Rows with nothing cached: the question, fixed text, missing chunks.
-    recompute_ratio : float
-        Recomputed / cached rows over all layers; 0 when nothing was cached.
-    chunks : tuple of ChunkUse
-        How each chunk was served, in order.
-    prefix : ChunkUse or None
-        How the text before the first chunk was served; None where there is none.
-    link_ms : float
-        Milliseconds to assemble the linked cache, whatever it waited for included.
-    load_ms, wait_ms : float
-        Milliseconds that looking entries up and reading them from slow tiers took, and how many of them
-        the request really waited for: the rest ran while it computed, or before it came.
-    loaded_bytes : int
-        What came from slow tiers.
-    tree_tokens : int
-        Rows of the beginning that the knowledge tree had, exact all of them; chunks behind it came from
-        the chunk store, approximate wherever ``chunks`` does not say exact.
-    fallback : str or None
-        Why the prompt was prefilled in full, where it was.
-    notes : tuple of str
-        Anything else the caller should know (damaged entries, ambiguous matches, altered chunks).
-    forward : str
-        How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:`` and why not
-        as a graph, where the device has them. Empty where the prompt was prefilled in full.
-    kernels : str
-        What attended in it: ``triton``, or ``torch`` and why. Likewise.
+    - ``prompt_tokens``: Rows of the whole prompt.
+    - ``exact_tokens``: Rows reused exactly (the prefix, chunks behind exactly their encoding context).
+    - ``approximate_tokens``: Rows reused from chunk KV and not recomputed: the approximation.
+    - ``recomputed_tokens``: Cached rows that the policy recomputed.
+    - ``computed_tokens``: Rows with nothing cached: the question, fixed text, missing chunks.
+    - ``recompute_ratio``: Recomputed / cached rows over all layers; 0 when nothing was cached.
+    - ``chunks``: How each chunk was served, in order.
+    - ``prefix``: How the text before the first chunk was served, if there is one.
+    - ``link_ms``: Milliseconds to assemble the linked cache, including waits.
+    - ``load_ms``, ``wait_ms``: Milliseconds of look-ups and reads from slow tiers, and how many of them the
+      request waited for.
+    - ``loaded_bytes``: Bytes from slow tiers.
+    - ``tree_tokens``: Rows of the beginning from the knowledge tree, all exact; chunks behind it are
+      approximate unless ``chunks`` says exact.
+    - ``fallback``: Why the prompt was prefilled in full, if it was.
+    - ``notes``: Damaged entries, ambiguous matches, altered chunks and the like.
+    - ``forward``: How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:``
+      and why not as a graph. Empty where the prompt was prefilled in full.
+    - ``kernels``: What attended in it: ``triton``, or ``torch`` and why; empty likewise.
     """
 
     policy: str
@@ -128,17 +103,17 @@ class LinkReport(_Report):
 
     @property
     def reused_tokens(self) -> int:
-        """Rows whose KV was really reused (what LangChain calls ``cache_read``)."""
+        """Rows whose KV was reused (what LangChain calls ``cache_read``)."""
         return self.exact_tokens + self.approximate_tokens
 
     @property
     def uses(self) -> tuple[ChunkUse, ...]:
-        """All that can be cached: the prefix, where there is one, then the chunks."""
+        """All cacheable segments: the prefix, if there is one, then the chunks."""
         return (*([self.prefix] if self.prefix is not None else []), *self.chunks)
 
     @property
     def overlap(self) -> float | None:
-        """Share of the loading that nobody waited for, 0 to 1; None if nothing came from a slow tier."""
+        """Share of the loading that no request waited for, 0 to 1; None if nothing came from a slow tier."""
         if not self.loaded_bytes or not self.load_ms:
             return None
         return min(max(1 - self.wait_ms / self.load_ms, 0.0), 1.0)
@@ -170,9 +145,8 @@ class LinkReport(_Report):
 
 @dataclass(frozen=True)
 class GenerateReport(_Report):
-    """A :class:`LinkReport` with what generation measured.
-
-    ``ttft_ms`` counts from the call to the first token, segmentation and linking included.
+    """A :class:`LinkReport` with what generation measured; ``ttft_ms`` counts from the call to the first
+    token.
     """
 
     link: LinkReport
@@ -192,28 +166,18 @@ class GenerateReport(_Report):
 class ShadowReport(_Report):
     """What answering a share of the requests a second time, in full, has shown.
 
-    Attributes
-    ----------
-    requests : int
-        Prompts answered while shadow mode was on.
-    shadowed : int
-        Of these, how many were prefilled in full as well: drawn, and approximately reused.
-    compared : int
-        Of these, how many answers were compared (greedy ones that ran to their end).
-    agreement : float or None
-        Share of the compared answers with the same text as that of full (the same ids, without a
-        tokenizer); None before there are any.
-    f1 : float or None
-        Mean F1 of their token ids, as a bag, against those of full.
-    mean_kl, max_kl : float or None
-        KL(full || reused) of the first token, in nats.
-    recent_disagreement : float
-        Answers that differed among the last ``window`` compared, as a share of ``window``; the highest
-        of all namespaces.
-    waiting, dropped, failed : int
-        Shadow prefills not begun yet, left out because too many waited, and ended by an error.
-    falling_back : bool
-        Whether prompts are computed in full because of it.
+    - ``requests``: Prompts answered while shadow mode was on.
+    - ``shadowed``: Of these, prefilled in full as well: drawn, and approximately reused.
+    - ``compared``: Of these, with compared answers (greedy ones that ran to their end).
+    - ``agreement``: Share of the compared answers with the same text as full (the same ids, without a
+      tokenizer).
+    - ``f1``: Mean F1 of their token ids, as a bag, against those of full.
+    - ``mean_kl``, ``max_kl``: KL(full || reused) of the first token, in nats.
+    - ``recent_disagreement``: Answers that differed among the last ``window`` compared, as a share of
+      ``window``; the highest of all namespaces.
+    - ``waiting``, ``dropped``, ``failed``: Shadow prefills not begun yet, left out because too many waited,
+      and ended by an error.
+    - ``falling_back``: Whether prompts are computed in full because of it.
     """
 
     requests: int = 0
@@ -241,7 +205,7 @@ class ShadowReport(_Report):
 
 @dataclass(frozen=True)
 class Answer:
-    """What ``RagCache.generate`` returns: generated text, its token ids (without the prompt), the report."""
+    """Generated text, its token ids (without the prompt), and the report."""
 
     text: str
     token_ids: tuple[int, ...]

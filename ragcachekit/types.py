@@ -7,14 +7,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ENCODING_PREFIX = "prefix"
-"""Encoding of text at the very start of a prompt: exact wherever it is reused."""
+ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
 
 def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
     """SHA-256, as hex, over the salt with its length and the token ids (little-endian 64 bit).
 
-    Different salts (namespaces) never share an id, so one tenant's KV cannot be addressed by another.
+    Different salts (namespaces) never share an id.
     """
     raw = salt.encode()
     digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
@@ -24,10 +23,7 @@ def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a prompt, as text or as token ids (exactly one of them).
-
-    Use the subclasses :class:`Text` and :class:`Chunk`.
-    """
+    """A piece of a prompt, as text or as token ids: :class:`Text` or :class:`Chunk`."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -82,19 +78,12 @@ class Prompt:
 class KVKey:
     """Identity of one stored KV entry.
 
-    Attributes
-    ----------
-    fingerprint : str
-        Digest of all that changes KV values (see ``ragcachekit.model.identity.fingerprint``).
-    namespace : str
-        Tenant and corpus, a hard partition.
-    chunk_id : str
-        SHA-256 of the token ids, salted with the namespace.
-    encoding : str
-        Text before the chunk when it was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
-        suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
-    context : tuple of str
-        Ids of the segments that the chunk was encoded behind, in order. ``forget`` follows them.
+    - ``fingerprint``: Digest of all that changes KV values (see ``ragcachekit.model.identity.fingerprint``).
+    - ``namespace``: Tenant and corpus, a hard partition.
+    - ``chunk_id``: SHA-256 of the token ids, salted with the namespace.
+    - ``encoding``: How the chunk was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
+      suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
+    - ``context``: Ids of the segments that the chunk was encoded behind, in order. ``forget`` follows them.
     """
 
     fingerprint: str

@@ -1,4 +1,4 @@
-"""The admission check: on the model itself, does linking give what the model would have computed?"""
+"""The admission check: does linking give, on the model itself, what the model would have computed?"""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from ragcachekit.reports import LinkReport
 
 log = logging.getLogger(__name__)
 
-CHECK_VERSION = 2
-"""Counts up when the check itself changes."""
+CHECK_VERSION = 2  # raised when the check itself changes
 
 CHUNK, PROMPT = 24, 48
 """Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""
@@ -34,11 +33,10 @@ CHUNK, PROMPT = 24, 48
 
 @dataclass(frozen=True)
 class Admission:
-    """A passed check: the largest differences seen, relative to the largest value of a tensor.
+    """A passed check: the largest differences found, relative to the largest value of a tensor.
 
-    ``offset_diff``: K and V of a chunk encoded once and linked at several offsets, against the chunk run
-    there. ``link_diff``: logits, K and V of a prompt with part of its rows kept, and the next token's
-    logits, against its ordinary prefill.
+    ``offset_diff``: K and V of a chunk linked at several offsets. ``link_diff``: logits, K and V of a partly
+    linked prompt, and the next token's logits.
     """
 
     offset_diff: float
@@ -53,13 +51,7 @@ def tolerance_for(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def admit(model: Any, rope: Rope) -> Admission:
-    """Check the model or refuse it.
-
-    Raises
-    ------
-    ModelNotSupported
-        Naming the layer, what differs and by how much.
-    """
+    """Check the model; ModelNotSupported names the layer, what differs and by how much."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise ModelNotSupported(
@@ -85,7 +77,6 @@ def admit(model: Any, rope: Rope) -> Admission:
 
 
 def _bypass(model: Any) -> str:
-    """For refusals: what the model says about itself."""
     if getattr(model, "_supports_attention_backend", False):
         return ""
     return (
@@ -121,7 +112,7 @@ def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> 
 
 
 def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
-    """Keep exact KV of some rows of an ordinary prefill, compute the others through a linked forward."""
+    """Link some rows of an ordinary prefill exactly, compute the others, and compare with that prefill."""
     device = model.device
     own = DynamicCache()
     ordinary = model(
@@ -185,10 +176,9 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: s
 
 
 def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
-    """:func:`admit`, skipped if this fingerprint passed under the same versions before.
+    """Run :func:`admit` unless this fingerprint passed under the same versions before.
 
-    The record is a small file in ``folder``; one that cannot be read or written only costs the
-    check's time again.
+    The record is a small file in ``folder``; an unreadable or unwritable one only costs another check.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"

@@ -1,4 +1,4 @@
-"""Generation from asyncio: the engine runs in worker threads, a cancelled task ends its generation."""
+"""Generation from asyncio: the engine runs in worker threads; a cancelled task ends its generation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,8 @@ _DONE = object()
 class AsyncAnswerStream:
     """An answer as it is generated: an async context manager and an async iterator of text pieces.
 
-    Leaving the context early, by ``break``, an error or the task's cancellation, cancels the
-    generation; the model stops before its next layer or after its token.
-
-    Parameters
-    ----------
-    start : callable
-        Returns the engine's stream; called in a worker thread on entering the context.
+    Leaving the context early, by ``break``, an error or cancellation, cancels the generation before its next
+    layer or after its token. ``start`` returns the engine's stream.
 
     Examples
     --------
@@ -40,13 +35,7 @@ class AsyncAnswerStream:
         self._stream: Any = None
 
     async def __aenter__(self) -> AsyncAnswerStream:
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start))
-        try:
-            # shield: a thread cannot be interrupted, and the stream that it returns must be cancelled.
-            self._stream = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(_cancel_started)
-            raise
+        self._stream = self._start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -70,11 +59,6 @@ class AsyncAnswerStream:
         return answer
 
 
-def _cancel_started(starting: asyncio.Future[Any]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().cancel()
-
-
 def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:
     """``rag.stream(prompt, **options)`` for ``async with`` and ``async for``."""
     return AsyncAnswerStream(lambda: rag.stream(prompt, **options))
@@ -89,7 +73,7 @@ async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
 
 
 async def to_thread(work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """:func:`asyncio.to_thread` whose model work ends when the task is cancelled.
+    """Call :func:`asyncio.to_thread`; the model work ends when the task is cancelled.
 
     >>> ids = await to_thread(rag.encode, texts)  # doctest: +SKIP
     """

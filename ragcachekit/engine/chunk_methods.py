@@ -2,59 +2,87 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import Lock
+from typing import Any, TypeVar
+from weakref import WeakSet
 
-from ragcachekit.engine.chunk_manager import ChunkManager
-from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibrated import Chosen
+from tqdm.auto import tqdm
+
+from ragcachekit.background import attempt
+from ragcachekit.config import check_type
+from ragcachekit.engine.components import EngineComponents
+from ragcachekit.engine.options import checked_namespace
+from ragcachekit.engine.prompt_planner import MODEL_CHANGED
+from ragcachekit.errors import Closed, ModelChanged
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.store.null import NullStore
+from ragcachekit.types import chunk_id
+
+log = logging.getLogger(__name__)
+
+_NOT_KEPT = (
+    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
+)
+
+_Item = TypeVar("_Item")
 
 
-class ChunkMethods(ABC):
+class ChunkMethods:
     """Register, prefetch, encode and forget chunks; the base of :class:`ragcachekit.RagCache`."""
 
-    _chunks: ChunkManager
+    def __init__(self, components: EngineComponents, namespace: str) -> None:
+        self._components, self.namespace = components, namespace
+        self._prompts, self._policy = components.prompts, components.policy
+        self._query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
+        self._registering = Lock()
+        self._warned = self._closed = False
 
-    @abstractmethod
-    def _checked(self, namespace: str | None) -> str: ...
+    def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
+        """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
 
-    @abstractmethod
-    def _chosen(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen: ...
+        The cache is referenced weakly.
+        """
+        self._query_caches.add(cache)
 
     def register(self, texts: Iterable[str], *, namespace: str | None = None) -> int:
-        """Make texts known as chunks, so that prompts are searched for them. Costs no model work.
+        """Search prompts for these texts as chunks; costs no model work.
 
         Returns how many can be found (texts too short to be told apart are left out).
         """
-        return self._chunks.register(texts, self._checked(namespace))
-
-    def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
-        """Let :meth:`forget` reach cached search results too. The cache is not kept alive.
-
-        Retrievers that were given this engine call it.
-        """
-        self._chunks.add_query_cache(cache)
+        namespace, since = self._checked(namespace), self._components.forgets.now()
+        texts = strings(texts, "texts")
+        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
+        result = self._unless_forgotten(self._prompts.register, texts, namespace, since)
+        self._unless_forgotten(self._prompts.note_retrieved, texts, namespace, since)
+        return result.added + result.known
 
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
     ) -> None:
-        """Begin to load chunks from slow tiers for a prompt that will come; returns at once.
+        """Begin to load chunks from slow tiers for a later prompt; returns at once.
 
-        A retriever calls it. Chunks that are not stored, or in memory already, cost next to nothing. Those
-        that then stand in a prompt in altered form are named in its report.
+        Called by retrievers. Chunks that a prompt then has in altered form are named in its report.
 
         Parameters
         ----------
         chunks : iterable of str
             Chunk texts, or ids as :meth:`encode` returned them.
         system : str, optional
-            The text before the prompt's first chunk, for encoders that need it; by default the last one
-            that was seen in the namespace.
+            Text before the prompt's first chunk, for encoders that need it; default is the last one used in
+            the namespace.
         """
-        namespace = self._checked(namespace)
-        self._chunks.prefetch(chunks, namespace, self._chosen(None, namespace).policy, system)
+        where, since = self._checked(namespace), self._components.forgets.now()
+        policy, chunks = self._components.choose_policy(None, where).policy, strings(chunks, "chunks")
+        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        self._unless_forgotten(self._prompts.note_retrieved, texts, where, since)
+        if policy.reads_cache:
+            find = self._prompts.prefetch_keys
+            self._components.loads.prefetch(lambda: find(chunks, where, policy, system))
 
     def encode(
         self,
@@ -64,16 +92,15 @@ class ChunkMethods(ABC):
         system: str | None = None,
         progress: bool = False,
     ) -> list[str]:
-        """Register chunks and compute their KV now; what is stored already is skipped.
+        """Register chunks and compute their KV now, except what is stored already.
 
-        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what would be encoded
-        behind that.
+        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it.
 
         Parameters
         ----------
         system : str, optional
-            The text before a prompt's first chunk, as the model sees it; the encoders ``system`` and
-            ``similar:n`` need it here.
+            Text before a prompt's first chunk, as the model sees it; needed for the encoders ``system`` and
+            ``similar:n``.
         progress : bool
             Show a progress bar over tokens.
 
@@ -85,13 +112,29 @@ class ChunkMethods(ABC):
         Raises
         ------
         Cancelled
-            If a :class:`ragcachekit.CancelScope` around it was; what was encoded before is kept.
+            In a cancelled :class:`ragcachekit.CancelScope`; what was encoded before is kept.
         ValueError
             For an empty chunk, one longer than the model's context, or a missing ``system``.
         ModelChanged
-            If the model is no longer the one that this object was made for.
+            If the model changed since this object was made.
         """
-        return self._chunks.encode(texts, self._checked(namespace), system, progress)
+        namespace, parts, since = self._checked(namespace), self._components, self._components.forgets.now()
+        if not self._prompts.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
+        texts = strings(texts, "texts")
+        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
+        missing = self._prompts.missing(texts, namespace, self._policy, system, since)
+        self._unless_forgotten(self._prompts.register, texts, namespace, since)
+        todo = parts.background_encoder.complete(item for item in missing if item.key not in parts.store)
+        if isinstance(parts.store, NullStore):
+            self._warn(
+                "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
+            )
+        with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
+            parts.background_encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
+        if lost := parts.background_encoder.refused(item.key for item in todo):
+            self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
+        return [item.key.chunk_id for item in missing]
 
     def forget(
         self,
@@ -100,22 +143,20 @@ class ChunkMethods(ABC):
         texts: Iterable[str] | None = None,
         namespace: str | None = None,
     ) -> int:
-        """Drop stored KV of chunks, and KV that was encoded behind them, from all tiers.
+        """Drop the KV of chunks, and KV that was encoded behind them, from all tiers.
 
-        Cached search results that name such a chunk go too, in every retriever that was given this engine.
-        Delete the document from its index first: what a search finds is registered again.
-        Work that began before this returns, in any thread, brings no forgotten chunk back. Until it is
-        registered or encoded again, it is no chunk's neighbour either.
-        Another process on the same disk folder keeps what its own host memory holds; its knowledge tree
-        follows at the next request in the namespace.
+        Cached search results that contain such a chunk are dropped too, in every retriever of this engine.
+        Delete the document from its index first: what a search finds is registered again. Work that began
+        before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
+        host memory; its knowledge tree follows at its next request in the namespace.
 
         Parameters
         ----------
         ids : iterable of str, optional
-            Chunk ids, as :meth:`encode` returned them. Their texts stay known as chunks: a later prompt that
-            has one encodes it again.
+            Chunk ids, as :meth:`encode` returned them. Their texts stay registered: a later prompt with one
+            encodes it again.
         texts : iterable of str, optional
-            Chunk texts; also forgets them as chunks to look for, in every form a chain may give them.
+            Chunk texts, which are unregistered as well, in every form a chain may give them.
         namespace : str, optional
             With neither ids nor texts, all of it is dropped.
 
@@ -127,6 +168,110 @@ class ChunkMethods(ABC):
         Raises
         ------
         StoreError
-            If a tier cannot say that nothing is left; all others have forgotten. Forget again.
+            If a tier cannot confirm the deletion; all others have forgotten. Forget again.
         """
-        return self._chunks.forget(ids, texts, self._checked(namespace))
+        where = self._checked(namespace)
+        if ids is None and texts is None:
+            self._forget_results(where, None)
+            return self._forget(where, None, ())
+        ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
+        named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
+        chunk_ids = self._prompts.chunk_ids
+
+        def is_forgotten(text: str) -> bool:
+            if text.strip() in bare:
+                return True
+            return bool(named) and any(chunk_id(chunk_ids(form), where) in named for form in forms(text))
+
+        self._forget_results(where, is_forgotten)
+        # Also whole: an older version stored texts with blanks at their end that way.
+        every = [form for text in texts for form in forms(text)]
+        tokens = [split(form) for form in every for split in (chunk_ids, self._prompts.tokens.chunk)]
+        return self._forget(where, named | {chunk_id(ids, where) for ids in tokens}, texts)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _checked(self, namespace: str | None) -> str:
+        """The namespace of a call; every public method checks it first."""
+        if self._closed:
+            raise Closed("this RagCache is closed; make a new one, or close it after its last use")
+        return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
+        update(tokens)
+        if self._components.loads.cost.needed:  # no request waits here
+            attempt(lambda _: self._components.loads.measure(), None)
+
+    def _not_kept(self, missing: Collection[Missing]) -> str | None:
+        """A note for the report if the store could not keep missing entries before."""
+        lost = self._components.background_encoder.refused(item.key for item in missing)
+        if not lost or isinstance(self._components.store, NullStore):
+            return None
+        return f"{lost} missing entr{'ies' if lost > 1 else 'y'} {_NOT_KEPT}"
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", message)
+
+    def _unless_forgotten(
+        self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], namespace: str, since: int
+    ) -> _Item:
+        """Apply ``use`` to the texts that were not forgotten since; no forget ends meanwhile."""
+        forgot = self._components.forgets.forgot_text
+        with self._registering:
+            return use(namespace, [text for text in texts if not forgot(namespace, text, since)])
+
+    def _forget_results(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
+        # Before the registry: a retriever registers what it found only while nothing was forgotten since.
+        for cache in list(self._query_caches):
+            try:
+                cache.forget_texts(namespace, is_forgotten)
+            except Exception:  # the KV is dropped all the same
+                log.exception("cached search results could not be forgotten; clear the retriever's cache")
+
+    def _forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> int:
+        """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
+        with self._components.background_encoder.forgetting(namespace, ids):
+            try:
+                return self._drop(namespace, ids)
+            finally:  # also where a tier raised
+                with self._registering:
+                    self._components.forgets.add(namespace, ids, texts)
+                    self._prompts.forget(namespace, ids, texts)
+
+    def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:
+        """Drop entries from every tier; where one raises, the others have dropped theirs."""
+        from_tree, parts = 0, self._components
+        self._prompts.variants.forget(namespace, ids)
+        try:
+            from_store = parts.store.forget(namespace, ids)
+        finally:
+            parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
+            if parts.tree is not None:
+                from_tree = parts.tree.forget(namespace, ids)
+        return from_tree + from_store
+
+
+def several(items: Iterable[_Item], what: str) -> list[_Item]:
+    """The items as a list; TypeError for one string, which would be taken for its letters."""
+    if isinstance(items, str):
+        raise TypeError(f"{what} must be a list of strings, not one string")
+    check_type(what, items, Iterable, "a list")
+    return list(items)
+
+
+def strings(items: Iterable[str], what: str) -> list[str]:
+    """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
+    listed: list[str] = [items] if _own_text(items) else several(items, what)  # type: ignore[list-item]
+    for number, item in enumerate(listed):
+        own = _own_text(item)
+        give = f"a string; give the {type(item).__name__}'s {own}" if own else "a string"
+        check_type(f"{what}[{number}]", item, str, give)
+    return listed
+
+
+def _own_text(item: object) -> str | None:
+    """Where a LangChain document, or a LlamaIndex node, has its text."""
+    named = {"page_content": "page_content", "get_content": "get_content()"}
+    return next((name for attribute, name in named.items() if hasattr(item, attribute)), None)

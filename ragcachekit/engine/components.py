@@ -1,9 +1,8 @@
-"""The components of one engine: opened in order, and closed in the opposite one."""
+"""The components of one engine, opened in order and closed in the opposite one."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,28 +16,28 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.chunk_manager import ChunkManager
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
-from ragcachekit.engine.tree_capture import OwnRowsKeeper, TreeKeeper
+from ragcachekit.engine.tree_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
-from ragcachekit.model.identity.fingerprint import fingerprint as fingerprint_of
+from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.prefill_timing import PrefillCost
 from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibrated import Budgets
+from ragcachekit.policies.budgets.calibrated import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.factory import open_tree
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -48,141 +47,113 @@ from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 
 
-@dataclass(frozen=True, eq=False)
 class EngineComponents:
-    """What one engine is made of; each part was given those that it needs when it was made.
+    """Everything one engine is made of; ``policy`` is its default one.
 
-    ``policy`` is the default. ``forgets`` records what was forgotten and when. ``loads`` reads entries of
-    slow tiers, ``prompts`` plans, ``background_encoder`` encodes what is missing, ``keeper`` copies exact
-    rows to the tree, and ``shadow`` answers a share of the prompts again.
+    Making them checks the model. If that or one component fails, all are closed again. ``weights`` is the
+    folder that the model was loaded from.
     """
 
-    policy: SelectionPolicy
-    fingerprint: str
-    store: KVStore
-    tree: KnowledgeTree | None
-    forgets: ForgetEpochs
-    loads: LoadPath
-    prompts: PromptPlanner
-    background_encoder: BackgroundEncoder
-    keeper: TreeKeeper | None
-    own_rows: OwnRowsKeeper
-    shadow: Shadow
-    chunks: ChunkManager
-    generator: Generator
-    budgets: Budgets
-    opened: ExitStack
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
+    ) -> None:
+        check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
+        if model.training:
+            raise ValueError("the model is in training mode; call model.eval() first")
+        if hasattr(model, "_orig_mod"):
+            raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
+        self.policy, rope = open_policy(settings.policy), describe_rope(model)
+        if rope.depends_on_length:
+            guard_rotary(model)
+        folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
+        self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+        admit_once(model, rope, self.fingerprint, folder)
+        use_graphs(model, settings.graphs)
+        with ExitStack() as opened:
+            self._open(model, tokenizer, settings, rope, folder, opened)
+            self._opened = opened.pop_all()
+
+    def _open(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: EngineSettings,
+        rope: Rope,
+        folder: Path,
+        opened: ExitStack,
+    ) -> None:
+        self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
+        cost = PrefillCost(model, fingerprint=self.fingerprint, folder=folder, context=rope.context)
+        self.store = _store(settings, cost, opened)
+        self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
+        opened.callback(self.loads.close)
+        self.tree = _tree(model, settings, layout, cost, opened)
+        self.prompts = PromptPlanner(
+            model,
+            tokenizer,
+            rope=rope,
+            store=self.store,
+            fingerprint=self.fingerprint,
+            encoder=settings.encoder,
+            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            fetch=self.loads.fetch,
+            tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
+        )
+        encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
+        if encodings.name == IN_PROMPT:
+            recall(self.prompts.variants, self.store, self.fingerprint)
+        if not encodings.similar and self.prompts.neighbours:
+            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
+        encoder = ChunkEncoder(model, rope, ObservedCache)
+        self.background_encoder = BackgroundEncoder(
+            encoder,
+            self.store,
+            unchanged,
+            NeighbourEncoder(model, rope, encoder, self.store, layout),
+            InPromptEncoder(model, rope),
+            self.prompts.note_stored,
+            self.forgets,
+        )
+        opened.callback(self.background_encoder.close)
+        when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
+        self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
+        opened.callback(self.capture.close)
+        self.shadow = Shadow(
+            shadow_config(settings.shadow),
+            model,
+            rope,
+            pad=self.prompts.pad,
+            decode=self.prompts.decode,
+            unchanged=unchanged,
+        )
+        opened.callback(self.shadow.close)
+        self.generator = Generator(model, rope, self.prompts)
+        self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
+        self.budgets.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
+
+    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
+        """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
+        asked = self.policy if policy is None else open_policy(policy)
+        chosen = self.budgets.resolve(asked, namespace)
+        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
+        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
         return (*self.store.stats(), *(self.tree.stats() if self.tree is not None else ()))
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for everything in the background; False if ``timeout`` seconds did not suffice."""
-        keeper = [self.keeper.flush] if self.keeper is not None else []
-        own = [self.own_rows.flush, self.background_encoder.flush, self.loads.flush]
-        return flush_all([*own, *keeper, self.shadow.flush], timeout)
+        """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        parts = (self.capture, self.background_encoder, self.loads, self.shadow)
+        return flush_all([part.flush for part in parts], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""
-        self.opened.close()
-
-
-def open_components(
-    model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
-) -> EngineComponents:
-    """Check the model and open every component for it; closed again if a later one raises.
-
-    ``weights`` is the folder that the model was loaded from. Raises as :class:`ragcachekit.RagCache`.
-    """
-    check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
-    if hasattr(model, "_orig_mod"):
-        raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-    policy, rope = open_policy(settings.policy), describe_rope(model)
-    if rope.depends_on_length:
-        guard_rotary(model)
-    folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
-    fingerprint = fingerprint_of(model, tokenizer, source=weights, cache=folder / "digests.json").digest
-    admit_once(model, rope, fingerprint, folder)
-    use_graphs(model, settings.graphs)
-    forgets, layout = ForgetEpochs(), KVLayout.of(model)
-    with ExitStack() as opened:
-        cost = PrefillCost(model, fingerprint=fingerprint, folder=folder, context=rope.context)
-        store = _store(settings, cost, opened)
-        loads = LoadPath(store, load_config(settings.load), cost=cost, layout=layout)
-        opened.callback(loads.close)
-        tree = _tree(model, settings, layout, cost, opened)
-        prompts = PromptPlanner(
-            model,
-            tokenizer,
-            rope=rope,
-            store=store,
-            fingerprint=fingerprint,
-            encoder=settings.encoder,
-            neighbours=by_namespace(settings.neighbours, settings.namespace),
-            fetch=loads.fetch,
-            tree=PrefixMatcher(tree, rope, layout) if tree is not None else None,
-        )
-        if prompts.encodings(policy).name == IN_PROMPT:
-            recall(prompts.variants, store, fingerprint)
-        keeper, when = None, _when(settings)
-        if tree is not None:
-            keeper = TreeKeeper(tree, rope, prompts.unchanged, forgets, when)
-            opened.callback(keeper.close)
-        if not prompts.encodings(policy).similar and prompts.neighbours:
-            raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        encoder = ChunkEncoder(model, rope, ObservedCache)
-        background_encoder = BackgroundEncoder(
-            encoder,
-            store,
-            prompts.unchanged,
-            NeighbourEncoder(model, rope, encoder, store, layout),
-            InPromptEncoder(model, rope),
-            prompts.note_stored,
-            forgets,
-        )
-        opened.callback(background_encoder.close)
-        own_rows = OwnRowsKeeper(background_encoder, rope, prompts.unchanged, when)
-        opened.callback(own_rows.close)
-        shadow = Shadow(
-            shadow_config(settings.shadow),
-            model,
-            rope,
-            pad=prompts.pad,
-            decode=prompts.decode,
-            unchanged=prompts.unchanged,
-        )
-        opened.callback(shadow.close)
-        budgets = Budgets(folder, fingerprint, prompts.encodings(open_policy("full")).name)
-        budgets.resolve(policy, settings.namespace)  # what there is to warn of, warn of now
-        return EngineComponents(
-            policy,
-            fingerprint,
-            store,
-            tree,
-            forgets,
-            loads,
-            prompts,
-            background_encoder,
-            keeper,
-            own_rows,
-            shadow,
-            ChunkManager(policy, prompts, store, tree, loads, background_encoder, forgets),
-            Generator(model, rope, prompts, shadow),
-            budgets,
-            opened.pop_all(),
-        )
-
-
-def _when(settings: EngineSettings) -> Literal["background", "now"]:
-    """When rows are copied out of the caches of answered requests."""
-    return "now" if settings.cold == "now" else "background"
+        self._opened.close()
 
 
 def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:
-    """The store that was handed in, or one that is closed with the engine, with profiled costs."""
+    """The store that was passed in, or one that is closed with the engine, with profiled costs."""
     if settings.store is not None and not isinstance(settings.store, StoreConfig):
         return settings.store
     config = settings.store or StoreConfig()
@@ -199,7 +170,7 @@ def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) ->
 def _tree(
     model: Any, settings: EngineSettings, layout: KVLayout, prefill: PrefillCost, opened: ExitStack
 ) -> KnowledgeTree | None:
-    """The tree that was handed in, or one that is closed with the engine, with profiled costs."""
+    """The tree that was passed in, or one that is closed with the engine, with profiled costs."""
     config = settings.tree
     if not isinstance(config, TreeConfig):
         return config

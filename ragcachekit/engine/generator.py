@@ -1,4 +1,4 @@
-"""From plans to answers: one forward, the generate loop, the reports."""
+"""From plans to answers: linking, the generate loop, the reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ragcachekit.cancellation import CancelScope
 from ragcachekit.engine.prompt_planner import PromptPlanner
-from ragcachekit.engine.shadow import Shadow
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.options import LinkMode, way_in
+from ragcachekit.generate.hooks import FirstScores
+from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
@@ -22,76 +21,65 @@ from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
 from ragcachekit.reports import Answer
 
 
-class Answered(NamedTuple):
-    """Answers to the prompts of one batch, and what generating them left behind."""
-
-    answers: list[Answer]
-    generated: Generated
-
-
 class Linked(NamedTuple):
-    """A prompt linked for somebody else's generate call, and its plan as it ran."""
+    """A prompt linked for another generate call, and its plan as it ran."""
 
     prompt: LinkedPrompt
     plan: LinkPlan
 
 
 class Generator:
-    """Runs planned prompts on one model.
+    """Runs planned prompts on one model."""
 
-    Parameters
-    ----------
-    prompts : Preparer
-        Its tokenizer and its ids for padding are used here.
-    shadow : Shadow
-        Answers some of the prompts again.
-    """
+    def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
+        self._model, self._rope, self._prompts = model, rope, prompts
 
-    def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner, shadow: Shadow) -> None:
-        self._model, self._rope, self._prompts, self._shadow = model, rope, prompts, shadow
+    def options(
+        self, options: Mapping[str, Any], plans: Sequence[LinkPlan], stop: Sequence[str]
+    ) -> dict[str, Any]:
+        """The options of generate with their defaults; ValueError or TypeError for bad ones."""
+        if stop:
+            _ = self._prompts.tokens  # stop strings are text
+        longest = max(len(plan.token_ids) for plan in plans)
+        return filled_options(options, longest, pad=self._prompts.pad, context=self._prompts.context)
 
-    def answer(
+    def run(
         self,
         plans: Sequence[LinkPlan],
-        begun: float,
         options: Mapping[str, Any],
         stop: Sequence[str],
         cancel: threading.Event | None,
+        first: FirstScores | None,
+        own: bool,
         replan: Replan,
-        own: bool = False,
-    ) -> Answered:
-        """Answer prompts in one left-padded batch, which :meth:`share_a_forward` must allow for several.
+    ) -> Generated:
+        """Link and generate in one left-padded batch; several prompts only if :meth:`share_a_forward`.
 
-        ``begun`` is when they came, on the clock of :func:`time.perf_counter`. ``replan`` plans a request
-        again without entries that did not come. The others are as in
-        :func:`~ragcachekit.generate.run.run_generate` and :meth:`ragcachekit.RagCache.generate`.
+        The parameters are those of :func:`~ragcachekit.generate.run.run_generate`.
         """
-        if stop:
-            _ = self._prompts.tokens  # stop strings are text
-        pad, decode, longest = self._prompts.pad, self._prompts.decode, max(len(p.token_ids) for p in plans)
-        options = filled_options(options, longest, pad=pad, context=self._prompts.context)
-        first = self._shadow.draw(len(plans), options)
-        generated = run_generate(
+        return run_generate(
             self._model,
             self._rope,
             plans,
             options,
-            pad=pad,
+            pad=self._prompts.pad,
             cancel=cancel,
             stop=stop,
-            decode=decode,
+            decode=self._prompts.decode,
             first=first,
             own=own,
             replan=replan,
         )
-        answers = [answer_of(generated, i, begun, stop, options, decode) for i in range(len(plans))]
-        if generated.prefilled:
-            with CancelScope(cancel):
-                self._shadow.follow(plans, answers, first, options, stop)
-        return Answered(answers, generated)
+
+    def answers(
+        self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
+    ) -> list[Answer]:
+        """The answers with their reports; ``begun`` in seconds of :func:`time.perf_counter`."""
+        decode, count = self._prompts.decode, len(generated.plans)
+        return [answer_of(generated, item, begun, stop, options, decode) for item in range(count)]
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
-        """Link a prompt for somebody else's generate call."""
+        """Link a prompt for another generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
         inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
@@ -100,8 +88,8 @@ class Generator:
     def share_a_forward(self, policy: SelectionPolicy, options: Mapping[str, Any]) -> bool:
         """Whether several prompts can be answered in one batch.
 
-        In a batch all prompts use the longest one's frequencies, so chunk KV would not fit where these
-        depend on the length; and its rows must be the same ones in every layer.
+        Not where frequencies depend on the length (a batch uses those of the longest prompt), nor where the
+        rows differ by layer.
         """
-        ahead = way_in(options, self._model.generation_config) is LinkMode.AHEAD
+        ahead = links_ahead(options, self._model.generation_config)
         return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

@@ -1,4 +1,4 @@
-"""The load path of one engine: the loader, the planner of loads, and what both learn from answers."""
+"""The load path of one engine: prefetching, the loader, and the planner of loads."""
 
 from __future__ import annotations
 
@@ -16,31 +16,13 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.loading.loader import Loader
 from ragcachekit.types import KVKey
 
-MOST_JOBS = 64
-"""Calls of prefetch that may wait; later ones are left out."""
+MAX_JOBS = 64  # prefetches that may wait; further ones are dropped
 
 
 class LoadPath:
-    """Loading in the background, planned by how long loads and prefills take, and prefetching.
+    """Reads entries of slow tiers for prompts, planned by measured times of loads and prefills."""
 
-    Parameters
-    ----------
-    store : KVStore
-    config : LoadConfig
-    cost : PrefillCost
-        How long prefills take.
-    layout : KVLayout
-        What its KV looks like.
-    """
-
-    def __init__(
-        self,
-        store: KVStore,
-        config: LoadConfig,
-        *,
-        cost: PrefillCost,
-        layout: KVLayout,
-    ) -> None:
+    def __init__(self, store: KVStore, config: LoadConfig, *, cost: PrefillCost, layout: KVLayout) -> None:
         self._layout = layout
         self.cost = cost
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
@@ -54,30 +36,27 @@ class LoadPath:
             bytes_in_flight=config.bytes_in_flight,
             observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
         )
-        self._jobs = Background[Callable[[], object]](lambda job: job(), MOST_JOBS, "ragcachekit-prefetch")
+        self._jobs = Background[Callable[[], object]](lambda job: job(), MAX_JOBS, "ragcachekit-prefetch")
         self._measured = False
 
     def fetch(self) -> Fetch:
-        """How one prompt's entries are found."""
+        """The search for one prompt's entries."""
         return Fetch(self._loader, self.planner, layout=self._layout)
 
     def prefetch(self, find: Callable[[], Iterable[KVKey]]) -> None:
-        """Load what ``find`` will name, if it lies in a slow tier; both happen in the background."""
+        """Find keys and load those in slow tiers, both in the background."""
         if self._slow:
             self._jobs.submit(lambda: self._loader.prefetch(find()))
 
     def learn(self, generated: Generated) -> None:
-        """After an answer: note how long its prefill took, and :meth:`follow` its plans."""
+        """Record how long an answer's prefill took, and :meth:`follow` its plans."""
         plan = generated.plans[0]
         if self.planner is not None and generated.prefill is not None:
             self.planner.observe_prefill(plan.kept, len(plan.rows), generated.prefill)
         self.follow(generated.plans)
 
     def follow(self, plans: Sequence[LinkPlan]) -> None:
-        """Load now what was quicker to compute than to load; measure prefills, where that is still to do.
-
-        Loading keeps the tier's speed current, and brings entries into a faster tier where there is one.
-        """
+        """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
         if self.planner is not None:
             self._loader.prefetch(key for plan in plans for key in plan.skipped)
         unknown = self.planner is not None and self.planner.profile is None
@@ -86,25 +65,25 @@ class LoadPath:
             self._measured = self._jobs.submit(self.measure)
 
     def measure(self) -> None:
-        """Have it known how long prefills take; measures in the caller's thread."""
+        """Measure how long prefills take, in the caller's thread."""
         self.cost.measure()
         if self.planner is not None:
             self.planner.profile = self.cost.profile
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Give up what ``store.forget`` with the same arguments was about; call it after that."""
+        """Drop loads of forgotten chunks; to be called after ``store.forget`` with the same arguments."""
         self._loader.forget(namespace, chunk_ids)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for everything prefetched; False if ``timeout`` seconds did not suffice."""
+        """Wait for all prefetches; False if ``timeout`` seconds did not suffice."""
         return flush_all([self._jobs.flush, self._loader.flush], timeout)
 
     def close(self) -> None:
-        """End the threads; what is being read is given up."""
+        """End the threads and drop running reads."""
         self._jobs.close()
         self._loader.close()
 
 
 def load_config(load: str | LoadConfig) -> LoadConfig:
-    """``"auto"`` or ``"always"`` alone stands for its configuration."""
+    """The configuration, given in full or by its first field."""
     return load if isinstance(load, LoadConfig) else LoadConfig(load)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Options of an engine: their types for callers, their defaults, and what can be checked of them at once."""
+"""Options of an engine: types for callers, defaults, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The same with their defaults; checked as far as that needs no model."""
+    """The options with their defaults, checked as far as possible without a model."""
 
     policy: str | SelectionPolicy = "lego:16"
     encoder: str | None = None
@@ -63,7 +63,7 @@ class EngineSettings:
 
 
 def checked_namespace(namespace: str) -> str:
-    """The namespace, or a ValueError for an empty one (everybody's) and one that has no digest."""
+    """The namespace; ValueError for an empty one, or one that is no text."""
     if not isinstance(namespace, str) or not namespace:
         raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
     try:

@@ -1,4 +1,4 @@
-"""From what the user gave as a prompt to a plan: segment, tokenise, look up, choose."""
+"""From a user's prompt to a plan: segment, tokenise, look up, choose rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcachekit.encode.neighbours import Neighbours, TokenNeighbours
 from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.encoding import Ids
-from ragcachekit.model.identity.fingerprint import ModelWatch
+from ragcachekit.model.identity.watch import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
@@ -39,18 +39,9 @@ MODEL_CHANGED = (
 class PromptPlanner(PromptSegmenter):
     """Plans prompts for one model and one store.
 
-    Parameters
-    ----------
-    model, tokenizer
-        As :class:`ragcachekit.RagCache` takes them.
-    encoder : str or None
-        The encoder asked for; None for what the policy wants.
-    neighbours : mapping, optional
-        Namespace to where its chunks' neighbours come from, for the encoder ``similar:n``.
-    fetch : callable, optional
-        Gives what finds one prompt's entries; by default they are read from ``store`` as they are found.
-    tree : BeginningReader, optional
-        Knows the exact beginnings of past prompts.
+    ``encoder`` None stands for the policy's own. ``neighbours`` maps namespaces to the source of neighbours
+    for the encoder ``similar:n``. ``fetch`` returns the search for one prompt's entries; by default they are
+    read from ``store``. ``tree`` matches exact beginnings of past prompts.
     """
 
     def __init__(
@@ -82,13 +73,13 @@ class PromptPlanner(PromptSegmenter):
         self._identity = self._watch.state()
 
     def unchanged(self) -> bool:
-        """Whether the model still is the one whose fingerprint was taken."""
+        """Whether the model is still the one whose fingerprint was taken."""
         return self._watch.state() == self._identity
 
     def encodings(
         self, policy: SelectionPolicy, near: Callable[[Ids], Sequence[Ids]] = lambda _: ()
     ) -> Encodings:
-        """The encodings that ``policy`` works on; ``near`` gives a chunk's neighbours as token ids."""
+        """Encodings for ``policy``; ``near`` returns a chunk's neighbours as token ids."""
         if policy.encoder and self._encoder not in (None, policy.encoder):
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
@@ -106,12 +97,12 @@ class PromptPlanner(PromptSegmenter):
         return self.registry.add(namespace, texts)
 
     def note_retrieved(self, namespace: str, texts: Sequence[str]) -> None:
-        """These texts were retrieved for a prompt that will come."""
+        """Record texts that were retrieved for a coming prompt."""
         self.special_tokens.add(namespace, texts)
         self.retrieved.observe(namespace, texts)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
-        """An entry is in the store now."""
+        """Record that an entry is in the store."""
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
 
@@ -120,11 +111,7 @@ class PromptPlanner(PromptSegmenter):
     ) -> PromptRequest:
         """Segment and tokenise one prompt, and find its chunks' keys; ``epoch`` is that of the forgets.
 
-        Raises
-        ------
-        ValueError, TypeError
-            For an empty prompt or one of another type.
-        PromptTooLong
+        Raises ValueError or TypeError for an empty prompt or another type, and PromptTooLong.
         """
         segmentation = self.segment(prompt, namespace)
         texts: dict[Ids, str] = {}
@@ -152,11 +139,11 @@ class PromptPlanner(PromptSegmenter):
         return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
-        """The complete plan of a request; ``without`` are entries that turned out not to come."""
+        """The complete plan of a request, without those entries that could not be loaded."""
         return make_plan(request, self.variants, without)
 
     def _not_found(self, given: PromptLike, prompt: Prompt, namespace: str) -> tuple[str, ...]:
-        """Which retrieved chunks were not found, or why the prompt has none at all."""
+        """Notes: retrieved chunks that were not found, or why the prompt has none at all."""
         altered = self.retrieved.altered(namespace, prompt)
         has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
         if altered or has_chunks or isinstance(given, Prompt):
@@ -168,7 +155,7 @@ class PromptPlanner(PromptSegmenter):
     ) -> list[KVKey]:
         """Keys that a prompt of these chunks, texts or ids, would look up.
 
-        What stands before them is ``system``, or the last system text that was seen in the namespace.
+        The text before them is ``system``, or the last one used in the namespace.
         """
         before = self._last_prompts.last(namespace)
         if system is not None:
@@ -183,7 +170,7 @@ class PromptPlanner(PromptSegmenter):
         return prefetch_keys(items, encodings, before, self._fingerprint, namespace, self.variants)
 
     def forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
-        """Forget chunks and their texts; with None all of the namespace, and what its prompts were."""
+        """Forget chunks and their texts; with None all of the namespace, including its last prompt."""
         self.neighbours.forget(namespace, ids)
         self.retrieved.forget(namespace)
         if ids is not None:
@@ -202,20 +189,17 @@ class PromptPlanner(PromptSegmenter):
         system: str | None,
         epoch: int = 0,
     ) -> list[Missing]:
-        """What to encode for each text, stored already or not; the work on it began at ``epoch``.
+        """What to encode for each text, stored or not, for work that began at ``epoch``.
 
-        Raises
-        ------
-        ValueError
-            For an empty chunk, one longer than the model's context, or a ``system`` that is needed
-            and not there.
+        ValueError for an empty chunk, one longer than the model's context, or a ``system`` that is needed and
+        not given.
         """
         chunks = [self.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
             policy, lambda ids: self.neighbours.of(known[ids], namespace) if ids in known else ()
         )
-        behind = self._behind(encodings, system)
+        behind = self._system_ids(encodings, system)
         out = []
         for number, ids in enumerate(chunks):
             encoding, context = encodings.encoding(ids, behind)
@@ -231,8 +215,7 @@ class PromptPlanner(PromptSegmenter):
             out.append(Missing(key, ids, encoding, epoch))
         return out
 
-    def _behind(self, encodings: Encodings, system: str | None) -> Ids:
-        """The system text's ids, where chunks are encoded behind it."""
+    def _system_ids(self, encodings: Encodings, system: str | None) -> Ids:
         if not encodings.behind_system:
             return ()
         if system is None:
@@ -242,7 +225,7 @@ class PromptPlanner(PromptSegmenter):
         return self.text_before(system)
 
     def _near(self, text: str | None, namespace: str, notes: list[str]) -> Sequence[Ids]:
-        """Neighbours of a prompt's chunk. An index that fails costs the better encoding, not the answer."""
+        """Neighbours of a prompt's chunk; an index that fails costs the better encoding, not the answer."""
         if text is None:
             return ()
         try:

@@ -1,4 +1,4 @@
-"""From what the user gave as a prompt to tokenised segments."""
+"""From a user's prompt to tokenised segments."""
 
 from __future__ import annotations
 
@@ -25,17 +25,7 @@ _CERTAIN = "chat messages tell them from the template's own for certain"
 class PromptSegmenter:
     """Finds registered chunks in prompts and tokenises segments one by one.
 
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase or None
-        Without one, prompts are segments of token ids.
-
-    Attributes
-    ----------
-    registry : ChunkRegistry
-        Texts that prompts are searched for.
-    special_tokens : SpecialTokenTexts
-        Texts of the tokenizer's special tokens that stand in retrieved text.
+    Without a tokenizer, prompts are segments of token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -45,14 +35,14 @@ class PromptSegmenter:
 
     @property
     def tokens(self) -> SegmentTokenizer:
-        """The tokenizer, or a ValueError that says what to do."""
+        """The tokenizer; ValueError if there is none."""
         if self._tokens is None:
             raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
         return self._tokens
 
     @property
     def pad(self) -> int:
-        """An id for padding."""
+        """Token id for padding."""
         return self._tokens.pad if self._tokens else 0
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -60,22 +50,22 @@ class PromptSegmenter:
         return self._tokens.decode(ids) if self._tokens else ""
 
     def bos(self, model: Any) -> int | None:
-        """The BOS token id; without a tokenizer that of the model's configuration."""
+        """The id before every prompt, if there is one."""
         found: int | None = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
         return found
 
     def chunk_ids(self, text: str) -> Ids:
-        """A chunk's ids without the blanks at its end, which chains strip or keep: one entry serves both."""
+        """Token ids of a chunk, without the blanks at its end, which chains strip or keep."""
         return self.tokens.chunk(body(text))
 
     def text_before(self, system: str) -> Ids:
-        """Ids of a system text as they stand before a prompt's first chunk."""
-        if not system:  # then all that stands there is what the tokenizer puts there
+        """Token ids of a system text before a prompt's first chunk."""
+        if not system:  # then only what the tokenizer puts in front
             return self.tokens.leading
         return self.tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
 
     def segment(self, prompt: PromptLike, namespace: str) -> Segmentation:
-        """The prompt's segments: as given, or by the registered chunks that stand in it."""
+        """The prompt's segments: as given, or by the registered chunks in it."""
         if isinstance(prompt, Prompt):
             return self._split(Segmentation(prompt), namespace)
         if isinstance(prompt, str):
@@ -88,7 +78,6 @@ class PromptSegmenter:
         raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
 
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
-        """With what may come from retrieved texts read as plain text, and a note of it."""
         prompt = segmentation.prompt
         segments = self.special_tokens.split(namespace, prompt.segments)
         count = plain_count(segments) - plain_count(prompt.segments)
@@ -98,7 +87,7 @@ class PromptSegmenter:
     def tokenise(
         self, prompt: Prompt, leading: bool, texts: dict[Ids, str] | None = None
     ) -> list[TokenSegment]:
-        """Ids per segment; ``leading``: behind what the tokenizer puts in front of plain text (BOS).
+        """Token ids per segment; ``leading``: after what the tokenizer puts in front of plain text (BOS).
 
         ``texts`` is filled with the chunks' texts by their ids.
         """

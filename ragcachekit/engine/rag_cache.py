@@ -13,12 +13,10 @@ from typing import Any, Self, Unpack
 
 from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.engine.chunk_manager import several
-from ragcachekit.engine.chunk_methods import ChunkMethods
-from ragcachekit.engine.components import open_components
+from ragcachekit.engine.chunk_methods import ChunkMethods, several
+from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
-from ragcachekit.errors import Closed
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer_stream import AnswerStream
@@ -28,7 +26,6 @@ from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibrated import Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, ShadowReport
 from ragcachekit.store.base import StoreStats
@@ -36,7 +33,7 @@ from ragcachekit.types import KVKey
 
 
 class RagCache(ChunkMethods):
-    """Generation on your own Hugging Face model that reuses the KV of chunks it has seen before.
+    """Generation on your own Hugging Face model that reuses the KV of retrieved chunks.
 
     Parameters
     ----------
@@ -45,34 +42,33 @@ class RagCache(ChunkMethods):
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
-        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``deep:0.1``,
-        ``query:0.15``, ``lego:4+query:0.1``, ... (an unknown name lists all); or how much F1 may be
-        lost at most, ``budget:0.01``, by the last ``ragcachekit calibrate``.
+        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``deep:0.1``, ``query:0.15``,
+        ``lego:4+query:0.1``, ... (an unknown name lists all); or the F1 that may be lost, ``budget:0.01``,
+        by the last ``ragcachekit calibrate``.
     encoder : str, optional
         What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
-        ``in-prompt``; default is what the policy asks for, else ``standalone``.
+        ``in-prompt``; default is the policy's own, else ``standalone``.
     neighbours : Neighbours or mapping of str to Neighbours, optional
-        Which chunks are similar to a chunk, for the encoder ``similar:n``: :class:`SimilarChunks`,
+        Which chunks are similar, for the encoder ``similar:n``: :class:`SimilarChunks`,
         :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
     store : StoreConfig or KVStore, optional
-        Where chunk KV is kept; default 4 GiB of host memory. A store that was handed in is not closed.
+        Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
     namespace : str
-        Tenant and corpus; a hard partition. Every call can name another one.
+        Tenant and corpus, a hard partition. Every call can name another one.
     cold : {"background", "now", "never"}
-        When chunks that a prompt missed are encoded: behind the answer in a thread, behind the
-        answer before it is returned, or only by :meth:`encode`.
+        When missed chunks are encoded: in a thread behind the answer, before the answer is returned, or only
+        by :meth:`encode`.
     shadow : float or ShadowConfig, optional
         Share of the requests that is answered again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
-        Whether chunks in slow tiers are loaded only where that is quicker than computing them, or always.
+        Whether chunks in slow tiers are loaded only where that is quicker than computing them.
     tree : TreeConfig or KnowledgeTree, optional
-        Keep exact KV of the beginnings of past prompts (RAGCache's knowledge tree): a prompt that begins
-        with the same chunks in the same order reuses them without approximation. One that was handed in
-        is not closed.
+        Exact KV of the beginnings of past prompts (RAGCache's knowledge tree), reused by prompts that begin
+        with the same chunks in the same order. A tree that was passed in is not closed.
     graphs : {"auto", "off"} or GraphConfig
-        Whether linked forwards run as CUDA graphs; of all engines around one model, the last counts.
+        Whether linked forwards run as CUDA graphs; of all engines around one model, the last one decides.
     cache_dir : path, optional
-        For file digests, passed checks, calibrations and timings; default the user's cache folder.
+        Folder of file digests, passed checks, calibrations and timings; default the user's cache folder.
 
     Raises
     ------
@@ -81,7 +77,7 @@ class RagCache(ChunkMethods):
     ValueError
         For unknown policies or encoders, a model in training mode, or ``similar:n`` without neighbours.
     TypeError
-        For an argument of another type; names it and says what to give.
+        For an argument of another type.
     """
 
     def __init__(
@@ -93,13 +89,10 @@ class RagCache(ChunkMethods):
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = EngineSettings(**options)
-        self.model, self.tokenizer = model, tokenizer
-        self.namespace = checked_namespace(settings.namespace)
-        self._components = parts = open_components(model, tokenizer, settings, _weights)
-        self.fingerprint, self._policy = parts.fingerprint, parts.policy
-        self._prompts, self._chunks, self._answerer = parts.prompts, parts.chunks, parts.generator
-        self.shadow, self._cold = parts.shadow, settings.cold
-        self._closed = False
+        self.model, self.tokenizer, self._cold = model, tokenizer, settings.cold
+        namespace = checked_namespace(settings.namespace)
+        super().__init__(EngineComponents(model, tokenizer, settings, _weights), namespace)
+        self.fingerprint, self.shadow = self._components.fingerprint, self._components.shadow
         refuse_after_fork(self)
 
     @classmethod
@@ -126,7 +119,7 @@ class RagCache(ChunkMethods):
         return self._components.stats()
 
     def shadow_report(self, namespace: str | None = None) -> ShadowReport:
-        """What shadow mode has seen, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
+        """Results of shadow mode, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
         return self.shadow.report(namespace)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -152,8 +145,8 @@ class RagCache(ChunkMethods):
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
-            When set, the prefill stops before its next layer, and generation after its token; the answer
-            has the tokens up to then. See also :class:`ragcachekit.CancelScope`.
+            Ends the prefill before its next layer, and generation after its token; the answer has the tokens
+            up to then. See also :class:`ragcachekit.CancelScope`.
         **options
             For ``model.generate``: ``max_new_tokens`` (default 256), ``do_sample``, ``streamer``, ...
 
@@ -178,7 +171,8 @@ class RagCache(ChunkMethods):
         prompts, stop, namespace = several(prompts, "prompts"), stop_strings(stop), self._checked(namespace)
         if not prompts:
             return []
-        together = self._answerer.share_a_forward(self._chosen(policy, namespace).policy, options)
+        chosen = self._components.choose_policy(policy, namespace)
+        together = self._components.generator.share_a_forward(chosen.policy, options)
         batches = [prompts] if together else [[prompt] for prompt in prompts]
         each = [self._answers(batch, namespace, policy, options, stop, cancel) for batch in batches]
         return [answer for answers in each for answer in answers]
@@ -193,11 +187,11 @@ class RagCache(ChunkMethods):
         **options: Any,
     ) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
-        tokens, stop, namespace = self._prompts.tokens, stop_strings(stop), self._checked(namespace)
+        stop, namespace = stop_strings(stop), self._checked(namespace)
         asked: dict[str, Any] = {"namespace": namespace, "policy": policy, "stop": stop, **options}
         return AnswerStream(
             lambda streamer, cancel: self.generate(prompt, cancel=cancel, streamer=streamer, **asked),
-            Detokenizer(tokens.decode, stop),
+            Detokenizer(self._prompts.tokens.decode, stop),
         )
 
     def link(
@@ -209,9 +203,9 @@ class RagCache(ChunkMethods):
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
         plan = self._plan(self._request(prompt, self._checked(namespace), policy))
-        linked = self._answerer.link(plan, self._plan)
+        linked = self._components.generator.link(plan, self._plan)
         self._components.loads.follow([linked.plan])
-        self._encode_behind(linked.plan.missing)
+        self._encode_missing(linked.plan.missing)
         return linked.prompt
 
     def count_tokens(self, text: str) -> int:
@@ -219,9 +213,9 @@ class RagCache(ChunkMethods):
         return len(self._prompts.tokens.text(text, first=True))
 
     def close(self) -> None:
-        """End background work and close the store that this object opened; a second time does nothing.
+        """End background work and close the store that this object opened; idempotent.
 
-        Answers in work are finished, though nothing of them is kept any more. Later calls raise
+        Running answers are finished, but nothing of them is stored. Later calls raise
         :class:`~ragcachekit.errors.Closed`; reports can still be read.
         """
         self._closed = True
@@ -236,7 +230,7 @@ class RagCache(ChunkMethods):
     ) -> None:
         self.close()
 
-    # -- the way of a request ----------------------------------------------------------------------
+    # -- the path of a request ---------------------------------------------------------------------
 
     def _answers(
         self,
@@ -248,13 +242,15 @@ class RagCache(ChunkMethods):
         cancel: threading.Event | None,
     ) -> list[Answer]:
         raise_if_cancelled()
-        begun = time.perf_counter()
+        begun, shadow, generator = time.perf_counter(), self.shadow, self._components.generator
         plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
-        answers, generated = self._answerer.answer(
-            plans, begun, options, stop, cancel, self._plan, own=self._cold != "never"
-        )
+        options, own = generator.options(options, plans, stop), self._cold != "never"
+        first = shadow.draw(len(plans), options)
+        generated = generator.run(plans, options, stop, cancel, first, own, self._plan)
+        answers = generator.answers(generated, begun, options, stop)
         if generated.prefilled:
             with CancelScope(cancel):
+                shadow.follow(plans, answers, first, options, stop)
                 self._follow_up(generated)
         raise_if_cancelled()
         return answers
@@ -262,7 +258,8 @@ class RagCache(ChunkMethods):
     def _request(
         self, prompt: PromptLike, namespace: str, policy: str | SelectionPolicy | None
     ) -> PromptRequest:
-        epoch, chosen = self._components.forgets.now(), self._chosen(policy, namespace)
+        epoch = self._components.forgets.now()
+        chosen = self._components.choose_policy(policy, namespace)
         request = self._prompts.request(prompt, namespace, chosen.policy, epoch)
         return replace(
             request,
@@ -271,35 +268,20 @@ class RagCache(ChunkMethods):
             fallback=request.fallback or chosen.fallback,
         )
 
-    def _chosen(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
-        """The policy of a prompt now: a concrete one, ``full`` while shadow mode advises against reuse."""
-        asked = self._policy if policy is None else open_policy(policy)
-        chosen = self._components.budgets.resolve(asked, namespace)
-        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
-        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
-
     def _plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         plan = self._prompts.plan(request, without)
-        note = self._chunks.not_kept(plan.missing)
+        note = self._not_kept(plan.missing)
         return plan if note is None else plan.with_note(note)
 
     def _follow_up(self, generated: Generated) -> None:
-        """What answered requests leave behind: timings, exact rows for the tree, missing chunks to encode."""
+        """Use what answered requests produced: timings, exact rows, and missing chunks to encode."""
         self._components.loads.learn(generated)
-        if self._components.keeper is not None:
-            self._components.keeper.after(generated)
-        taken = self._components.own_rows.after(generated)
+        captured = self._components.capture.after(generated)
         missing = (item for plan in generated.plans for item in plan.missing)
-        self._encode_behind([item for item in missing if item.key not in taken])
+        self._encode_missing([item for item in missing if item.key not in captured])
 
-    def _encode_behind(self, missing: Iterable[Missing]) -> None:
+    def _encode_missing(self, missing: Iterable[Missing]) -> None:
         if self._cold == "background":
             self._components.background_encoder.later(missing)
         elif self._cold == "now":
             attempt(self._components.background_encoder.now, missing)
-
-    def _checked(self, namespace: str | None) -> str:
-        """The namespace of a call: every use of chunks and prompts comes by here."""
-        if self._closed:
-            raise Closed("this RagCache is closed; make a new one, or close it after its last use")
-        return self.namespace if namespace is None else checked_namespace(namespace)

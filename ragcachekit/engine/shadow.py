@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from ragcachekit.background import Background
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
-from ragcachekit.engine.answer_comparison import Comparison, Tally, divergence, token_f1
 from ragcachekit.errors import Cancelled
 from ragcachekit.generate.answer import answer_of
 from ragcachekit.generate.hooks import FirstScores
@@ -31,8 +30,7 @@ from ragcachekit.reports import Answer, ShadowReport
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 32
-"""Shadow prefills that may wait; what comes when so many do is dropped, and counted."""
+MAX_WAITING = 32  # shadow prefills that may wait; further ones are dropped, and counted
 
 _USERS_CODE = ("stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")
 _SAMPLING = (
@@ -41,15 +39,33 @@ _SAMPLING = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class ShadowJob:
-    """A request to answer again.
+class _Tally:
+    """The comparisons of one namespace; ``recent``: whether each of the last ones differed."""
 
-    ``answer`` is None where only the first token's distribution is compared.
-    """
+    def __init__(self, window: int) -> None:
+        self.recent: deque[bool] = deque(maxlen=window)
+        self.counts: Counter[str] = Counter()
+        self.kl_sum = self.kl_max = self.f1_sum = 0.0
+        self.warned = False
+        self.fallback: str | None = None
+
+    def add(self, kl: float, agreed: bool | None, f1: float) -> None:
+        self.counts["shadowed"] += 1
+        self.kl_sum += kl
+        self.kl_max = max(self.kl_max, kl)
+        if agreed is not None:
+            self.counts["compared"] += 1
+            self.counts["agreed"] += agreed
+            self.f1_sum += f1
+            self.recent.append(not agreed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A request to answer again; without ``answer`` only the first token's distribution is compared."""
 
     namespace: str
-    tally: Tally
+    tally: _Tally
     token_ids: tuple[int, ...]
     log_probs: torch.Tensor
     answer: Answer | None
@@ -58,11 +74,10 @@ class ShadowJob:
 
 
 class Shadow:
-    """Draws requests, runs them in full behind their answers, and watches the difference.
+    """Draws requests, runs them in full after their answers, and measures the difference.
 
-    Nothing that happens here reaches an answer that was given: errors are logged and counted. Once
-    ``unchanged`` says that the model is another one, there is nothing to compare. The others are as
-    :func:`ragcachekit.generate.run.run_generate` takes them.
+    Errors are logged and counted; they never reach an answer. Nothing is compared once the model has changed
+    (``unchanged``). The other parameters are those of :func:`ragcachekit.generate.run.run_generate`.
     """
 
     def __init__(
@@ -81,21 +96,19 @@ class Shadow:
         self._lock = threading.Lock()
         self._working = threading.Lock()
         self._seen = 0
-        self._tallies: dict[str, Tally] = {}
-        self._background = Background[ShadowJob](self._work, MOST_WAITING, "ragcachekit-shadow")
-
-    # -- the way of a request --------------------------------------------------------------------
+        self._tallies: dict[str, _Tally] = {}
+        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-shadow")
+        self.flush, self.close = self._background.flush, self._background.close
 
     def fallback(self, namespace: str) -> str | None:
-        """Why prompts of this namespace are to be computed in full; None where they are not."""
+        """Why prompts of this namespace have to be computed in full, or None."""
         tally = self._tallies.get(namespace)
         return tally.fallback if tally is not None else None
 
     def draw(self, count: int, options: Mapping[str, Any]) -> FirstScores | None:
         """Decide which of the next ``count`` requests are shadowed; None if none is.
 
-        Requests that bring code of their own (stopping criteria, logits processors) are not: it may keep
-        state, and a second run would change it.
+        Requests with the user's own code (logits processors) are not: a second run could change its state.
         """
         if self.config.share == 0:
             return None
@@ -114,10 +127,10 @@ class Shadow:
         options: Mapping[str, Any],
         stop: Sequence[str],
     ) -> None:
-        """Run those that were drawn and approximately reused: now or in the background."""
+        """Shadow the drawn requests whose reuse was approximate: now or in the background."""
         if self.config.share:
             for answer in answers:
-                self._count(answer.report.link.namespace, "requests")
+                self._count(self._tally(answer.report.link.namespace), "requests")
         if first is None:
             return
         for item in first.items:
@@ -128,17 +141,13 @@ class Shadow:
                 if self.config.when == "after":
                     self._work(job)
                 elif not self._background.submit(job):
-                    with self._lock:
-                        job.tally.counts["dropped"] += 1
+                    self._count(job.tally, "dropped")
             except Exception:
-                # Nobody's answer may hang on what is only watched.
                 log.warning("a request could not be shadowed", exc_info=True)
-                self._count(answers[item].report.link.namespace, "failed")
-
-    # -- what it shows -----------------------------------------------------------------------------
+                self._count(self._tally(plans[item].report.namespace), "failed")
 
     def report(self, namespace: str | None = None) -> ShadowReport:
-        """What was seen since the last :meth:`reset`, in one namespace or (None) in all together."""
+        """Results since the last :meth:`reset`, in one namespace or (None) in all together."""
         with self._lock:
             tallies = [t for name, t in self._tallies.items() if namespace in (None, name)]
             counts = sum((t.counts for t in tallies), Counter[str]())
@@ -159,18 +168,10 @@ class Shadow:
             )
 
     def reset(self, namespace: str | None = None) -> None:
-        """Begin anew, in one namespace or in all; what waits or is in work is not counted."""
+        """Drop all results, of one namespace or of all, and those of jobs under way."""
         with self._lock:
             for name in list(self._tallies) if namespace is None else [namespace]:
                 self._tallies.pop(name, None)
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait for shadow prefills; False if ``timeout`` seconds did not suffice."""
-        return self._background.flush(timeout)
-
-    def close(self) -> None:
-        """End the one in work before its next layer, drop those that wait."""
-        self._background.close()
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -182,10 +183,10 @@ class Shadow:
         item: int,
         options: Mapping[str, Any],
         stop: Sequence[str],
-    ) -> ShadowJob:
+    ) -> _Job:
         cut = answer.report.finish_reason == "cancelled" or effective(self._model, options, "max_time")
         whole = not (cut or effective(self._model, options, "do_sample"))
-        return ShadowJob(
+        return _Job(
             plan.report.namespace,
             self._tally(plan.report.namespace),
             plan.token_ids,
@@ -195,24 +196,22 @@ class Shadow:
             tuple(stop) if whole else (),
         )
 
-    def _work(self, job: ShadowJob) -> None:
+    def _work(self, job: _Job) -> None:
         if not self._unchanged():
             return
         try:
             with self._working:  # one at a time, also after answers in several threads
-                found = self._compare(job)
+                kl, agreed, f1 = self._compare(job)
         except Cancelled:
-            with self._lock:
-                job.tally.counts["dropped"] += 1
-            return
+            self._count(job.tally, "dropped")
         except Exception:
             log.warning("a shadow prefill failed", exc_info=True)
-            with self._lock:
-                job.tally.counts["failed"] += 1  # not the namespace's present one: it may have been reset
-            return
-        self._add(job, found)
+            self._count(job.tally, "failed")  # not the namespace's present one: it may have been reset
+        else:
+            self._add(job, kl, agreed, f1)
 
-    def _compare(self, job: ShadowJob) -> Comparison:
+    def _compare(self, job: _Job) -> tuple[float, bool | None, float]:
+        """KL of the first token, whether the answers agree (None if not compared), and their F1."""
         segments = (TokenSegment(job.token_ids, False),)
         plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
         first, begun = FirstScores(), time.perf_counter()
@@ -229,17 +228,17 @@ class Shadow:
         raise_if_cancelled()
         kl = divergence(first.log_probs[0], job.log_probs)
         if job.answer is None:
-            return Comparison(kl)
+            return kl, None, 0.0
         full = answer_of(generated, 0, begun, job.stop, job.options, self._decode)
         same = full.text == job.answer.text
         if not full.text and not job.answer.text:  # no tokenizer, or no text
             same = full.token_ids == job.answer.token_ids
-        return Comparison(kl, same, token_f1(job.answer.token_ids, full.token_ids))
+        return kl, same, token_f1(job.answer.token_ids, full.token_ids)
 
-    def _add(self, job: ShadowJob, found: Comparison) -> None:
+    def _add(self, job: _Job, kl: float, agreed: bool | None, f1: float) -> None:
         with self._lock:
             tally = job.tally
-            tally.add(found)
+            tally.add(kl, agreed, f1)
             wrong, bound = sum(tally.recent), self.config.bound * self.config.window
             if wrong <= bound or tally.warned:
                 return
@@ -252,29 +251,42 @@ class Shadow:
         then = "prompts are computed in full from now on" if self.config.fall_back else "reuse goes on"
         log.warning("namespace %r: %s; %s", job.namespace, reason, then)
 
-    def _count(self, namespace: str, what: str) -> None:
-        tally = self._tally(namespace)
+    def _count(self, tally: _Tally, what: str) -> None:
         with self._lock:
             tally.counts[what] += 1
 
-    def _tally(self, namespace: str) -> Tally:
+    def _tally(self, namespace: str) -> _Tally:
         with self._lock:
-            return self._tallies.setdefault(namespace, Tally(self.config.window))
+            return self._tallies.setdefault(namespace, _Tally(self.config.window))
+
+
+def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(full || other) in nats of two distributions, given as log probabilities ``[vocab]``."""
+    terms = torch.where(full.isneginf(), 0.0, full.exp() * (full - other))
+    return max(0.0, float(terms.sum()))
+
+
+def token_f1(answer: Sequence[int], full: Sequence[int]) -> float:
+    """Harmonic mean of precision and recall of token ids, as a bag; two empty answers agree."""
+    if not answer or not full:
+        return float(len(answer) == len(full))
+    common = (Counter(answer) & Counter(full)).total()
+    return 2 * common / (len(answer) + len(full))
 
 
 def shadow_config(shadow: float | ShadowConfig | None) -> ShadowConfig:
-    """A share alone stands for its configuration, None for none of the requests."""
+    """The configuration, given in full or as a share alone."""
     return shadow if isinstance(shadow, ShadowConfig) else ShadowConfig(shadow or 0.0)
 
 
 def drawn(seed: int, number: int, share: float) -> bool:
-    """Whether request ``number`` (from 0) is one of the share that is shadowed."""
+    """Whether request ``number`` (from 0) is shadowed."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def _greedy(options: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """The same options without chance and without the user's streamer; ``tokens`` to be that short."""
+    """The options without sampling and streamer, and with at most ``tokens`` new tokens if given."""
     out = {name: value for name, value in options.items() if name not in (*_SAMPLING, "streamer")}
     if (config := copy.deepcopy(out.get("generation_config"))) is not None:
         for name in _SAMPLING:

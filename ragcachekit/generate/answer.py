@@ -1,4 +1,4 @@
-"""Around generate: fill in its options, and make an answer of what it gave."""
+"""Generate options with their defaults, and answers from what generate returned."""
 
 from __future__ import annotations
 
@@ -19,14 +19,9 @@ _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
 def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
-    """Fill in what generate needs for a (longest) prompt of ``tokens``; everything given stays as it is.
+    """Add what generate needs for a (longest) prompt of ``tokens`` tokens; given options stay.
 
-    Raises
-    ------
-    ValueError
-        If there is nothing to generate.
-    TypeError
-        For a limit that is no number.
+    ValueError if there is nothing to generate, TypeError for a limit that is no number.
     """
     options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
     for name in ("max_new_tokens", "max_length"):
@@ -57,7 +52,7 @@ def answer_of(
     options: Mapping[str, Any],
     decode: Callable[[Sequence[int]], str],
 ) -> Answer:
-    """The answer to one prompt of a batch; ``begun`` on the clock of :func:`time.perf_counter`."""
+    """The answer to one prompt of a batch; ``begun`` in seconds of :func:`time.perf_counter`."""
     ids = generated.token_ids[item]
     text, stopped = cut_at_stop(decode(ids), stop)
     while stopped and cut_at_stop(decode(ids[:-1]), stop)[1]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,16 +21,11 @@ _T = TypeVar("_T")
 
 
 class AnswerStream:
-    """Iterates over pieces of text; generation runs in a thread of its own.
+    """An iterator over pieces of text; generation runs in a thread of its own.
 
-    Closing it early (``close``, leaving a ``with`` block, or dropping the iterator) cancels
-    generation before the next layer of the prefill, or after the token in work. So does what interrupts
-    the wait for a piece or for the answer, such as ``KeyboardInterrupt``.
-
-    Parameters
-    ----------
-    produce : callable
-        ``produce(streamer, cancel) -> Answer``, run in the thread.
+    Closing it early (``close``, leaving a ``with`` block, dropping the iterator, or an interrupted wait)
+    cancels generation before the next layer of the prefill, or after the current token. The thread runs
+    ``produce(streamer, cancel) -> Answer``.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class AnswerStream:
     ) -> None:
         self._pool = DaemonPool("ragcachekit-stream")
         self._cancel = self._pool.closed  # at exit, too
-        self._outcome = _Outcome()
+        self._outcome: Future[Answer] = Future()
         tokens = TokenQueue()
         # Neither the thread nor the generator may hold this object: dropping it is how many end a stream.
         self._pieces = _pieces(tokens, detokenizer, self._outcome)
@@ -65,14 +60,10 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
-        self._wait_for(self._outcome.complete.wait)  # not join: an interrupted one may forget its thread
-        if self._outcome.error is not None:
-            raise self._outcome.error
-        assert self._outcome.answer is not None
-        return self._outcome.answer
+        return self._wait_for(self._outcome.result)
 
     def cancel(self) -> None:
-        """Stop before the next layer of the prefill, or after the token in work; what was generated stays."""
+        """Stop before the next layer of the prefill, or after the current token; generated text stays."""
         self._cancel.set()
 
     def close(self) -> None:
@@ -82,7 +73,7 @@ class AnswerStream:
         self._pool.close()
 
     def _wait_for(self, wait: Callable[[], _T]) -> _T:
-        """Who is interrupted here does not want the rest, and a traceback may keep the stream alive."""
+        """Cancel generation if the wait is interrupted: a traceback may keep the stream alive."""
         try:
             return wait()
         except Exception:
@@ -92,37 +83,27 @@ class AnswerStream:
             raise
 
 
-@dataclass
-class _Outcome:
-    """What became of the generation, once it is complete."""
-
-    answer: Answer | None = None
-    error: BaseException | None = None
-    complete: threading.Event = field(default_factory=threading.Event)
-
-
 def _run(
     produce: Callable[[TokenQueue, threading.Event], Answer],
     tokens: TokenQueue,
     cancel: threading.Event,
-    outcome: _Outcome,
+    outcome: Future[Answer],
 ) -> None:
     try:
-        outcome.answer = produce(tokens, cancel)
+        outcome.set_result(produce(tokens, cancel))
     except BaseException as error:
-        outcome.error = error
+        outcome.set_exception(error)
     finally:
         cancel.set()  # the thread has no other job to wait for
-        outcome.complete.set()
         tokens.end()
 
 
-def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: _Outcome) -> Iterator[str]:
+def _pieces(tokens: TokenQueue, detokenizer: Detokenizer, outcome: Future[Answer]) -> Iterator[str]:
     for ids in tokens:
         if piece := detokenizer.push(ids):
             yield piece
-    if outcome.error is not None:
-        raise outcome.error
+    if outcome.done():
+        outcome.result()
     raise_if_cancelled()  # the tokens ended before the thread did: its error may still be to come
     if piece := detokenizer.finish():
         yield piece

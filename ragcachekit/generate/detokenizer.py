@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters only, nothing that may become a stop string."""
+"""Token ids to text as they come: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from ragcachekit.config import check_type
 
 
 class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
-    """Hands a user's streamer the prompt in order; generate itself was given it permuted.
+    """Passes a user's streamer the prompt in order; generate itself was given it permuted.
 
-    Attributes
-    ----------
-    given : float
-        When the streamer was done with the prompt, on the clock of :func:`time.perf_counter`; 0 before.
+    ``given`` is when the streamer was done with the prompt, in seconds of :func:`time.perf_counter`; 0
+    before.
     """
 
     def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
@@ -29,7 +27,7 @@ class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
         self._repeated = False
 
     def restart(self) -> None:
-        """Generation begins again before its first token: the prompt comes a second time."""
+        """Expect the prompt a second time: generation begins again before its first token."""
         self._repeated = self._prompt is None
 
     def put(self, value: torch.Tensor) -> None:
@@ -45,20 +43,11 @@ class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
         self.given = time.perf_counter()
 
     def end(self) -> None:
-        """Forward the end."""
         self._inner.end()
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple; one string is one of them.
-
-    Raises
-    ------
-    ValueError
-        For an empty one, which is found everywhere.
-    TypeError
-        For anything but strings.
-    """
+    """Stop strings as a tuple; ValueError for an empty one, TypeError for anything but strings."""
     check_type("stop", stop, (str, Iterable, type(None)), "a string or a list of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
@@ -69,21 +58,13 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """``text`` up to the first stop string, and whether there was one."""
+    """Text up to the first stop string, and whether there was one."""
     found = [at for s in stop if (at := text.find(s)) >= 0]
     return (text[: min(found)], True) if found else (text, False)
 
 
 class Detokenizer:
-    """Text that is final after each token.
-
-    Parameters
-    ----------
-    decode : callable
-        Token ids to text.
-    stop : sequence of str
-        Stop strings: neither they nor what follows them is given out.
-    """
+    """Turns tokens into final text; stop strings and what follows them are left out."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
@@ -103,11 +84,11 @@ class Detokenizer:
         return self._give(text[: len(text) - self._held(text)])
 
     def finish(self) -> str:
-        """The rest."""
+        """The rest of the text."""
         return self._give(cut_at_stop(self._decode(self._ids), self._stop)[0])
 
     def _held(self, text: str) -> int:
-        """Length of the longest tail that may be the beginning of a stop string."""
+        """Length of the longest end of ``text`` that may begin a stop string."""
         return max(
             (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])),
             default=0,
@@ -120,20 +101,20 @@ class Detokenizer:
 
 
 class TokenQueue(BaseStreamer):  # type: ignore[misc]
-    """Generated token ids from the thread that generates to the one that reads."""
+    """Generated token ids, from the generating thread to the reading one."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Token ids of one step; the first call carries the prompt and is dropped."""
+        """Add the ids of one step; the first call carries the prompt and is dropped."""
         if self._prompt_seen:
             self._queue.put(value.flatten().tolist())
         self._prompt_seen = True
 
     def end(self) -> None:
-        """No more tokens; may be called more than once."""
+        """End the iteration; may be called more than once."""
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -14,20 +14,11 @@ from ragcachekit.generate.detokenizer import OrderedPrompt
 
 
 class FirstScores(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that changes nothing and remembers the first token's distribution.
+    """A logits processor that records the first token's distribution and changes nothing.
 
-    It sees scores after the processors that were asked for (penalties), before temperature and the
-    cuts of sampling. It makes nothing of the ids, so it may run on a permuted prompt.
-
-    Parameters
-    ----------
-    items : sequence of int
-        Which prompts of the batch are of interest.
-
-    Attributes
-    ----------
-    log_probs : dict of int to torch.Tensor
-        Per item ``[vocab]`` float64 in host memory; empty before the first token.
+    It runs after the requested processors (penalties), before temperature and the cuts of sampling.
+    ``log_probs`` has, per item of the batch in ``items``, ``[vocab]`` float64 on the host; empty before the
+    first token.
     """
 
     def __init__(self, items: Sequence[int] = (0,)) -> None:
@@ -35,7 +26,6 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
         self.log_probs: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``scores``, as they came."""
         if not self.log_probs:
             rows = scores[list(self.items)].detach().float().cpu().double().log_softmax(-1)
             self.log_probs = dict(zip(self.items, rows, strict=True))
@@ -43,10 +33,7 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
 
 
 class _FirstLogits(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that changes nothing and notes in ``at`` when the prefill ended.
-
-    Choosing a token, stopping criteria and streamers come later.
-    """
+    """A logits processor that records in ``at`` when the prefill ended."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -59,9 +46,9 @@ class _FirstLogits(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that notes when the first token came and stops cancelled requests.
+    """A stopping criterion that records when the first token came and stops cancelled requests.
 
-    From the first token on it takes cancelling over from the layers, so that no token is lost.
+    From the first token on it replaces cancellation between layers, so that no token is lost.
     """
 
     def __init__(self, scope: CancelScope) -> None:
@@ -79,10 +66,10 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
 
 
 class _StopStrings(StoppingCriteria):  # type: ignore[misc]
-    """Ends a sequence whose new text, behind ``prompt`` columns, holds one of the stop strings.
+    """Ends a sequence whose new text, after ``prompt`` columns, contains a stop string.
 
-    Not transformers' own ``stop_strings``: that one fails on word-level tokenizers (it needs to write
-    "abcdef" with the vocabulary), and reads the prompt, which may be permuted here.
+    Not transformers' own ``stop_strings``, which fails on word-level tokenizers and reads the prompt, which
+    may be permuted here.
     """
 
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], prompt: int) -> None:
@@ -98,15 +85,7 @@ class _StopStrings(StoppingCriteria):  # type: ignore[misc]
 
 
 class Hooks:
-    """Our stopping criteria, logits processors and streamer, beside the user's.
-
-    Attributes
-    ----------
-    watch : StoppingCriteria
-        ``first``: when the first token came; ``cancelled``: whether the request was.
-    streamer : OrderedPrompt or None
-        None where the user gave none. It is told ``prompt`` first.
-    """
+    """Our stopping criteria, logits processors and streamer, beside the user's."""
 
     def __init__(
         self,
@@ -114,9 +93,11 @@ class Hooks:
         prompt: Sequence[int],
         scope: CancelScope,
         first: FirstScores | None,
+        stop: Sequence[str],
+        decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         self.watch = _Watch(scope)
-        self._logits = _FirstLogits()
+        self._logits, self._stop, self._decode = _FirstLogits(), stop, decode
         given = options.get("streamer")
         self.streamer = OrderedPrompt(given, prompt) if given else None
         ours = [self._logits] if first is None else [self._logits, first]
@@ -126,21 +107,18 @@ class Hooks:
             "streamer": self.streamer,
         }
 
-    def options(
-        self, stop: Sequence[str], decode: Callable[[Sequence[int]], str] | None, prompt: int
-    ) -> dict[str, Any]:
-        """Arguments of generate for a prompt of so many columns, with these hooks among them."""
+    def options(self, prompt: int) -> dict[str, Any]:
+        """Arguments of generate for a prompt of ``prompt`` columns, with these hooks among them."""
         criteria = [*self._options.get("stopping_criteria", ()), self.watch]
-        if stop and decode is not None:
-            criteria.append(_StopStrings(stop, decode, prompt))
+        if self._stop and self._decode is not None:
+            criteria.append(_StopStrings(self._stop, self._decode, prompt))
         return {**self._options, "stopping_criteria": criteria}
 
     def prefill(self, begun: float) -> float | None:
         """Seconds from ``begun``, when generate was called, to the first logits; None if there were none.
 
-        What the user's streamer did with the prompt is not counted: generate hands it over before the
-        forward. It gets tokens after the logits, and other code of the user's never runs in a prefill
-        that is measured (it is linked ahead).
+        The time of the user's streamer over the prompt is left out: generate hands it over before the
+        forward.
         """
         if self._logits.at is None:
             return None

@@ -1,23 +1,11 @@
-"""Which generate options work inside a linked prefill, which need linking ahead of it, which never work."""
+"""Which generate options work inside a linked prefill, which need linking before it, which never work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from ragcachekit.errors import GenerationNotSupported
-
-
-class LinkMode(Enum):
-    """How a prompt reaches generate."""
-
-    ONE_PASS = "one pass"
-    """The linked forward is generate's own prefill; it sees the prompt's ids permuted."""
-
-    AHEAD = "ahead"
-    """The linked forward runs first; generate sees the ids in order and computes the last one."""
-
 
 _REFUSED = {
     "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
@@ -58,17 +46,15 @@ _READ_ORDER = (
     "token_healing",
     "stop_strings",
 )
-# Where 1, not 0, is what asks for nothing.
+# Options whose neutral value is 1, not 0.
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
-def way_in(options: Mapping[str, Any], defaults: Any) -> LinkMode:
-    """Choose the way for these options over the model's generation config.
+def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
+    """Whether these options, over the model's generation config, need the linked forward before generate.
 
-    Raises
-    ------
-    GenerationNotSupported
-        For an option that would be silently wrong, with what to do instead.
+    Generate then sees the ids in order and computes the last one. Otherwise the linked forward is its
+    prefill, and sees them permuted. GenerationNotSupported for an option that would be silently wrong.
     """
     asked = options.get("generation_config")
 
@@ -81,15 +67,11 @@ def way_in(options: Mapping[str, Any], defaults: Any) -> LinkMode:
     if options.get("use_cache", getattr(asked, "use_cache", None)) is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
     reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)
-    beams = (effective("num_beams") or 1) > 1
-    return LinkMode.AHEAD if reads_order or beams else LinkMode.ONE_PASS
+    return reads_order or (effective("num_beams") or 1) > 1
 
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
-    """``options``, and the neutral value where the model's own generation config would be refused.
-
-    A model that ships with, say, ``cache_implementation="hybrid"`` is asked for nothing by its user.
-    """
+    """Options with the neutral value where the model's own generation config would be refused."""
     if options.get("generation_config") is not None:
         return dict(options)
     unwanted = [name for name in _REFUSED if _asks(name, getattr(defaults, name, None))]
@@ -106,7 +88,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def _nothing(name: str, value: Any) -> Any:
-    # transformers fills None with the model's own default again, so where False or 1 says it, say that.
+    # transformers replaces None by the model's own default, so use False or 1 where possible.
     return False if value is True else 1 if name in _ONE_IS_NONE else None
 
 

@@ -1,4 +1,4 @@
-"""When an entry does not come after all: plan again without it. And what a plan's loads took."""
+"""New plans when entries could not be loaded, and the report of what loads took."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]
 
 
 def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | None) -> tuple[LinkPlan, ...]:
-    """The plans without what failed, and without whatever else is known by now not to come.
-
-    Their reports say so, and count the time that was waited for it.
-    """
+    """The plans without what failed or was lost; their reports note it and count the time waited."""
     out = []
     for plan in plans:
         lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
@@ -27,7 +24,7 @@ def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | No
             out.append(plan)
             continue
         assert plan.request is not None, "loads are begun by plans of requests"
-        assert replan is not None, "who runs such plans says how to plan again"
+        assert replan is not None, "plans with loads need replan="
         why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
         note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
         waited = sum(load.waited for load in lost.values()) * 1e3
@@ -42,7 +39,7 @@ def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | No
 
 
 def timed(plan: LinkPlan) -> LinkReport:
-    """The plan's report with what its loads took, once nothing is waited for any more."""
+    """The plan's report with what its loads took, once no load is waited for any more."""
     report, loads = plan.report, plan.loads
     if not loads:
         return report

@@ -19,7 +19,7 @@ from ragcachekit.forward.narrowing import Narrowing, attach
 from ragcachekit.forward.own_rows import OwnRows, own_entries
 from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.hooks import FirstScores, Hooks
-from ragcachekit.generate.options import LinkMode, way_in, without_refused_defaults
+from ragcachekit.generate.options import links_ahead, without_refused_defaults
 from ragcachekit.generate.replan import Replan, replanned, timed
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -30,25 +30,16 @@ from ragcachekit.store.loading.load import LoadFailed
 
 @dataclass(frozen=True)
 class Generated:
-    """What generating answers to the prompts of one batch gave.
+    """What generating answers to the prompts of one batch returned.
 
-    Attributes
-    ----------
-    token_ids, ended : tuple
-        New token ids per prompt, without padding, and whether they end with an end token. A request that
-        was ``cancelled`` has those up to then; before its first token, it has none and no cache.
-    first_token, linked : float
-        When the first token came and when the cache would have been assembled, had it been before the
-        forward; on the clock of :func:`time.perf_counter`.
-    plans, reports : tuple
-        The plans that ran in the end, and their reports after the forward.
-    prefill : float or None
-        Seconds of the forward by itself, without streamers and loads, where they are known.
-    cache : transformers.Cache or None
-        What the prompts were prefilled into, where there is one beam; their rows end before column
-        ``width``.
-    own : OwnRows or None
-        What was observed of entries that this very prefill computed.
+    - ``token_ids``, ``ended``: New token ids per prompt, without padding, and whether they end with an end
+      token; empty for a request that was cancelled before its first token.
+    - ``first_token``, ``linked``: When the first token came, and when the cache would have been assembled,
+      had it been before the forward; in seconds of :func:`time.perf_counter`.
+    - ``plans``, ``reports``: The plans that ran in the end, and their reports.
+    - ``prefill``: Seconds of the forward alone, without streamers and loads, where known.
+    - ``cache``: The prompts' cache, unless there are several beams; their rows end before column ``width``.
+    - ``own``: What was observed of entries that this prefill computed.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -65,7 +56,7 @@ class Generated:
 
     @property
     def prefilled(self) -> bool:
-        """Whether the request came to its first token; what was cancelled before leaves nothing behind."""
+        """Whether the request reached its first token."""
         return any(self.token_ids)
 
 
@@ -85,26 +76,23 @@ def run_generate(
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
-    A batch that keeps nothing is an ordinary call of generate. ``options`` go to generate as they are.
-    ``stop`` strings are looked for in the new tokens' text, for which ``decode`` is needed. ``replan``
-    plans a prompt again whose entries did not come. ``own`` observes the rows of missing chunks that this
-    prefill computes as they are to be stored. ``cancel``, or a scope around the call, ends the
-    prefill between two layers and the answer between two tokens.
+    ``options`` go to generate; ``decode`` is needed for ``stop`` strings. ``replan`` plans a prompt again
+    whose entries could not be loaded. ``own`` observes rows of missing chunks, as they are to be stored.
+    ``cancel``, or a scope around the call, ends the prefill between two layers and the answer between two
+    tokens.
     """
-    way = way_in(options, model.generation_config)
-    if rope.depends_on_length:
-        # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
-        way = LinkMode.AHEAD
-    if way is LinkMode.AHEAD and len(plans) > 1:
+    # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
+    ahead = rope.depends_on_length or links_ahead(options, model.generation_config)
+    if ahead and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
     beams = effective(model, options, "num_beams") or 1
     with CancelScope(cancel) as scope:
-        hooks = Hooks(options, plans[0].token_ids, scope, first)
+        hooks = Hooks(options, plans[0].token_ids, scope, first, stop, decode)
         while True:
             try:
-                linked = _linked(model, rope, plans, way, beams, pad, own)
-                return _generated(model, linked, hooks, stop, decode, beams)
+                linked = _linked(model, rope, plans, ahead, beams, pad, own)
+                return _generated(model, linked, hooks, beams)
             except Cancelled:
                 return _cancelled(plans, hooks)
             except LoadFailed as failed:
@@ -115,7 +103,6 @@ def run_generate(
 
 
 def _cancelled(plans: Sequence[LinkPlan], hooks: Hooks) -> Generated:
-    """What comes of a request that was cancelled before its first token."""
     if hooks.streamer is not None:
         hooks.streamer.end()
     now, count = time.perf_counter(), len(plans)
@@ -123,23 +110,16 @@ def _cancelled(plans: Sequence[LinkPlan], hooks: Hooks) -> Generated:
     return Generated(((),) * count, (False,) * count, now, now, True, tuple(plans), reports)
 
 
-def _generated(
-    model: Any,
-    linked: _Linked,
-    hooks: Hooks,
-    stop: Sequence[str],
-    decode: Callable[[Sequence[int]], str] | None,
-    beams: int,
-) -> Generated:
+def _generated(model: Any, linked: _Linked, hooks: Hooks, beams: int) -> Generated:
     inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
     prompt = inputs["input_ids"].shape[1]
-    options = hooks.options(stop, decode, prompt)
-    begun, before = time.perf_counter(), _settling(cache)
+    options = hooks.options(prompt)
+    begun, before = time.perf_counter(), getattr(cache, "settling", 0.0)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
     ends = _ends(model, options)
     rows = [_trim(row, ends) for row in output[:, prompt:].tolist()]
-    settling, prefill = _settling(cache) - before, hooks.prefill(begun)
+    settling, prefill = getattr(cache, "settling", 0.0) - before, hooks.prefill(begun)
     return Generated(
         tuple(rows),
         tuple(bool(row) and row[-1] in ends for row in rows),
@@ -155,13 +135,9 @@ def _generated(
     )
 
 
-def _settling(cache: Any) -> float:
-    return cache.settling if isinstance(cache, LinkedCache) else 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class _Linked:
-    """Arguments of generate, and the plans that became of the given ones."""
+    """Arguments of generate, and the plans as they run."""
 
     inputs: dict[str, Any]
     plans: tuple[LinkPlan, ...]
@@ -175,7 +151,6 @@ class _Linked:
         return len(self.plans) == 1 and self.narrowing is None and not self.ahead
 
     def reports(self) -> tuple[LinkReport, ...]:
-        """After the linked forward."""
         plans = self.plans if self.narrowing is None else (self.narrowing.link_plan(),)
         return tuple(_told(timed(plan), self.inputs.get("past_key_values")) for plan in plans)
 
@@ -184,33 +159,33 @@ def _linked(
     model: Any,
     rope: Rope,
     plans: Sequence[LinkPlan],
-    way: LinkMode,
+    ahead: bool,
     beams: int,
     pad: int,
-    watch: bool = False,
+    observe: bool,
 ) -> _Linked:
-    if way is LinkMode.AHEAD:
+    if ahead:
         inputs, plan = _ahead(model, rope, plans[0], pad, repeats=beams)
         return _Linked(_whole(inputs, (plan,), beams), (plan,), ahead=True)
     chosen = [choose(model, rope, plan, pad) for plan in plans]
     plans = tuple(plan for plan, _ in chosen)
-    items = own_entries(plans[0]) if watch and len(plans) == beams == 1 else ()
+    items = own_entries(plans[0]) if observe and len(plans) == beams == 1 else ()
     own = OwnRows(plans[0], items) if items else None
     if not any(plan.pieces and (plan.kept or plan.policy) for plan in plans):
         inputs = _plain(plans, model.device, pad)
         if own is not None:
             inputs["past_key_values"] = own.cache()
         return _Linked(_whole(inputs, plans, beams), plans, own=own)
-    buffers = chosen[0][1] if len(plans) == 1 else None
-    linked = link(plans, rope, model.device, pad, buffers=buffers, observer=own)
-    narrowing = attach(model, plans[0], linked.cache) if len(plans) == 1 else None
-    return _Linked(linked.as_kwargs(), plans, narrowing, own=own)
+    if len(plans) > 1:
+        return _Linked(link(plans, rope, model.device, pad).as_kwargs(), plans)
+    linked = link(plans, rope, model.device, pad, buffers=chosen[0][1], observer=own)
+    return _Linked(linked.as_kwargs(), plans, attach(model, plans[0], linked.cache), own=own)
 
 
 def _whole(inputs: dict[str, Any], plans: Sequence[LinkPlan], beams: int) -> dict[str, Any]:
-    """Where the knowledge tree takes rows out of an ordinary prefill: into a cache that keeps them all.
+    """Use a cache that keeps all rows where the knowledge tree captures an ordinary prefill.
 
-    The one that generate makes drops what sliding-window layers do not look at any more.
+    The default one drops rows outside sliding windows.
     """
     if "past_key_values" not in inputs and beams == 1 and any(plan.beginning is not None for plan in plans):
         inputs["past_key_values"] = DynamicCache()
@@ -231,11 +206,10 @@ def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[st
 def link_ahead(
     model: Any, rope: Rope, plan: LinkPlan, pad: int, replan: Replan | None = None
 ) -> tuple[dict[str, Any], LinkPlan]:
-    """Run the linked forward now, over all tokens but the last; the ids come back in order.
+    """Run the linked forward now, over all tokens but the last; the ids are returned in order.
 
-    Costs one pass over the weights for the last token more than linking inside generate, and works
-    with everything that generate offers for a pre-filled cache. Returns the arguments of generate and
-    the plan as it was decided.
+    Costs one more pass over the weights than linking inside generate, and works with every option for a
+    pre-filled cache. Returns the arguments of generate and the plan as it ran.
     """
     while True:
         try:
@@ -260,7 +234,7 @@ def _ahead(
         inputs.cache.forward = "eager: linked ahead of generate"
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
-    inputs.cache.settle()  # without rows nothing has asked for it, and nobody plans again once it is out
+    inputs.cache.settle()  # without rows no layer did; and a failed load cannot be replanned later
     if ahead is plan:
         inputs.cache.crop(-1)
     if repeats > 1:
@@ -271,14 +245,13 @@ def _ahead(
 
 
 def _told(report: LinkReport, cache: Any) -> LinkReport:
-    """With how the linked forward into ``cache`` ran, if it was one."""
     if not isinstance(cache, LinkedCache):
         return report
     return replace(report, forward=cache.forward, kernels=cache.kernels)
 
 
 def effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """What generate will take for an option: the given one, or that of the generation config."""
+    """The value generate will use for an option: the given one, or that of the generation config."""
     config = options.get("generation_config", model.generation_config)
     return options[name] if name in options else getattr(config, name, None)
 
@@ -289,7 +262,7 @@ def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:
-    """Cut the padding that follows a finished sequence in a batch; the end token itself stays."""
+    """Cut the padding after a finished sequence; the end token itself stays."""
     for at, token in enumerate(ids):
         if token in ends:
             return tuple(ids[: at + 1])

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Ids = tuple[int, ...]
-"""Token ids."""
+Ids = tuple[int, ...]  # token ids
 
 
 @dataclass(frozen=True)
 class Encoding:
     """What a chunk is encoded behind.
 
-    Attributes
-    ----------
-    name : str
-        ``standalone``, ``sinks:n``, ``system`` or ``prefix``.
-    behind : tuple of int
-        Token ids that stand before the chunk and whose KV is dropped.
-    length : int
-        Use the frequencies of a prompt of this many tokens (longrope); 0 for the chunk's own.
+    ``name``: ``standalone``, ``sinks:n``, ``system`` or ``prefix``. ``behind``: token ids before the chunk,
+    whose KV is dropped. ``length``: use the frequencies of a prompt of this many tokens (longrope); 0 for the
+    chunk's own.
     """
 
     name: str
@@ -29,12 +23,10 @@ class Encoding:
 
 @dataclass(frozen=True)
 class NeighbourEncoding(Encoding):
-    """Behind ``behind`` (the system text) and chunks that are blind to each other: ``similar:n``.
+    """Encoding ``similar:n``: after ``behind`` (the system text) and neighbours that do not attend to each
+    other.
 
-    Attributes
-    ----------
-    neighbours : tuple of tuple of int
-        Their token ids, the least similar first and the most similar next to the chunk; at least one.
+    ``neighbours`` are token ids, the least similar first; at least one.
     """
 
     neighbours: tuple[Ids, ...] = ()
@@ -42,12 +34,9 @@ class NeighbourEncoding(Encoding):
 
 @dataclass(frozen=True)
 class InPromptEncoding(Encoding):
-    """Behind all that stood before the chunk in a real prompt, which is ``behind``: ``in-prompt``.
+    """Encoding ``in-prompt``: after all that preceded the chunk in a real prompt.
 
-    Attributes
-    ----------
-    segments : tuple of int
-        Lengths of the segments that ``behind`` consists of.
+    ``segments`` are the lengths of the segments in ``behind``.
     """
 
     segments: tuple[int, ...] = ()

@@ -40,11 +40,10 @@ def extract(
     host: bool = True,
     locked: bool = True,
 ) -> list[Sides]:
-    """Copy stretches of a cache, each into memory of its own, complete on return.
+    """Copy stretches of a cache, each into memory of its own.
 
-    Where kernels run, one launch takes a stretch out of all layers into one block, and one copy brings it to
-    the host. Per-layer launches and copies would take longer than the bytes do. The host waits once, for the
-    last copy.
+    With kernels, one launch and one copy serve all layers of a stretch; the host waits once, for the last
+    copy.
 
     Parameters
     ----------
@@ -59,14 +58,29 @@ def extract(
     host : bool
         Copy to the host; otherwise results stay on the device, complete in the order of its stream.
     locked : bool
-        Page-lock host blocks if possible, so that copies overlap. Not for large KV that is kept long: the
-        system cannot use page-locked memory otherwise.
+        Page-lock host blocks if possible, so that copies overlap. Not for large KV that is kept long.
     """
     if not stretches:
         return []
-    if not dispatch.uses_triton(layers[0].keys.device):
+    device = layers[0].keys.device
+    if not dispatch.uses_triton(device):
         return _by_torch(layers, stretches, rope, length, host)
-    return _by_kernel(layers, stretches, rope, length, host, locked)
+    tables = () if rope is None else rope.unturns.on(device, length)
+    planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
+    out = []
+    for item, start, stop in stretches:
+        kvs = [plane.kv for plane in planes[item]]
+        sides = [(kv.dtype, (kv.shape[0], stop - start, kv.shape[2])) for kv in kvs]
+        block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
+        chunk = dispatch.ChunkTensors(carved(block, sides))
+        dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
+        if host and device.type != "cpu":
+            block = _to_host(block, locked)
+        tensors = carved(block, sides)
+        out.append(Sides(tuple(tensors[::2]), tuple(tensors[1::2])))
+    if host and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return out
 
 
 def _by_torch(
@@ -90,33 +104,6 @@ def _by_torch(
     return [Sides(tuple(k), tuple(v)) for k, v in zip(keys, values, strict=True)]
 
 
-def _by_kernel(
-    layers: Sequence[Any],
-    stretches: Sequence[Stretch],
-    rope: Rope | None,
-    length: int,
-    host: bool,
-    locked: bool,
-) -> list[Sides]:
-    device = layers[0].keys.device
-    tables = () if rope is None else rope.unturns.on(device, length)
-    planes = {item: _planes(layers, item, rope) for item in {stretch.item for stretch in stretches}}
-    out = []
-    for item, start, stop in stretches:
-        kvs = [plane.kv for plane in planes[item]]
-        sides = [(kv.dtype, (kv.shape[0], stop - start, kv.shape[2])) for kv in kvs]
-        block = torch.empty(offsets(sides)[-1], dtype=torch.uint8, device=device)
-        chunk = dispatch.ChunkTensors(carved(block, sides))
-        dispatch.disassemble(planes[item], [dispatch.Place(start, stop - start)], [chunk], tables)
-        if host and device.type != "cpu":
-            block = _to_host(block, locked)
-        tensors = carved(block, sides)
-        out.append(Sides(tuple(tensors[::2]), tuple(tensors[1::2])))
-    if host and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return out
-
-
 def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatch.Plane]:
     out: list[dispatch.Plane] = []
     for index, layer in enumerate(layers):
@@ -129,7 +116,7 @@ def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatc
 
 
 def _with_rows(side: torch.Tensor) -> torch.Tensor:
-    """Rows one behind the other, as kernels read them; most caches lie so already."""
+    """Adjacent rows, as kernels read them; most caches have them already."""
     _, step, one = side.stride()
     return side if (step, one) == (side.shape[2], 1) else side.contiguous()
 

@@ -1,4 +1,4 @@
-"""Chunk KV: the type that the encoder makes, the store keeps and the linker places."""
+"""Chunk KV: the type that encoders return, stores hold and the linker places."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ragcachekit.model.tensor_block import stretch
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
-"""Prefixes of scales in ``sums``: of keys ``[heads, 1, dim]``, of values ``[heads, tokens, 1]``, per layer.
-"""
+"""Prefixes in ``sums`` of a layer's scales: of keys ``[heads, 1, dim]``, of values ``[heads, tokens, 1]``."""
 
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
@@ -41,24 +40,18 @@ def with_scales(
 
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
-    """Keys and values of one chunk, layer by layer. Shared and never written to.
+    """Keys and values of one chunk, layer by layer; shared and never written to.
 
-    Attributes
-    ----------
-    keys, values : tuple of torch.Tensor
-        One tensor per layer, shape ``[kv_heads, tokens, head_dim]``; keys after any q/k norm.
-    start : int or None
-        None: the keys are without RoPE (and without the attention scaling m of YaRN/longrope), for any
-        position. An int: the keys are as the model rotated them from that position on (exact prefixes).
-    sums : mapping of str to torch.Tensor
-        Attention summed while the chunk was encoded, float32, for policies; may be empty. ``attended``
-        ``[tokens]``: attention to each token from the chunk's own rows, over layers, heads and rows. For
-        ``in-prompt`` KV, over heads and rows of the chunk: ``inter`` ``[layers, segments]``, attention to
-        each segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``,
-        attention of each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of
-        these segments.
-    quantised : str
-        Empty: as the model computed it. ``int8`` or ``fp8``: rounded to that in some tier, so exact nowhere.
+    - ``keys``, ``values``: One tensor per layer, shape ``[kv_heads, tokens, head_dim]``; keys after any q/k
+      norm.
+    - ``start``: None: keys without RoPE (and without the attention scaling m of YaRN/longrope), for any
+      position. An int: keys as the model rotated them from that position on (exact prefixes).
+    - ``sums``: Attention summed while the chunk was encoded, float32; may be empty. ``attended``
+      ``[tokens]``: attention to each token from the chunk's own rows, over layers, heads and rows. For
+      ``in-prompt`` KV, over heads and rows of the chunk: ``inter`` ``[layers, segments]``, attention to each
+      segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
+      each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
+    - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -91,7 +84,7 @@ class ChunkKV:
         return made
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
-        """Apply ``change`` to every key, value and scale tensor; other ``sums`` stay as they are."""
+        """Apply ``change`` to every key, value and scale tensor; other ``sums`` stay."""
         kv, scales = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES)
         sums = {name: change(t) if name.startswith(scales) else t for name, t in kv.sums.items()}
         keys, values = tuple(map(change, kv.keys)), tuple(map(change, kv.values))
@@ -111,12 +104,10 @@ class ChunkKV:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the chunk."""
         return self.keys[0].shape[1]
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.keys)
 
     @cached_property
@@ -129,7 +120,7 @@ class ChunkKV:
 
     @cached_property
     def planes(self) -> ChunkTensors:
-        """Keys and values in turn, for kernels; their addresses are read once. Device tensors only."""
+        """Keys and values in turn, for kernels, with addresses read once; device tensors only."""
         pairs = zip(self.keys, self.values, strict=True)
         scales = [s.contiguous() for layer in range(self.layers) for s in scales_of(self.sums, layer)]
         return ChunkTensors([side.contiguous() for pair in pairs for side in pair], scales)

@@ -12,8 +12,7 @@ from transformers import DynamicCache
 from ragcachekit.model.tensor_block import TensorShape
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
-Shapes = tuple[tuple[TensorShape, TensorShape], ...]
-"""Per layer, dtype and shape of keys and of values."""
+Shapes = tuple[tuple[TensorShape, TensorShape], ...]  # per layer, dtype and shape of keys and of values
 
 _PER_TOKEN = ("attended", "outward")
 _PER_SEGMENT = ("inter", "behind")
@@ -47,12 +46,12 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes."""
+        """Bytes of one token's KV."""
         sides = (side for layer in self._one_token for side in layer)
         return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
 
     def misfit(self, kv: Described, tokens: int) -> str | None:
-        """Why ``kv`` cannot be this model's KV of so many tokens; None if it may be."""
+        """Why ``kv`` cannot be this model's KV of so many tokens, or None."""
         if kv.shapes == self._of(tokens):
             return None
         return f"it is {_summary(kv.shapes)}, the model's is {_summary(self._of(tokens))}"
@@ -66,7 +65,7 @@ class KVLayout:
 
 
 def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> str | None:
-    """Why the KV under ``key`` cannot be that of its ``tokens`` tokens; None if it may be.
+    """Why the KV under ``key`` cannot be that of its ``tokens`` tokens, or None.
 
     Checksums find changed bytes; this finds entries of a writer with another model layout.
     """

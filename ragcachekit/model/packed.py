@@ -1,4 +1,4 @@
-"""KV in eight bits: as the quantised tiers keep it, and unpacked for all other uses."""
+"""KV in eight bits: as quantised tiers store it, unpacked for all other uses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, is_pac
 from ragcachekit.model.tensor_block import TensorShape, nbytes_of
 from ragcachekit_kernels.dispatch import ChunkTensors
 
-LIKE = "like"
-"""Name in the ``sums`` of packed KV: an empty tensor of the original dtype."""
+LIKE = "like"  # name in the sums of packed KV: an empty tensor of the original dtype
 
 Sums = Mapping[str, torch.Tensor]
 
 
 def is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> bool:
-    """Whether KV of these shapes can be unpacked: it has its dtype, and a scale for every layer."""
+    """Whether KV of these shapes has its original dtype and a scale for every layer."""
     if LIKE not in sums:
         return False
     for number, ((_, keys), (_, values)) in enumerate(shapes):
@@ -64,10 +63,9 @@ def unpacked_shapes(
 
 
 class PackedKV(ChunkKV):
-    """KV in eight bits that is unpacked, once and as a whole, when its tensors are first read.
+    """KV in eight bits, unpacked as a whole when its tensors are first read.
 
-    Linking by kernel uses ``planes`` and ``stored_layer`` instead, so only eight bits are copied and read.
-    The packed tensors stay referenced as long as this object lives.
+    Kernels use ``planes`` and ``stored_layer`` instead, so only eight bits are copied.
     """
 
     _packed: ChunkKV
@@ -103,7 +101,6 @@ class PackedKV(ChunkKV):
 
     @cached_property
     def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
-        """Dtype and shape of unpacked keys and values, per layer."""
         return unpacked_shapes(self._packed.shapes, self._packed.sums)
 
     @cached_property

@@ -10,27 +10,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.files import parse_json
 
 SCHEMA = 1
 CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
 NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
-MOST_DRIFT = 16.0
-"""Largest factor by which observations scale the table, up or down."""
+MOST_DRIFT = 16.0  # largest factor by which observations scale the table, up or down
+
+FAR = 1 << 24  # tokens up to which tables are extended
 
 _SMOOTHING = 0.1
+_Table = NDArray[np.float64]
 
 
 class PrefillProfile:
     """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
 
-    Bilinear between the grid points; linear beyond them, with the slope of the outermost cells. Never
-    negative, and never less for more tokens: noisy points are raised to their greater neighbour. The table
-    never changes; :meth:`observed` scales all of it, so that load or another clock is followed.
-
-    One thread may observe while others read; of two simultaneous observations one may be lost.
+    Bilinear between the grid points, linear beyond them. Never negative, and never less for more tokens:
+    noisy points are raised to their greater neighbour. :meth:`observed` scales the whole table, to follow
+    load or another clock; of two simultaneous observations one may be lost.
 
     Parameters
     ----------
@@ -42,8 +42,6 @@ class PrefillProfile:
         Factor of the whole table.
     """
 
-    __slots__ = ("_beyond_cached", "_beyond_new", "_cached", "_given", "_new", "_rows", "_scale")
-
     def __init__(
         self, cached: Sequence[int], new: Sequence[int], seconds: ArrayLike, *, scale: float = 1.0
     ) -> None:
@@ -51,19 +49,19 @@ class PrefillProfile:
         if not 0 < scale < math.inf:
             raise ValueError(f"the scale of a profile must be a number > 0, got {scale}")
         self._given = (tuple(map(int, cached)), tuple(map(int, new)), table.tolist())
-        self._scale = float(scale)
-        table, self._cached = _from_zero(table, cached, axis=0)
-        table, self._new = _from_zero(table, new, axis=1)
-        table = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
-        self._rows: list[list[float]] = table.tolist()
-        self._beyond_cached = _last_slopes(table, self._cached)
-        self._beyond_new = _last_slopes(table.T, self._new)
+        self.scale = float(scale)
+        table, cached = _from_zero(table, cached)
+        columns, new = _from_zero(table.T, new)
+        table = np.maximum.accumulate(np.maximum.accumulate(columns.T, axis=0), axis=1)
+        table, self._cached = _to_far(table, cached)
+        columns, self._new = _to_far(table.T, new)
+        self._rows: list[list[float]] = columns.T.tolist()
 
     @classmethod
     def measured(cls, points: Iterable[tuple[int, int, float]]) -> PrefillProfile:
-        """Profile of measured points ``(cached, new, seconds)``; the median of repeated ones.
+        """Profile of measured points ``(cached, new, seconds)``, the median of repeated ones.
 
-        Raises ValueError if the points do not fill a grid.
+        ValueError if the points do not fill a grid.
         """
         found: dict[tuple[int, int], list[float]] = {}
         for cached, new, seconds in points:
@@ -90,12 +88,11 @@ class PrefillProfile:
         cached: Sequence[int] = CACHED_GRID,
         new: Sequence[int] = NEW_GRID,
     ) -> PrefillProfile:
-        """Profile by arithmetic, for simulations: weights are read once, every row attends to all before it.
+        """Profile by arithmetic: weights are read once, every row attends to all before it.
 
         ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations
-        per weight and, per layer, four per head dimension and key. Embedding and output head are left out.
-        The model is a decoder with gated MLP; rates are attained ones, not peaks; ``overhead`` is in seconds
-        per forward.
+        per weight and, per layer, four per head dimension and key. The model is a decoder with gated MLP,
+        without embedding and head; rates are attained ones; ``overhead`` is in seconds per forward.
         """
         kv_width = hidden * kv_heads // heads
         weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
@@ -107,35 +104,30 @@ class PrefillProfile:
 
         return cls(cached, new, [[seconds(c, n) for n in new] for c in cached])
 
-    @property
-    def scale(self) -> float:
-        """Factor of the table after all observations."""
-        return self._scale
-
     def seconds(self, cached: float, new: float) -> float:
         """Estimated seconds of one prefill; 0 for no new tokens, ValueError for negative counts."""
         if cached < 0 or new < 0:
             raise ValueError(f"token counts must be >= 0, got {cached} cached and {new} new")
-        return self._scale * self._table(cached, new) if new else 0.0
+        return self.scale * self._table(cached, new) if new else 0.0
 
     def observed(self, cached: float, new: float, seconds: float) -> None:
         """Scale the whole table slowly towards an observed time, by at most :data:`MOST_DRIFT`.
 
-        Raises ValueError if no token was new or the time is not a positive number.
+        ValueError if no token was new or the time is not a positive number.
         """
         if new <= 0 or cached < 0 or not 0 < seconds < math.inf:
             raise ValueError(f"no prefill takes {seconds} s for {new} new tokens behind {cached}")
         expected = self._table(cached, new)
         if expected <= 0:
-            return  # extrapolated from noisy points: no ratio
+            return  # extrapolated from noisy points
         ratio = min(max(seconds / expected, 1 / MOST_DRIFT), MOST_DRIFT)
-        self._scale = math.exp((1 - _SMOOTHING) * math.log(self._scale) + _SMOOTHING * math.log(ratio))
+        self.scale = math.exp((1 - _SMOOTHING) * math.log(self.scale) + _SMOOTHING * math.log(ratio))
 
     def to_json(self) -> str:
         """Grid, table as given, and scale, as JSON."""
         cached, new, seconds = self._given
         return json.dumps(
-            {"schema": SCHEMA, "cached": cached, "new": new, "seconds": seconds, "scale": self._scale}
+            {"schema": SCHEMA, "cached": cached, "new": new, "seconds": seconds, "scale": self.scale}
         )
 
     @classmethod
@@ -150,20 +142,13 @@ class PrefillProfile:
             raise ValueError(f"a damaged prefill profile ({error!r}); measure it again") from error
 
     def _table(self, cached: float, new: float) -> float:
-        last_cached, last_new = self._cached[-1], self._new[-1]
-        x, y = min(cached, last_cached), min(new, last_new)
-        i, u = _cell(self._cached, x)
-        j, v = _cell(self._new, y)
-        upper, lower = self._rows[i], self._rows[min(i + 1, len(self._rows) - 1)]
-        value = (1 - u) * _between(upper, j, v) + u * _between(lower, j, v)
-        if cached > x:
-            value += (cached - x) * _between(self._beyond_cached, j, v)
-        if new > y:
-            value += (new - y) * _between(self._beyond_new, i, u)
-        return value
+        i, u = _cell(self._cached, cached)
+        j, v = _cell(self._new, new)
+        fewer, more = ((1 - v) * row[j] + v * row[j + 1] for row in self._rows[i : i + 2])
+        return (1 - u) * fewer + u * more
 
 
-def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> np.ndarray[Any, Any]:
+def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _Table:
     for name, grid, first in (("cached", cached, 0), ("new", new, 1)):
         ascending = len(grid) > 0 and all(a < b for a, b in itertools.pairwise(grid))
         if not ascending or grid[0] < first:
@@ -178,35 +163,27 @@ def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> n
     return table
 
 
-def _from_zero(
-    table: np.ndarray[Any, Any], grid: Sequence[int], axis: int
-) -> tuple[np.ndarray[Any, Any], list[int]]:
-    """Table extended to zero tokens by the line through its first two points."""
+def _from_zero(table: _Table, grid: Sequence[int]) -> tuple[_Table, Sequence[int]]:
+    """Rows extended to zero tokens by the line through the first two."""
     if grid[0] == 0:
-        return table, list(grid)
-    first = np.take(table, [0], axis)
+        return table, grid
+    first = table[:1]
     if len(grid) > 1:
-        slope = (np.take(table, [1], axis) - first) / (grid[1] - grid[0])
+        slope = (table[1:2] - first) / (grid[1] - grid[0])
         first = np.clip(first - slope * grid[0], 0, first)
-    return np.concatenate([first, table], axis), [0, *grid]
+    return np.concatenate([first, table]), [0, *grid]
 
 
-def _last_slopes(table: np.ndarray[Any, Any], grid: list[int]) -> list[float]:
-    """Slopes beyond the last row, made to ascend: otherwise the sum could shrink along the other axis."""
-    if len(grid) == 1:
-        return [0.0] * table.shape[1]
-    slopes = (table[-1] - table[-2]) / (grid[-1] - grid[-2])
-    out: list[float] = np.maximum.accumulate(slopes).tolist()
-    return out
+def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
+    """Rows extended to :data:`FAR` by the last slopes, made to ascend as the rows do."""
+    far = max(FAR, 2 * grid[-1])
+    slopes = np.zeros_like(table[-1])
+    if len(grid) > 1:
+        slopes = np.maximum.accumulate((table[-1] - table[-2]) / (grid[-1] - grid[-2]))
+    return np.concatenate([table, [table[-1] + slopes * (far - grid[-1])]]), [*grid, far]
 
 
 def _cell(grid: list[int], at: float) -> tuple[int, float]:
-    """Cell of a grid that contains ``at``, and the share of the way into it, 0 to 1."""
-    if len(grid) == 1:
-        return 0, 0.0
+    """Cell of a grid that contains ``at``, and the share of the cell before it."""
     cell = min(bisect_right(grid, at) - 1, len(grid) - 2)
     return cell, (at - grid[cell]) / (grid[cell + 1] - grid[cell])
-
-
-def _between(values: list[float], at: int, share: float) -> float:
-    return (1 - share) * values[at] + share * values[min(at + 1, len(values) - 1)]

@@ -23,31 +23,27 @@ from ragcachekit.model.prefill_profile import CACHED_GRID, NEW_GRID, PrefillProf
 
 log = logging.getLogger(__name__)
 
-BUDGET_SECONDS = 1.5
-"""Approximate time of a measurement; slow models are measured at fewer tokens."""
+BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
 
-NEEDED_AT = 0.25
-"""Of a cache, the part that is filled before it is measured what its entries cost."""
+NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 
 CACHED = 256
 NEW = (16, 64, 256, 1024)
 REPEATS = 2
 
-Point = tuple[int, int, float]
-"""Cached tokens, new tokens, seconds."""
+Point = tuple[int, int, float]  # cached tokens, new tokens, seconds
 
 
 @torch.no_grad()
 def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
     """Time prefills of growing length, behind nothing and behind some of the ``context`` tokens.
 
-    After the first lengths, a prefill begins only if it should end within ``budget`` seconds. At least 4
-    tokens and the first of ``NEW`` are measured, however slow the model is.
+    After the first lengths, a prefill begins only if it should end within ``budget`` seconds.
     """
     begun = time.perf_counter()
     cached = min(CACHED, max(1, context // 2))
     sample = one_token_cache(model)
-    _prefill(model, sample, 0, 4)  # the first forward of a size allocates
+    _timed(model, sample, 0, 4)  # the first forward of a size allocates
     points = [_timed(model, sample, behind, 4) for behind in (0, cached)]
     for new in (count for count in NEW if count + cached < context):
         last = points[-1]
@@ -61,9 +57,8 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
 def extended(points: Sequence[Point]) -> PrefillProfile:
     """Profile of measured points, extended to the whole grid by a fitted transformer cost.
 
-    Straight lines would miss that every row attends to all before it. The cost is ``fixed + per_row * new +
-    per_pair * new * (cached + new / 2)``, each coefficient >= 0, points weighted by the inverse of their
-    time.
+    The cost is ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, each coefficient >= 0, points
+    weighted by the inverse of their time.
     """
     seconds = np.array([point[2] for point in points])
     coefficients = _never_negative(_costs(points) / seconds[:, None])
@@ -112,19 +107,11 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
 
 
 class PrefillCost:
-    """What a model's prefills cost on this machine, for eviction: as measured once, or measured when needed.
+    """Costs of a model's prefills on this machine, for eviction, measured once they are needed.
 
-    Needed is it once a good part of what it ranks entries for was filled (:data:`NEEDED_AT`): a cache that
-    never fills evicts nobody. Until it is measured, a cost is 0, which policies take for unknown.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    fingerprint : str
-    folder : Path
-        Where profiles are kept.
-    context : int
-        Tokens that the model can hold.
+    Needed is when a share :data:`NEEDED_AT` of a cache is filled: one that never fills evicts nothing. Until
+    then a cost is 0, which policies take for unknown. Profiles are stored in ``folder``; ``context`` is the
+    model's, in tokens.
     """
 
     def __init__(self, model: Any, *, fingerprint: str, folder: Path, context: int) -> None:
@@ -135,9 +122,9 @@ class PrefillCost:
         self._tried = False
 
     def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
-        """Of a prefill, at the speed that was measured; 0 while that is unknown.
+        """Seconds of a prefill at the measured speed, or 0 if unknown.
 
-        ``share`` is the part of a cache that the result will be kept in.
+        ``share`` is the part of a cache that the result takes.
         """
         if self.profile is None:
             self._filled += share
@@ -151,7 +138,7 @@ class PrefillCost:
         return self.profile is None and not self._tried and self._filled >= NEEDED_AT
 
     def measure(self) -> None:
-        """Measure and keep it, unless that was tried before."""
+        """Measure and store the profile, unless that was tried before."""
         if self.profile is not None or self._tried:
             return
         self._tried = True
@@ -169,11 +156,7 @@ def _file(folder: Path, fingerprint: str, model: Any) -> Path:
 
 
 def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
-    return cached, new, _prefill(model, sample, cached, new)
-
-
-def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
-    """Seconds of one forward of ``new`` tokens behind ``cached`` ones, until the device is done."""
+    """Time one forward of ``new`` tokens behind ``cached`` ones, until the device is done."""
     cache = DynamicCache()
     for number, layer in enumerate(sample.layers if cached else ()):
         kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
@@ -182,4 +165,4 @@ def _prefill(model: Any, sample: DynamicCache, cached: int, new: int) -> float:
     begun = time.perf_counter()
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
-    return time.perf_counter() - begun
+    return cached, new, time.perf_counter() - begun

@@ -18,9 +18,9 @@ def default_cache_dir() -> Path:
 def load_model(model_id: str | os.PathLike[str], device: str | None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or a hub id, in eval mode on one device.
 
-    Raises FileNotFoundError if ``model_id`` looks like a path and is no folder.
+    FileNotFoundError if ``model_id`` looks like a path and is no folder.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not for who wants the folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not needed for the folder alone
 
     name = os.fspath(model_id)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -33,7 +33,7 @@ def load_model(model_id: str | os.PathLike[str], device: str | None, **options: 
 
 
 def weights_folder(model_id: str | os.PathLike[str]) -> Path | None:
-    """Folder of the weights files just loaded; None if there is none."""
+    """Folder of the weights files just loaded, or None."""
     name = os.fspath(model_id)
     if Path(name).is_dir():
         return Path(name)

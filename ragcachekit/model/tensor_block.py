@@ -26,7 +26,7 @@ def offsets(sides: Sequence[TensorShape]) -> list[int]:
 
 
 def stretch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One uint8 view of all tensors if they lie as :func:`carved` lays them, else None."""
+    """One uint8 view of all tensors if they are adjacent as in :func:`carved`, else None."""
     first = tensors[0]
     at = [first.data_ptr() + offset for offset in offsets([(t.dtype, tuple(t.shape)) for t in tensors])]
     if any(t.data_ptr() != begin or not t.is_contiguous() for t, begin in zip(tensors, at[:-1], strict=True)):
@@ -40,7 +40,7 @@ def stretch(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def carved(memory: torch.Tensor, sides: Sequence[TensorShape]) -> list[torch.Tensor]:
-    """Views of uint8 ``memory`` at :func:`offsets`. One ``as_strided`` each, as there are thousands."""
+    """Views of uint8 ``memory`` at :func:`offsets`."""
     typed = {dtype: memory.view(dtype) for dtype in {dtype for dtype, _ in sides}}
     first = memory.storage_offset()
 

@@ -270,7 +270,7 @@ def test_an_interrupt_while_a_stream_is_waited_for_ends_its_prefill(make, model,
     with watched(model, 3, interrupt) as layers:
         stream = rag.stream(QUESTION, **ASKED)
         with monkeypatch.context() as patch:
-            patch.setattr(stream._outcome.complete, "wait", lambda: iter(TokenQueue()))
+            patch.setattr(stream._outcome, "result", lambda: iter(TokenQueue()))
             with pytest.raises(KeyboardInterrupt):
                 wait_for(stream)  # and nobody closes it: a traceback may hold it
         assert stream._pool.flush(LONG)

@@ -344,7 +344,7 @@ def race(make, monkeypatch, seeds, **options):
         (engine.host, "get"),
         (engine.disk, "open"),
         (engine.tree, "match"),
-        (stock.keeper, "_unchanged"),
+        (stock.capture, "_unchanged"),
         (stock.background_encoder, "_still_valid"),
     ):
         around(monkeypatch, owner, name, step, after=False)

@@ -58,7 +58,7 @@ class Watched(HostStore):
 def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
     opened = []
 
-    def open_watched(config):
+    def open_watched(config, **_):
         opened.append(Watched())
         return opened[-1]
 

@@ -15,8 +15,7 @@ from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from ragcachekit import Prompt, RagCache, ShadowConfig
 from ragcachekit.engine import shadow
-from ragcachekit.engine.answer_comparison import divergence, token_f1
-from ragcachekit.engine.shadow import drawn
+from ragcachekit.engine.shadow import divergence, drawn, token_f1
 from speaking import byte_level, speaker
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
@@ -377,7 +376,7 @@ class Gate:
 
 
 def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
-    monkeypatch.setattr(shadow, "MOST_WAITING", 2)
+    monkeypatch.setattr(shadow, "MAX_WAITING", 2)
     gate = Gate(monkeypatch)
     with shadowed(config=ShadowConfig(1.0)) as rag:
         rag.generate(PROMPT, **ASKED)

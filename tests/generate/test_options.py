@@ -11,7 +11,7 @@ from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
 from families import build, greedy, plain
 from ragcachekit import RagCache
 from ragcachekit.errors import GenerationNotSupported
-from ragcachekit.generate.options import LinkMode, way_in
+from ragcachekit.generate.options import links_ahead
 
 REFUSED = {
     "assistant_model": object(),
@@ -122,24 +122,24 @@ def test_stop_strings_need_a_tokenizer(rag):
 
 
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("options", "ahead"),
     [
-        ({}, LinkMode.ONE_PASS),
-        ({"do_sample": True, "top_p": 0.9, "temperature": 0.5}, LinkMode.ONE_PASS),
-        ({"repetition_penalty": 1.3}, LinkMode.ONE_PASS),
-        ({"num_beams": 1}, LinkMode.ONE_PASS),
-        ({"no_repeat_ngram_size": 0}, LinkMode.ONE_PASS),
-        ({"logits_processor": []}, LinkMode.ONE_PASS),
-        ({"num_beams": 2}, LinkMode.AHEAD),
-        ({"no_repeat_ngram_size": 2}, LinkMode.AHEAD),
-        ({"bad_words_ids": [[3]]}, LinkMode.AHEAD),
-        ({"logits_processor": [lambda i, s: s]}, LinkMode.AHEAD),
-        ({"prefix_allowed_tokens_fn": lambda b, i: [3]}, LinkMode.AHEAD),
-        ({"generation_config": tf.GenerationConfig(num_beams=2)}, LinkMode.AHEAD),
+        ({}, False),
+        ({"do_sample": True, "top_p": 0.9, "temperature": 0.5}, False),
+        ({"repetition_penalty": 1.3}, False),
+        ({"num_beams": 1}, False),
+        ({"no_repeat_ngram_size": 0}, False),
+        ({"logits_processor": []}, False),
+        ({"num_beams": 2}, True),
+        ({"no_repeat_ngram_size": 2}, True),
+        ({"bad_words_ids": [[3]]}, True),
+        ({"logits_processor": [lambda i, s: s]}, True),
+        ({"prefix_allowed_tokens_fn": lambda b, i: [3]}, True),
+        ({"generation_config": tf.GenerationConfig(num_beams=2)}, True),
     ],
 )
-def test_only_what_reads_the_prompts_order_costs_a_pass_ahead(options, way):
-    assert way_in(options, tf.GenerationConfig()) is way
+def test_only_what_reads_the_prompts_order_costs_a_pass_ahead(options, ahead):
+    assert links_ahead(options, tf.GenerationConfig()) is ahead
 
 
 def test_the_models_own_default_can_ask_for_the_pass_ahead(tmp_path):

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from ragcachekit.model.identity.file_digests import FileDigests
+from ragcachekit.model.identity.weights_digest import FileDigests
 
 LONG_AGO = 1_700_000_000
 

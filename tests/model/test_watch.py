@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragcachekit.model.identity.fingerprint import ModelWatch
+from ragcachekit.model.identity.watch import ModelWatch
 
 
 class Adapter(nn.Module):

@@ -12,17 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ragcachekit.model.identity.file_digests import FileDigests
-from ragcachekit.model.identity.watch import ModelWatch, adapter_values
-from ragcachekit.model.identity.weights_digest import hash_tensor, source_digest, state_digest
+from ragcachekit.model.identity.watch import adapter_values
+from ragcachekit.model.identity.weights_digest import FileDigests, hash_tensor, source_digest, state_digest
 
-__all__ = ["KV_SCHEMA", "Fingerprint", "ModelWatch", "fingerprint"]
-
-KV_SCHEMA = 3
-"""Version of the stored KV; raised when KV is stored in another form or computed otherwise.
-
-3: under schema 2, another thread could change longrope frequencies while KV was computed.
-"""
+KV_SCHEMA = 3  # version of stored KV; raised when KV is stored in another form or computed otherwise
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
 _LAYOUT = (
@@ -68,11 +61,6 @@ class Fingerprint:
     def __str__(self) -> str:
         return self.digest
 
-    def differs_in(self, other: Fingerprint) -> tuple[str, ...]:
-        """Names of the parts in which the two differ."""
-        names = sorted({*self.parts, *other.parts})
-        return tuple(name for name in names if self.parts.get(name) != other.parts.get(name))
-
 
 def fingerprint(
     model: nn.Module,
@@ -86,16 +74,15 @@ def fingerprint(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model; its state dict is streamed through SHA-256 unless ``source`` serves.
+        Its state dict is streamed through SHA-256 unless ``source`` serves.
     tokenizer : transformers tokenizer, optional
         Everything that turns text into ids counts; chat template, padding and truncation do not.
     source : path, optional
-        Local folder of safetensors files that the model was loaded from **just now, unmodified**: the
-        caller's promise. These files are hashed instead if they hold every tensor of the state dict, by name
-        and shape, and no adapter is attached. The two ways give different fingerprints for the same weights
-        (a miss, nothing worse).
+        Local folder of safetensors files that the model was loaded from **just now, unmodified**. They are
+        hashed instead if they hold every tensor of the state dict and no adapter is attached. The two ways
+        give different fingerprints for the same weights, which only costs misses.
     cache : path, optional
-        JSON file of file digests (:class:`~ragcachekit.model.identity.file_digests.FileDigests`).
+        JSON file of file digests (:class:`~ragcachekit.model.identity.weights_digest.FileDigests`).
 
     Raises
     ------

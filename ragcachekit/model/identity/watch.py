@@ -24,19 +24,17 @@ _SAMPLES = 8
 
 
 class ModelWatch:
-    """Cheap probe of a model's identity: take ``state()`` once and compare it at each request.
+    """Cheap probe of a model's identity: compare ``state()`` at each request.
 
-    Construction walks all modules (milliseconds). ``state()`` takes about 90 µs for 30 layers on one slow
-    core, and about 1 µs more per adapter layer. The model is referenced weakly; its layers are kept alive.
+    ``state()`` takes about 90 µs for 30 layers on one slow core. The model is referenced weakly.
 
-    Detected: torch's in-place writes to parameters or persistent buffers (their version counters), also under
-    ``no_grad``; tensors and submodules replaced, moved, cast, added or removed; adapters switched, disabled,
-    rescaled or merged (peft's layer attributes); another configuration, or a change of its RoPE, sliding
-    window, layer types, quantisation or attention implementation; train mode.
+    Detected: in-place writes to parameters or persistent buffers (by torch's version counters); tensors and
+    submodules replaced, moved, cast, added or removed; adapters switched, disabled, rescaled or merged
+    (peft); another configuration, or a change of its RoPE, sliding window, layer types, quantisation or
+    attention implementation; train mode.
 
-    Not detected: writes through ``.data``, NumPy views, foreign kernels or shared memory (take a new
-    fingerprint after these); in-place writes to weights loaded inside ``torch.inference_mode``; rotary
-    buffers, which dynamic scaling rewrites; hooks; a patched ``forward``.
+    Not detected: writes through ``.data``, NumPy views, foreign kernels or shared memory; in-place writes to
+    weights loaded inside ``torch.inference_mode``; rotary buffers; hooks; a patched ``forward``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,7 +67,7 @@ class ModelWatch:
         try:  # the fast way: every request runs this
             tensors: list[Any] = [d[name] for d, name in self._slots]
             return [*map(id, tensors), *[tensor._version for tensor in tensors]]
-        except (KeyError, AttributeError, RuntimeError):  # gone, None, or without a version counter
+        except (KeyError, AttributeError, RuntimeError):  # removed, None, or without a version counter
             tensors = [d.get(name) for d, name in self._slots]
             return [*map(id, tensors), *map(_version, tensors)]
 

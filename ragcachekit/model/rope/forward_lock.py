@@ -8,18 +8,15 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 10.0
-"""Longest wait for the lock; computing cos and sin takes milliseconds."""
+PATIENCE_SECONDS = 10.0  # longest wait for the lock; computing cos and sin takes milliseconds
 
 
 def guard_rotary(model: Any) -> None:
     """Let one thread at a time run each rotary module of the model; idempotent.
 
-    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it. A
-    second thread in between would rotate the first one's keys by other frequencies. The result belongs to the
-    caller, so only the module itself is locked.
-
-    The hooks stay: removing them would change the model under other threads.
+    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it; a
+    second thread in between would change them. The hooks stay: removing them would change the model under
+    other threads.
     """
     for module in model.modules():
         frequencies = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
@@ -27,28 +24,28 @@ def guard_rotary(model: Any) -> None:
         if frequencies and not any(isinstance(owner, _Turn) for owner in hooks):
             turn = _Turn()
             # In this order: every thread that acquires the lock also releases it.
-            module.register_forward_hook(turn.leave, always_call=True)
-            module.register_forward_pre_hook(turn.enter)
+            module.register_forward_hook(turn.release, always_call=True)
+            module.register_forward_pre_hook(turn.acquire)
 
 
 class _Turn:
     """A lock that one hook acquires and another releases.
 
-    After an interrupt (Ctrl-C) or a fork between the two, it stays locked and is taken over.
+    After an interrupt (Ctrl-C) or a fork between the two, it is taken over.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside: int | None = None
 
-    def enter(self, *_: Any) -> None:
+    def acquire(self, *_: Any) -> None:
         me = threading.get_ident()
         # This thread may hold it already, where an interrupt prevented the release.
         if self._inside != me and not self._lock.acquire(timeout=PATIENCE_SECONDS):
             log.warning("a forward was interrupted inside a rotary module; going on without it")
         self._inside = me
 
-    def leave(self, *_: Any) -> None:
+    def release(self, *_: Any) -> None:
         if self._inside == threading.get_ident():
             self._inside = None
             self._lock.release()

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope.rotation import LayerRope, Rope, RotaryTable, context_length, turn
 
-PROBE_POSITIONS = (1, 7, 131)
-"""Positions at which a lone token's key is compared with its key at position 0."""
+PROBE_POSITIONS = (1, 7, 131)  # positions at which a lone token's key is compared with its key at position 0
 
 _KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,14 +23,10 @@ _KV = tuple[torch.Tensor, torch.Tensor]
 def describe_rope(model: Any) -> Rope:
     """Find every layer's rotation by probing the model with a lone token.
 
-    A lone token attends only to itself, so its hidden states do not depend on its position. Its key at
-    position p is therefore its key at position 0 rotated by p, in every layer. This shows layout, rotated
-    dimensions, theta per layer type and layers without rotation.
+    A lone token attends only to itself, so its key at position p is its key at position 0 rotated by p, in
+    every layer. This shows layout, rotated dimensions, theta per layer type and layers without rotation.
 
-    Raises
-    ------
-    ModelNotSupported
-        If the model calls no rotary module, or a layer's keys fit none of them.
+    ModelNotSupported if the model calls no rotary module, or a layer's keys fit none.
     """
     with _recorded_rotary_calls(model) as calls:
         try:

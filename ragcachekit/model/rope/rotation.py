@@ -1,4 +1,4 @@
-"""Rotary embedding of each layer; tables come from the model's own rotary modules."""
+"""Rotary embedding of each layer, with tables from the model's own rotary modules."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit_kernels.dispatch import Plane, rotate
 
 Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-"""Per rotary table of the model cos and sin ``[positions, pairs]``; where a layer needs it, all of them once
-more, turning backwards."""
+"""Per rotary table cos and sin ``[positions, pairs]``; all of them again backwards if a layer needs it."""
 
-LEAST_TABLE = 2048
-"""Positions of the first table."""
+LEAST_TABLE = 2048  # positions of the first table
 
-MOST_TABLES = 4
-"""Tables that are kept; models whose frequencies follow every length would keep no end of them."""
+MOST_TABLES = 4  # tables that are kept; models with frequencies per length would fill memory
 
 
 @dataclass(frozen=True, eq=False)
 class Angles:
     """Unit rotations of some positions: ``cos``/``sin`` float32 ``[tokens, pairs]``, and the factor m.
 
-    m is the attention scaling that YaRN and longrope multiply into cos and sin. It is kept apart so that
-    rotations compose.
+    m is the attention scaling that YaRN and longrope multiply into cos and sin, apart so that rotations
+    compose.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     m: float
 
+    def factors(self, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the rotation with m, or of its inverse."""
+        if inverse:
+            return self.cos / self.m, -self.sin / self.m
+        return self.cos * self.m, self.sin * self.m
+
 
 class RotaryTable:
     """Angles for any positions, from a private copy of one of the model's rotary modules.
 
-    A copy, because longrope modules rewrite their buffers in ``forward``, and the user's own ``generate`` may
-    run in another thread.
+    A copy, because longrope modules rewrite their buffers in ``forward``.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -87,7 +89,7 @@ def _cos_sin(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_per_pair(table: torch.Tensor) -> slice:
-    """Columns with one entry per pair: the module may repeat them by halves, one by one or not at all."""
+    """Columns with one entry per pair: modules repeat them by halves, one by one or not at all."""
     width = table.shape[-1]
     if width % 2 == 0 and torch.equal(table[:, : width // 2], table[:, width // 2 :]):
         return slice(0, width // 2)
@@ -100,19 +102,12 @@ def _one_per_pair(table: torch.Tensor) -> slice:
 class LayerRope:
     """Rotation of one layer's keys.
 
-    Attributes
-    ----------
-    table : int or None
-        None for a layer without rotation (NoPE).
-    interleaved : bool
-        Pairs are neighbours, not halves apart.
-    offset : int
-        First rotated dimension.
-    backwards : bool
-        Rotates the other way (NanoChat).
-    values : bool
-        The rotated part lies where caches keep values: multi-head latent attention caches it beside the
-        compressed keys and values (DeepSeek-V2, section 2.1).
+    - ``table``: None for a layer without rotation (NoPE).
+    - ``interleaved``: Pairs are neighbours, not halves apart.
+    - ``offset``: First rotated dimension.
+    - ``backwards``: Rotates the other way (NanoChat).
+    - ``values``: The rotated part is cached as values: multi-head latent attention (DeepSeek-V2, section
+      2.1).
     """
 
     table: int | None
@@ -146,16 +141,14 @@ class Rope:
         rope = self.layers[layer]
         if rope.table is None:
             return keys
-        a = angles[rope.table]
-        return turn(rope, keys, a.cos * a.m, a.sin * a.m)
+        return turn(rope, keys, *angles[rope.table].factors())
 
     def remove(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Undo :meth:`apply`."""
         rope = self.layers[layer]
         if rope.table is None:
             return keys
-        a = angles[rope.table]
-        return turn(rope, keys, a.cos / a.m, -a.sin / a.m)
+        return turn(rope, keys, *angles[rope.table].factors(inverse=True))
 
     def place(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
@@ -174,7 +167,7 @@ class Rope:
         return self.remove(layer, keys, angles), values
 
     def planes(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Plane, Plane]:
-        """KV of a request for kernels, which :meth:`place` with ``turns`` and strip with ``unturns``."""
+        """KV of a request for kernels, which place with ``turns`` and strip with ``unturns``."""
         rope = self.layers[layer]
         if rope.table is None:
             return Plane(keys), Plane(values)
@@ -198,12 +191,10 @@ def context_length(model: Any) -> int:
 
 
 class TurnTables:
-    """What :meth:`Rope.place` multiplies by, for positions 0, 1, 2, ...; grows to twice its size.
+    """Factors of :meth:`Rope.place` (or of :meth:`Rope.strip`, ``inverse``) for positions 0, 1, 2, ...
 
-    With ``inverse``: what :meth:`Rope.strip` multiplies by.
-
-    Made on the host by the model's own rotary modules (so that it is to the bit what the CPU path uses)
-    and copied once. Thread safe.
+    Computed on the host by the model's rotary modules, to the bit as on the CPU path, and copied once. Grows
+    to twice its size. Thread safe.
     """
 
     def __init__(self, rope: Rope, *, inverse: bool = False) -> None:
@@ -224,22 +215,18 @@ class TurnTables:
         return turns
 
     def _regime(self, length: int) -> str:
-        """Asked only where it can differ: it takes a run of the rotary modules."""
         rope = self._rope
         return rope.regime(length) if rope.depends_on_length or length > rope.context else ""
 
     def _size(self, length: int, regime: str) -> int:
-        """More than is needed, where the frequencies are still those."""
+        """More positions than needed, where the frequencies are still the same."""
         more = max(LEAST_TABLE, 1 << (length - 1).bit_length())
         more = min(more, self._rope.context) if length <= self._rope.context else more
         return more if self._regime(more) == regime else length
 
     def _make(self, device: torch.device, size: int) -> Turns:
         angles = self._rope.angles(torch.arange(size), size)
-        if self._inverse:
-            onward = [(a.cos / a.m, -a.sin / a.m) for a in angles]
-        else:
-            onward = [(a.cos * a.m, a.sin * a.m) for a in angles]
+        onward = [a.factors(self._inverse) for a in angles]
         if any(layer.backwards for layer in self._rope.layers):
             onward += [(cos, -sin) for cos, sin in onward]
         return tuple((cos.to(device).contiguous(), sin.to(device).contiguous()) for cos, sin in onward)

@@ -14,7 +14,7 @@ import pytest
 
 from ragcachekit.errors import RetrievalError, StoreError
 from ragcachekit.files import OpenFile, make_folder, parse_json, read_regular
-from ragcachekit.model.identity.file_digests import FileDigests
+from ragcachekit.model.identity.weights_digest import FileDigests
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.policies.budgets.calibration import read_record, record_path
 from ragcachekit.prefix_tree.forget_log import ForgetLog
