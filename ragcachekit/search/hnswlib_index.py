@@ -42,7 +42,7 @@ class HnswlibIndex(VectorIndex):
         self._index.set_ef(self._ef)
 
     def _make(self) -> Any:
-        return self._library.Index(namespace="l2" if self._metric == "l2" else "ip", dim=self._dim)
+        return self._library.Index(space="l2" if self._metric == "l2" else "ip", dim=self._dim)
 
     def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
         needed = self._index.get_current_count() + len(labels)
