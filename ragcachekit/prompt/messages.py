@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragcachekit.prompt.base import ChunkFinder, Segmentation
+from ragcachekit.prompt.base import Segmentation
+from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import merge_texts, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.types import Chunk, Prompt, Segment, Text
@@ -31,17 +32,16 @@ def marked(text: str) -> dict[str, Any]:
 def segment_messages(
     messages: Sequence[Message],
     render: Render,
-    registry: ChunkFinder,
+    registry: ChunkRegistry,
     namespace: str,
     special_tokens: SpecialTokenTexts | None = None,
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
-    Marked blocks (:func:`marked`) are chunks as they are; the other text is searched for registered
-    chunks as :func:`~ragcachekit.prompt.segment.segment_text` does. Every chunk is replaced by a
-    sentinel, the messages are rendered, and the chunks are put back. The result is used only if it
-    equals the rendered messages; else (a template trims, escapes, reorders or prints the time) the prompt
-    is a plain prefill with the reason in ``fallback``.
+    Marked blocks (:func:`marked`) are chunks; the other text is searched for registered chunks. Every
+    chunk is replaced by a sentinel, the messages are rendered, and the chunks are put back. The result is
+    used only if it equals the rendered messages. Else (a template trims, escapes, reorders or prints the
+    time) the prompt is a plain prefill with the reason in ``fallback``.
 
     Special-token strings in contents become plain text where a retrieved text has them, also in a plain
     prefill. The template's own stay control tokens.
@@ -53,15 +53,8 @@ def segment_messages(
         joined without a separator. Other keys are handed to ``render`` as they are.
     render : callable
         Chat template: messages (with string contents) to the prompt's text, generation prompt included.
-    registry, namespace
-        Whose chunks to look for.
     special_tokens : SpecialTokenTexts, optional
         The retrieved texts that have special-token strings.
-
-    Returns
-    -------
-    Segmentation
-        The segments' texts, joined, are ``render`` of the messages with flattened contents.
 
     Raises
     ------
@@ -147,7 +140,7 @@ def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any
 
 
 def _search(
-    contents: Sequence[Sequence[Segment]], registry: ChunkFinder, namespace: str
+    contents: Sequence[Sequence[Segment]], registry: ChunkRegistry, namespace: str
 ) -> tuple[list[list[Segment]], tuple[str, ...]]:
     """The contents with their Texts cut at registered chunks, and the notes."""
     searched: list[list[Segment]] = []
@@ -196,7 +189,8 @@ def _through_template(
     try:
         with_sentinels = render([_with_content(m, c) for m, c in zip(messages, stand_ins, strict=True)])
     except Exception as error:  # a template may do anything with contents it does not expect
-        return [], f"the chat template fails on contents with the chunks taken out ({_brief(error)})"
+        why = f"{type(error).__name__}: {error}"[:200]
+        return [], f"the chat template fails on contents with the chunks taken out ({why})"
     pieces = re.split(f"({_SENTINEL_START}{salt}N[0-9]{{6}}E)", with_sentinels)
     if pieces[1::2] != list(chunks):
         return [], "the chat template drops, repeats, reorders or rewrites message contents"
@@ -204,10 +198,6 @@ def _through_template(
     if "".join(s.text or "" for s in segments) != rendered:
         return [], "the chat template changes chunk texts (trims, escapes) or renders differently each time"
     return segments, ""
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _unused_salt(texts: Iterable[str]) -> int:

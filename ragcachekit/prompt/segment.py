@@ -5,30 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ragcachekit.prompt.base import MOST_OVERLAPPED, ChunkFinder, Match, Matches, Segmentation
+from ragcachekit.prompt.base import MOST_OVERLAPPED, Match, Matches, Segmentation
+from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 
-def segment_text(text: str, registry: ChunkFinder, namespace: str) -> Segmentation:
+def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
     Of overlapping occurrences the leftmost, and of those the longest, is taken; the prompt's notes name
     the others (an ambiguity costs reuse, never correctness). An occurrence counts only if no word runs
     across its edges: the chunk "... a cat" is not found in "... a category".
 
-    Parameters
-    ----------
-    text : str
-        The whole prompt, as it will be tokenised.
-    registry : ChunkFinder
-        Usually a :class:`~ragcachekit.prompt.registry.ChunkRegistry`.
-    namespace : str
-        Whose chunks to look for.
-
-    Returns
-    -------
-    Segmentation
-        The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
+    The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
     matches = registry.find(namespace, text)
     rivals = [m for m in matches.overlapped if not _same_chunk(text, m, matches.found)]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragcachekit.prompt.nested import common_length
+from ragcachekit.prompt.base import common_length
 from ragcachekit.types import Chunk, Segment, Text
 
 MOST_TEXTS = 1024
