@@ -1,13 +1,11 @@
-"""The contract of every query cache, the key it is partitioned by, and what it returns."""
+"""What a query cache returns, and the key that it is partitioned by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
-
-from numpy.typing import ArrayLike
+from typing import NamedTuple, TypeAlias
 
 from ragcachekit.query.key_walk import freeze
 
@@ -105,48 +103,3 @@ def check_k(k: object) -> None:
         raise TypeError(f"k must be an int, not {type(k).__name__}")
     if k <= 0:
         raise ValueError(f"k must be > 0, got {k}")
-
-
-@runtime_checkable
-class QueryCache(Protocol):
-    """Query embedding -> ordered result ids (Proximity, section 3). Implementations promise:
-
-    - ``lookup`` returns only what was inserted under an equal ``partition``; the partition is
-      checked before any similarity.
-    - An embedding equal to an inserted one hits at any tolerance, while its entry is cached.
-    - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
-      than float64 rounding).
-    - Never more than ``capacity`` entries over all partitions.
-    - All methods are thread safe; embeddings are copied, never written to.
-    - An embedding with NaN or infinite numbers, or of another width than the first, raises
-      :class:`~ragcachekit.errors.RetrievalError` and changes nothing.
-    """
-
-    def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
-        """The nearest entry of the partition within the tolerance, or None."""
-        ...
-
-    def insert(
-        self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
-    ) -> tuple[Entry, ...]:
-        """Insert ``ids`` for this embedding; returns the entries that left (replaced or evicted).
-
-        An equal embedding of the same partition is replaced and becomes the newest entry.
-        """
-        ...
-
-    def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
-        """Drop and return the entries for which ``where`` is true; it must not call the cache."""
-        ...
-
-    def clear(self) -> tuple[Entry, ...]:
-        """Drop and return all entries."""
-        ...
-
-    def stats(self) -> QueryCacheStats:
-        """Counters and present content."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if the cache's own bookkeeping contradicts itself."""
-        ...

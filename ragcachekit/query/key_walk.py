@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ragcachekit.query.index_changes import observe
-from ragcachekit.query.keys import HashedKey, Identity, KeyRules, NotKeyable, ObjectKey, TooLarge
-from ragcachekit.query.object_parts import (
+from ragcachekit.query.keys import (
     CODE,
     CONTAINERS,
     FUNCTIONS,
@@ -30,6 +29,12 @@ from ragcachekit.query.object_parts import (
     SCALAR_BASES,
     SCALARS,
     ClassParts,
+    HashedKey,
+    Identity,
+    KeyRules,
+    NotKeyable,
+    ObjectKey,
+    TooLarge,
     attributes_of,
     class_with_parts,
     closure_of,

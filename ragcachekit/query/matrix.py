@@ -11,15 +11,7 @@ _UNIT_ROUNDOFF = 6e-8  # float32
 
 
 class KeyMatrix:
-    """Rows ``[capacity, dim]`` with what the metric needs beside them. Not thread safe.
-
-    Parameters
-    ----------
-    capacity, dim : int
-        Shape; allocated at once, so that a lookup never allocates rows.
-    metric : Metric
-        How rows are ranked and measured.
-    """
+    """Rows ``[capacity, dim]``, allocated at once, with what the metric needs beside them. Not thread safe."""
 
     def __init__(self, capacity: int, dim: int, metric: Metric) -> None:
         self._metric = metric

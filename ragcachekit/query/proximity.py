@@ -25,14 +25,14 @@ _COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotte
 
 
 class ProximityCache:
-    """Query embedding -> ordered result ids; hit if the nearest key is within the tolerance.
+    """Query embedding -> ordered result ids; hit if the nearest key is within the tolerance. Thread safe.
 
     One exact linear scan: a float32 matrix of all keys, one BLAS matrix-vector product, argmin. Keys
-    that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64.
+    that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64. An embedding
+    equal to an inserted one hits at any tolerance.
 
     All partitions share the matrix, the capacity and the eviction order; keys of another partition are
-    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes, as each key is also
-    stored as bytes for exact matches.
+    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes.
 
     Parameters
     ----------
@@ -41,8 +41,7 @@ class ProximityCache:
     tolerance : float
         Greatest distance of a hit (tau), in the unit of the metric: see
         :mod:`ragcachekit.query.metrics`. The default 0 is equal vectors (-0.0 equals 0.0) and nothing
-        else. Calibrate anything above (:func:`ragcachekit.calibrate`): with all-MiniLM half of all pairs
-        "Where does A live?", "Where does B live?" lie within a cosine distance of 0.15.
+        else. Calibrate anything above with :func:`ragcachekit.calibrate`.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
     eviction : {"fifo", "lru"}

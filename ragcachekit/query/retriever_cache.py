@@ -59,19 +59,8 @@ class RetrieverSettings(TypedDict, total=False):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    Parameters
-    ----------
-    rules : KeyRules
-        Those of the retriever's framework.
-    text : callable
-        The text of a document.
-    cache, tolerance, capacity, metric, eviction, partition
-        See :class:`RetrieverSettings`. The engine and the namespace are given at every call.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For something that is no engine, or bad cache settings.
+    ``rules`` are those of the retriever's framework, ``text`` gives the text of a document; for the rest see
+    :class:`RetrieverSettings`. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -117,11 +106,9 @@ class RetrieverCache(CachedRetrieval[Document]):
     def answer(
         self, asked: Lookup[Document], found: Iterable[Document], partition: Partition | None
     ) -> Retrieved[Document]:
-        """Insert what a search found, if the partition is the same after it.
-
-        Documents are numbered, not named by their ids: splitters give several chunks the id of their
-        parent, and metadata may belong to one question (scores, highlights).
-        """
+        """Insert what a search found, if the partition is the same after it."""
+        # Numbered, not named by their ids: splitters give several chunks the id of their parent, and metadata
+        # may belong to one question (scores, highlights).
         numbered = list(zip(self._ids, found, strict=False))
         if isinstance(asked.partition, Partition) and self.partitioner.is_unchanged(
             asked.partition, partition

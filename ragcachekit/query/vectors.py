@@ -15,14 +15,9 @@ SMALLEST_SQUARED_NORM = 1e-30  # below it a direction cannot be told in float32
 
 
 def as_vector(embedding: ArrayLike, dim: int | None) -> Float32:
-    """``embedding`` as float32 ``[dim]``; the same object where it already is one.
+    """``embedding`` as float32 ``[dim]`` (any width where that is None); the same object where it is one.
 
-    Raises
-    ------
-    TypeError
-        It does not hold real numbers.
-    RetrievalError
-        It is not one vector of width ``dim`` (any width where that is None).
+    TypeError for what does not hold real numbers, RetrievalError for another shape.
     """
     if type(embedding) is np.ndarray and embedding.dtype == np.float32:
         vector: Float32 = embedding
@@ -36,11 +31,7 @@ def as_vector(embedding: ArrayLike, dim: int | None) -> Float32:
 def widened(vector: Float32, needs_direction: bool) -> tuple[Float64, float]:
     """The vector in float64 and ||vector||^2, which is also the NaN check: no second pass over the numbers.
 
-    Raises
-    ------
-    RetrievalError
-        The vector holds NaN or infinity, its norm is above 3e18, or it must have a direction and
-        has none.
+    RetrievalError for NaN, infinity, norms above 3e18, or where there must be a direction and is none.
     """
     wide = vector.astype(np.float64)  # its squares cannot overflow, and a hit is measured with it
     squared = product(wide, wide)

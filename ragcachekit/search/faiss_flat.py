@@ -24,10 +24,10 @@ class FaissFlatIndex(VectorIndex):
         self._index = self._faiss.IndexIDMap2(self._make())
 
     def _make(self) -> Any:
-        return self._faiss.IndexFlat(self._dim, self._faiss_metric())
+        return self._faiss.IndexFlat(self.dim, self._faiss_metric())
 
     def _faiss_metric(self) -> Any:
-        return self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
+        return self._faiss.METRIC_L2 if self.metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
 
     def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
         self._index.add_with_ids(rows, labels)
@@ -48,6 +48,6 @@ class FaissFlatIndex(VectorIndex):
 
     def _read(self, path: Path, count: int) -> None:
         index = self._faiss.read_index(str(path))
-        if index.d != self._dim or index.ntotal != count or index.metric_type != self._faiss_metric():
+        if index.d != self.dim or index.ntotal != count or index.metric_type != self._faiss_metric():
             raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
         self._index = index

@@ -29,7 +29,7 @@ class FaissHnswIndex(FaissFlatIndex):
         super().__init__(dim, metric)
 
     def _make(self) -> Any:
-        graph = self._faiss.IndexHNSWFlat(self._dim, self._graph.links, self._faiss_metric())
+        graph = self._faiss.IndexHNSWFlat(self.dim, self._graph.links, self._faiss_metric())
         graph.hnsw.efConstruction = self._graph.ef_construction
         return graph
 

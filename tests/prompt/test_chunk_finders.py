@@ -1,4 +1,4 @@
-"""What finders of chunks promise, checked on the registry and on the naive finder that serves as its oracle."""
+"""What chunk finders promise, checked on the registry and on a naive finder, its oracle."""
 
 from __future__ import annotations
 
