@@ -57,13 +57,6 @@ INTERNAL = "__pregel"
 """Prefix of LangGraph's own names among the configurable values of a run."""
 
 
-def prepared(
-    retriever: Runnable[Any, Any], config: RunnableConfig
-) -> tuple[Runnable[Any, Any], RunnableConfig]:
-    """The retriever that a configurable one becomes under this config, and the config to call it with."""
-    return retriever.prepare(config) if isinstance(retriever, DynamicRunnable) else (retriever, config)
-
-
 def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a search in the retriever's own store, read at every call: fields change."""
     own = retriever.search_kwargs if isinstance(retriever, VectorStoreRetriever) else {}
@@ -83,13 +76,8 @@ def with_arguments(
 ) -> tuple[Runnable[Any, Any], dict[str, Any]]:
     """The retriever to ask, and the keyword arguments of its ``invoke``.
 
-    LangChain silently drops keyword arguments that a retriever does not take. Here ``k`` is set as a field
-    of a copy where the retriever has one.
-
-    Raises
-    ------
-    ValueError
-        For arguments that the retriever would drop.
+    ``k`` is set as a field of a copy where the retriever has one. ValueError for arguments that the retriever
+    would silently drop.
     """
     # LangChain's own record of whether a retriever's search has parameters beside the question.
     if not overrides or not isinstance(retriever, BaseRetriever) or retriever._expects_other_args:
