@@ -86,14 +86,10 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         generations = [[Generation(text=a.text, generation_info=_info(a))] for a in answers]
         prompt = sum(a.report.link.prompt_tokens for a in answers)
         completion = sum(a.report.output_tokens for a in answers)
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-        return LLMResult(
-            generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name}
-        )
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage = {**counts, "total_tokens": prompt + completion}
+        output = {"token_usage": usage, "model_name": self.model_name}
+        return LLMResult(generations=generations, llm_output=output)
 
     @property
     def _llm_type(self) -> str:
