@@ -35,26 +35,10 @@ class RagCacheLLM(CustomLLM):
     ``raw`` and token counts as ``additional_kwargs`` (``cache_read_tokens``: prompt tokens whose KV was
     really reused); a query engine drops both, LlamaIndex's instrumentation events have them.
 
-    Attributes
-    ----------
-    cache : RagCache
-        The engine.
-    namespace, policy : str or None
-        None for the engine's own.
-    max_tokens : int
-        Most tokens to generate.
-    temperature : float or None
-        None or 0 is greedy; anything above samples.
-    top_p, top_k : float, int or None
-        Sampling restrictions; used only when sampling.
-    stop : list of str or None
-        Texts at which generation ends; they are not part of the answer.
-    generate_kwargs : dict
-        Anything else for transformers' ``generate``.
-    context_window : int or None
-        Tokens of prompt and answer; None reads it from the model's configuration.
-    is_chat_model : bool or None
-        Whether query engines send messages rather than text; None: if the tokenizer has a template.
+    ``namespace`` and ``policy`` are the engine's own if None. A ``temperature`` of None or 0 is greedy;
+    ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
+    ``generate_kwargs`` is anything else for transformers' ``generate``. ``context_window`` (tokens of prompt
+    and answer) and ``is_chat_model`` (whether query engines send messages) come from the model if None.
 
     Examples
     --------

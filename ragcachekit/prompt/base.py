@@ -25,16 +25,10 @@ class Match(NamedTuple):
 class Matches:
     """Result of a search.
 
-    Attributes
-    ----------
-    found : tuple of Match
-        From left to right the leftmost occurrence that no word runs across, and of those the longest.
-    overlapped : tuple of Match
-        Other occurrences that overlap those; no more than ``MOST_OVERLAPPED`` are looked for.
-    searched : int or None
-        Characters searched, where that is not the whole text; ``found`` is complete up to there.
-    steps : int
-        Comparisons, each counted once per 64 characters begun.
+    ``found`` are, from left to right, the leftmost occurrences that no word runs across, and of those the
+    longest. ``overlapped`` are others that overlap those, at most ``MOST_OVERLAPPED``. ``searched`` is the
+    number of characters searched where that is not the whole text. ``steps`` are comparisons, each counted
+    once per 64 characters begun.
     """
 
     found: tuple[Match, ...]
@@ -45,15 +39,9 @@ class Matches:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """A prompt cut into segments.
+    """A prompt cut into segments, none empty, whose joined texts are the searched text.
 
-    Attributes
-    ----------
-    prompt : Prompt
-        Its segments' texts, joined, are the searched text; no segment is empty. Its notes name what was
-        ambiguous.
-    fallback : str or None
-        Why nothing was segmented although chunks may be there: an ordinary prefill.
+    ``fallback`` is why nothing was segmented although chunks may be there: an ordinary prefill.
     """
 
     prompt: Prompt

@@ -25,11 +25,7 @@ def forms(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Registered:
-    """Result of :meth:`ChunkRegistry.add`: numbers of new and of known texts.
-
-    ``refused`` are the texts shorter than ``min_chars``, outer whitespace aside, which would be found
-    everywhere. Such a chunk can still be marked explicitly.
-    """
+    """Numbers of new and of known texts, and those ``refused``: shorter than ``min_chars``."""
 
     added: int
     known: int
@@ -70,12 +66,8 @@ class ChunkRegistry:
     tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
     The time of a search is linear in the prompt; one that would take longer ends before and reports where.
 
-    Parameters
-    ----------
-    max_chunks : int
-        Texts per namespace (a text with outer whitespace counts twice, see :func:`forms`).
-    min_chars : int
-        Shortest text registered, in characters, outer whitespace aside.
+    ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
+    ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
 
     Examples
     --------
@@ -98,13 +90,7 @@ class ChunkRegistry:
         self._refused: set[str] = set()
 
     def add(self, namespace: str, texts: Iterable[str]) -> Registered:
-        """Register chunk texts; those of a known text count as used just now.
-
-        Raises
-        ------
-        TypeError
-            If ``texts`` is one string, or holds something that is not a string; nothing is added.
-        """
+        """Register chunk texts; known ones count as used now. TypeError for what is no list of strings."""
         wanted = _strings(texts)
         refused = tuple(text for text in wanted if len(text.strip()) < self.min_chars)
         taken = [text for text in wanted if len(text.strip()) >= self.min_chars]

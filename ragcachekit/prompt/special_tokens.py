@@ -66,13 +66,7 @@ class HoldingText:
 
 
 class SpecialTokenTexts:
-    """The retrieved texts with special-token strings in them, per namespace. Thread safe.
-
-    Parameters
-    ----------
-    special_tokens : iterable of str
-        The strings that the tokenizer makes control tokens of.
-    """
+    """The retrieved texts with special-token strings in them, per namespace. Thread safe."""
 
     def __init__(self, special_tokens: Iterable[str] = ()) -> None:
         strings = sorted({s for s in special_tokens if _fold(s)}, key=len, reverse=True)

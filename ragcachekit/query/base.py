@@ -57,15 +57,9 @@ class QueryCacheStats:
 class Partition(NamedTuple):
     """The hard part of a query cache's key: entries of another partition are never considered.
 
-    Attributes
-    ----------
-    namespace : str
-        Tenant and corpus.
-    k : int
-        Number of results asked for.
-    filters, search_kwargs, index_id : hashable
-        Whatever else changes the answer, such as versions of the index and of the embedding model. Use
-        :meth:`of`, which takes dicts, lists and objects apart.
+    ``namespace`` is tenant and corpus, ``k`` the number of results asked for. The rest is whatever else
+    changes the answer, such as versions of the index and of the embedding model. Use :meth:`of`, which takes
+    dicts, lists and objects apart.
     """
 
     namespace: str
@@ -86,12 +80,7 @@ class Partition(NamedTuple):
     ) -> Partition:
         """A partition from ordinary (also mutable) filters and keyword arguments.
 
-        Raises
-        ------
-        ValueError
-            ``k`` is not positive.
-        TypeError
-            ``k`` is no integer, or a value is a function or does not show its content.
+        ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
         """
         check_k(k)
         return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))

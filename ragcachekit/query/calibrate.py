@@ -49,10 +49,8 @@ def calibrate(
 
     Parameters
     ----------
-    same : (queries, rewordings)
-        Embeddings ``[n, dim]`` each; row i of one and row i of the other have the same answer.
-    different : (queries, others)
-        Embeddings ``[m, dim]`` each; row i of one and row i of the other have different answers.
+    same, different : pair of array
+        Embeddings ``[pairs, dim]`` each: the answers to row i of both are the same, or different.
     metric : {"cosine", "l2", "ip"}
         That of the cache.
     max_false_hit_rate : float

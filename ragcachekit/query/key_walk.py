@@ -56,26 +56,15 @@ _RULES = KeyRules()
 def freeze(value: object) -> Hashable:
     """``value`` as something hashable that is equal only for equal values *of equal types*.
 
-    Types are part of it because ``True == 1 == 1.0`` in Python and not in every filter language.
-
-    Raises
-    ------
-    TypeError
-        For functions, and for objects of other classes than the standard library's: what they stand for
-        may depend on anything.
+    TypeError for functions and objects of other classes than the standard library's.
     """
     return object_key(value).key
 
 
 def object_key(value: object, rules: KeyRules = _RULES) -> ObjectKey:
-    """The key of ``value`` and of all that it refers to.
+    """The key of ``value`` and of all that it refers to; NotKeyable names what cannot be read, and where.
 
     An object with a method ``cache_key_parts()`` is keyed by what that returns.
-
-    Raises
-    ------
-    NotKeyable
-        Names the value, and where it is.
     """
     reader = _Reader(rules)
     return ObjectKey(HashedKey(reader.key(value)), reader.configurable)

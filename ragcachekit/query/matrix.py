@@ -11,7 +11,7 @@ _UNIT_ROUNDOFF = 6e-8  # float32
 
 
 class KeyMatrix:
-    """Rows ``[capacity, dim]``, allocated at once, with what the metric needs beside them. Not thread safe."""
+    """Rows ``[capacity, dim]``, allocated at once, with what the metric needs. Not thread safe."""
 
     def __init__(self, capacity: int, dim: int, metric: Metric) -> None:
         self._metric = metric

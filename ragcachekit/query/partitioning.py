@@ -24,12 +24,8 @@ class Partitioner:
     arguments of the call. Code outside the known libraries may depend on anything: what it finds is not
     cached, unless it names what counts.
 
-    Parameters
-    ----------
-    rules : KeyRules
-    custom : callable, optional
-        Gives what counts, called with the ``question`` of :meth:`partition`; it replaces the retriever and
-        the run. None from it: do not cache.
+    ``custom`` is called with the ``question`` of :meth:`partition` and gives what counts instead of the
+    retriever and the run. None from it: do not cache.
     """
 
     def __init__(self, rules: KeyRules, custom: Callable[..., object] | None = None) -> None:

@@ -90,10 +90,7 @@ class ProximityCache:
     def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
-        Raises
-        ------
-        RetrievalError
-            NaN or infinite numbers, the zero vector under cosine, or another width than before.
+        RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
         """
         query = as_vector(embedding, self._dim)
         wide, squared = widened(query, self._metric.needs_direction)
@@ -112,14 +109,8 @@ class ProximityCache:
     ) -> tuple[Entry, ...]:
         """Insert ``ids`` for this embedding; returns the entries that left (Algorithm 1, lines 8-11).
 
-        An equal embedding of the same partition is replaced and becomes the newest entry.
-
-        Raises
-        ------
-        TypeError
-            An id is neither str nor int.
-        RetrievalError
-            As :meth:`lookup`.
+        An equal embedding of the same partition is replaced and becomes the newest entry. TypeError for ids
+        that are neither str nor int; RetrievalError as for :meth:`lookup`.
         """
         frozen = _result_ids(ids)
         query = as_vector(embedding, self._dim)

@@ -143,7 +143,7 @@ class CachedRetrieval(Generic[Document]):
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
     ) -> int:
-        """Drop entries whose partition satisfies ``where`` and that name one of ``ids``; returns their number.
+        """Drop entries whose partition satisfies ``where`` and that name one of ``ids``; returns how many.
 
         Either may be left out; with neither all are dropped. Call it when documents change or go.
         """

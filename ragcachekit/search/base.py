@@ -22,9 +22,8 @@ _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who 
 class SearchResult(NamedTuple):
     """Ids of the nearest documents, nearest first, and their distances.
 
-    ``scores`` are distances, so smaller is nearer: ``l2`` ||q - x|| (not squared), ``cosine``
-    1 - q.x / (||q|| ||x||), ``ip`` -q.x. They are computed in float64 from the stored vectors;
-    equal ones are ordered by id (ints before strings).
+    ``scores`` are ``l2`` ||q - x|| (not squared), ``cosine`` 1 - q.x / (||q|| ||x||) or ``ip`` -q.x, in
+    float64. Equal ones are ordered by id (ints before strings).
     """
 
     ids: tuple[DocumentId, ...]
@@ -41,14 +40,7 @@ class VectorIndex(ABC):
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
 
     Labels count up and are never used twice. Subclasses hold the vectors and propose candidates; the
-    distances are computed here.
-
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    metric : {"cosine", "l2", "ip"}
-        Under cosine, unit vectors are stored and the library compares inner products.
+    distances are computed here. Under ``cosine`` unit vectors are stored.
     """
 
     kind: ClassVar[str]
@@ -68,12 +60,8 @@ class VectorIndex(ABC):
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
 
-        Raises
-        ------
-        ValueError
-            An id occurs twice or is held already, or ids and rows differ in number.
-        RetrievalError
-            NaN or infinite numbers, another width, or a zero vector under cosine.
+        ValueError for known or repeated ids, RetrievalError for vectors that cannot be used (NaN, another
+        width, zero under cosine).
         """
         if not len(ids) and not np.size(embeddings):
             return
@@ -91,15 +79,7 @@ class VectorIndex(ABC):
                 self._ids[label] = one
 
     def search(self, embedding: ArrayLike, k: int) -> SearchResult:
-        """The k nearest documents.
-
-        Raises
-        ------
-        ValueError, TypeError
-            ``k`` is not a positive int.
-        RetrievalError
-            The index is empty, or the embedding cannot be used (as in :meth:`add`).
-        """
+        """The k nearest documents; RetrievalError if the index is empty or the embedding cannot be used."""
         wanted = positive("k", k)
         if np.ndim(embedding) != 1:
             raise RetrievalError(
@@ -117,13 +97,7 @@ class VectorIndex(ABC):
         return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
 
     def remove(self, ids: Sequence[DocumentId]) -> int:
-        """Drop the vectors of these ids, unknown ones aside; returns how many were dropped.
-
-        Raises
-        ------
-        RetrievalError
-            This kind of index cannot remove.
-        """
+        """Drop the vectors of these ids; returns how many were known. RetrievalError if it cannot remove."""
         if isinstance(ids, str):
             raise TypeError("ids must be a sequence of ids, not one string")
         with self._lock:
@@ -166,11 +140,10 @@ class VectorIndex(ABC):
         wide, keys = query.astype(np.float64), rows.astype(np.float64)
         if self.metric == "l2":
             gaps = keys - wide
-            roots: list[float] = np.sqrt(np.einsum("ij,ij->i", gaps, gaps)).tolist()
-            return roots
-        dots = np.einsum("ij,j->i", keys, wide)
-        ends: list[float] = (-dots if self.metric == "ip" else 1.0 - dots).tolist()
-        return ends
+            distances = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
+        else:
+            distances = (0.0 if self.metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide)
+        return list(distances.tolist())
 
     def _options(self) -> dict[str, Any]:
         """Constructor arguments besides dim and metric, as JSON."""

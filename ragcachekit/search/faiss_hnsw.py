@@ -14,13 +14,7 @@ from ragcachekit.search.faiss_flat import FaissFlatIndex
 
 
 class FaissHnswIndex(FaissFlatIndex):
-    """Faiss's HNSW. Cannot remove; a search may find fewer than k. Needs the extra ``faiss``.
-
-    Parameters
-    ----------
-    **options
-        See :class:`~ragcachekit.search.checks.GraphOptions`.
-    """
+    """Faiss's HNSW with :class:`GraphOptions`. Cannot remove; a search may find fewer than k."""
 
     kind: ClassVar[str] = "faiss-hnsw"
 

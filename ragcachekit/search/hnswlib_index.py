@@ -17,15 +17,7 @@ _START = 1024  # capacity of the empty index; doubled when full
 
 
 class HnswlibIndex(VectorIndex):
-    """hnswlib's HNSW. Removed vectors are marked and skipped. Needs the extra ``hnswlib``.
-
-    Parameters
-    ----------
-    seed : int
-        Of the random levels.
-    **options
-        See :class:`~ragcachekit.search.checks.GraphOptions`.
-    """
+    """hnswlib's HNSW with :class:`GraphOptions`. Removed vectors are marked and skipped."""
 
     kind: ClassVar[str] = "hnswlib"
 
