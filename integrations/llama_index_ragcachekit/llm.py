@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import aclosing, closing
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any, Self, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,6 +25,8 @@ from llama_index_ragcachekit.messages import to_dicts
 from ragcachekit import Answer, agenerate, astream
 
 DEFAULT_MAX_TOKENS = 256
+
+Response = TypeVar("Response")
 
 
 class RagCacheLLM(CustomLLM):
@@ -105,8 +106,7 @@ class RagCacheLLM(CustomLLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete one prompt piece by piece; the last response has the report."""
-        prompt = self._completion(prompt, formatted)
-        return self._pieces(prompt, self._options(kwargs))
+        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), _same)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -119,7 +119,7 @@ class RagCacheLLM(CustomLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete` without blocking the loop."""
-        return self._apieces(self._completion(prompt, formatted), self._options(kwargs))
+        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), _same)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -129,14 +129,7 @@ class RagCacheLLM(CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has the report."""
-        prompt, options = self._chat(messages), self._options(kwargs)
-
-        def responses() -> ChatResponseGen:
-            with closing(self._pieces(prompt, options)) as pieces:
-                for piece in pieces:
-                    yield _chat(piece)
-
-        return responses()
+        return self._pieces(self._chat(messages), self._options(kwargs), _chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -147,14 +140,7 @@ class RagCacheLLM(CustomLLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
-        prompt, options = self._chat(messages), self._options(kwargs)
-
-        async def responses() -> ChatResponseAsyncGen:
-            async with aclosing(self._apieces(prompt, options)) as pieces:
-                async for piece in pieces:
-                    yield _chat(piece)
-
-        return responses()
+        return self._apieces(self._chat(messages), self._options(kwargs), _chat)
 
     def _completion(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
@@ -167,23 +153,25 @@ class RagCacheLLM(CustomLLM):
         assert self.messages_to_prompt is not None  # LLM's validator fills it in
         return self.messages_to_prompt(messages)
 
-    def _pieces(self, prompt: Any, options: dict[str, Any]) -> Generator[CompletionResponse, None, None]:
+    def _pieces(
+        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+    ) -> Generator[Response, None, None]:
         text = ""
         with self.cache.stream(prompt, **options) as stream:
             for piece in stream:
                 text += piece
-                yield CompletionResponse(text=text, delta=piece)
-            yield _completion(stream.answer, delta="")
+                yield form(CompletionResponse(text=text, delta=piece))
+            yield form(_completion(stream.answer, delta=""))
 
     async def _apieces(
-        self, prompt: Any, options: dict[str, Any]
-    ) -> AsyncGenerator[CompletionResponse, None]:
+        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+    ) -> AsyncGenerator[Response, None]:
         text = ""
         async with astream(self.cache, prompt, **options) as stream:
             async for piece in stream:
                 text += piece
-                yield CompletionResponse(text=text, delta=piece)
-            yield _completion(stream.answer, delta="")
+                yield form(CompletionResponse(text=text, delta=piece))
+            yield form(_completion(stream.answer, delta=""))
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
@@ -218,6 +206,10 @@ def _completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
     return CompletionResponse(
         text=answer.text, delta=delta, raw=answer.report.to_dict(), additional_kwargs=counts
     )
+
+
+def _same(response: CompletionResponse) -> CompletionResponse:
+    return response
 
 
 def _chat(response: CompletionResponse) -> ChatResponse:

@@ -6,7 +6,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragcachekit.types import Prompt
+from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 MOST_OVERLAPPED = 64
 """Occurrences looked for where a chunk was found already: they are only counted."""
@@ -46,6 +46,11 @@ class Segmentation:
 
     prompt: Prompt
     fallback: str | None = None
+
+
+def stands_apart(segment: Segment) -> bool:
+    """Whether the segment is a chunk, or tokenised without special tokens."""
+    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)
 
 
 def word_runs_across(text: str, edge: int) -> bool:

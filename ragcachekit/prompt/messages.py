@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragcachekit.prompt.base import Segmentation
+from ragcachekit.prompt.base import Segmentation, stands_apart
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import merge_texts, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
@@ -181,7 +181,7 @@ def _through_template(
     messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
 ) -> tuple[list[Segment], str]:
     """The rendered prompt's segments, or none and the reason why they cannot be had."""
-    if not any(_stands_apart(s) for content in contents for s in content):
+    if not any(stands_apart(s) for content in contents for s in content):
         return [Text(rendered)] if rendered else [], ""
     salt = _unused_salt([rendered, *(s.text or "" for content in contents for s in content)])
     chunks: dict[str, Segment] = {}
@@ -206,13 +206,8 @@ def _unused_salt(texts: Iterable[str]) -> int:
 
 
 def _stand_in(segment: Segment, salt: int, chunks: dict[str, Segment]) -> Segment:
-    if not _stands_apart(segment):
+    if not stands_apart(segment):
         return segment
     sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"
     chunks[sentinel] = segment
     return Text(sentinel)
-
-
-def _stands_apart(segment: Segment) -> bool:
-    """Whether the segment is a chunk, or tokenised without special tokens."""
-    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)

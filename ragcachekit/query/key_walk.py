@@ -117,12 +117,6 @@ class _Reader:
         base: Any = next(base for base in SCALAR_BASES if isinstance(value, base))
         return kind, base.__repr__(value), self._state(kind, value)
 
-    def ufunc(self, kind: type, value: Any) -> Hashable:
-        name = str(getattr(value, "__name__", ""))
-        if getattr(np, name, None) is not value:
-            raise NotKeyable("a function made into a ufunc may depend on anything")
-        return kind, name
-
     def function(self, kind: type, value: Any) -> Hashable:
         """A function of a known library is itself; another may do anything."""
         function = getattr(value, "__func__", value)
@@ -235,7 +229,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], _Read], ...] = (
     (re.Pattern, lambda _, kind, value: (kind, value.pattern, value.flags)),
     (_VALUES, lambda _, kind, value: (kind, repr(value))),
     (np.generic, lambda _, kind, value: (kind, value.dtype.str, value.tobytes())),
-    (np.ufunc, _Reader.ufunc),
+    (np.ufunc, _Reader.refused),
     (SCALAR_BASES, _Reader.scalar),
     (_BYTES, _Reader.array),
     (Mapping, _Reader.mapping),

@@ -138,7 +138,7 @@ class CachedRetrieval(Generic[Document]):
                         self._uses[partition, one] += 1
         except Exception as error:
             note = self._note(error)
-        return replace(self._searched(asked, pairs), note=note)
+        return replace(result, documents=tuple([document for _, document in pairs]), note=note)
 
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
@@ -189,10 +189,6 @@ class CachedRetrieval(Generic[Document]):
             self._logged.add(note)
             log.warning("%s; searching instead", note, exc_info=None if unusable else error)
         return note
-
-    @staticmethod
-    def _searched(asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
-        return replace(asked.result, documents=tuple([document for _, document in found]))
 
     def _forget(self, where: Callable[[Entry], bool]) -> int:
         with self._lock:

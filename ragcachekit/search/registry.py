@@ -13,8 +13,8 @@ from ragcachekit.search.manifest import read_index
 
 _KINDS = {
     "brute": ("ragcachekit.search.brute", "BruteIndex"),
-    "faiss-flat": ("ragcachekit.search.faiss_flat", "FaissFlatIndex"),
-    "faiss-hnsw": ("ragcachekit.search.faiss_hnsw", "FaissHnswIndex"),
+    "faiss-flat": ("ragcachekit.search.faiss_index", "FaissFlatIndex"),
+    "faiss-hnsw": ("ragcachekit.search.faiss_index", "FaissHnswIndex"),
     "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
 }
 
