@@ -19,10 +19,9 @@ from ragcachekit import Answer, CancelScope, agenerate
 class ChatRagCache(EngineSettings, BaseChatModel):
     """Chat model that reuses the KV of chunks which it finds inside the prompt.
 
-    The chain needs no change: chunks that a :class:`RagCacheRetriever` returned, or that
-    ``rag.encode`` was given, are recognised in the messages that the chain's template assembled.
-    ``usage_metadata["input_token_details"]["cache_read"]`` is the number of prompt tokens whose KV was
-    really reused; ``response_metadata["ragcachekit"]`` is the whole report.
+    Chunks that a :class:`RagCacheRetriever` returned, or that ``rag.encode`` was given, are recognised in the
+    messages that the chain's template assembled. ``usage_metadata["input_token_details"]["cache_read"]`` is
+    the number of prompt tokens whose KV was reused; ``response_metadata["ragcachekit"]`` is the report.
 
     Examples
     --------

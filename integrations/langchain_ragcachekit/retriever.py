@@ -212,7 +212,6 @@ class RagCacheRetriever(BaseRetriever):
         )
 
     def _handed_out(self, documents: Iterable[Document], epoch: int) -> list[Document]:
-        """Copies of the documents, registered with the engine."""
         # The text is immutable and shared; model_copy keeps the id and the fields of subclasses.
         copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
         namespace = self._retrieval.namespace_of(self.cache, self.namespace)

@@ -58,11 +58,10 @@ class RagCacheRetriever(BaseRetriever):
     Parameters
     ----------
     retriever : BaseRetriever
-        What is asked on a miss.
+        Is asked on a miss.
     embed_model : BaseEmbedding, optional
-        Embeds the question for the lookup; ``Settings.embed_model`` by default. An embedding that the
-        query bundle brings is used instead. If it is the wrapped retriever's own, the question is
-        embedded once.
+        Embeds the question for the lookup, unless the query bundle has an embedding;
+        ``Settings.embed_model`` by default. Given the wrapped retriever's own, the question is embedded once.
     callback_manager : CallbackManager, optional
         As for every LlamaIndex retriever.
     **settings

@@ -68,7 +68,6 @@ class _Search:
         return not word_runs_across(self._text, start)
 
     def _matches(self, place: _Place) -> Iterator[Match]:
-        """The longest match, and as many shorter ones as are counted."""
         start, texts = place.start, place.candidates.texts
         window = self._text[start : start + place.candidates.longest]
         wanted = 1 + MOST_OVERLAPPED - len(self._overlapped)
@@ -88,7 +87,6 @@ class _Search:
             window = window[: length - 1]
 
     def _take(self, here: list[Match]) -> None:
-        """Of the matches at one start the longest, unless an earlier one runs across that."""
         matches = sorted(here, reverse=True)
         if matches and (not self._found or matches[0].start >= self._found[-1].end):
             self._found.append(matches.pop(0))

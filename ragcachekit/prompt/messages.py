@@ -46,22 +46,10 @@ def segment_messages(
     Special-token strings in contents become plain text where a retrieved text has them, also in a plain
     prefill. The template's own stay control tokens.
 
-    Parameters
-    ----------
-    messages : sequence of mapping
-        ``role`` and ``content``: a string, None, or a list of strings and text blocks, which are
-        joined without a separator. Other keys are handed to ``render`` as they are.
-    render : callable
-        Chat template: messages (with string contents) to the prompt's text, generation prompt included.
-    special_tokens : SpecialTokenTexts, optional
-        The retrieved texts that have special-token strings.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For messages that are not of this form (a block that is not text, no role).
-    Exception
-        Whatever ``render`` raises for the messages themselves: the template refuses them.
+    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks, which
+    are joined without a separator. ``render`` makes the prompt's text of messages with string contents,
+    generation prompt included; what it raises for the messages themselves is passed on. ValueError or
+    TypeError for messages that are not of this form.
     """
     contents = [_content_segments(message) for message in messages]
     rendered = render([_with_content(m, c) for m, c in zip(messages, contents, strict=True)])
@@ -94,7 +82,6 @@ def _without_chunks(
     special: SpecialTokenTexts,
     namespace: str,
 ) -> list[Segment]:
-    """The prompt without chunks, special-token strings of retrieved texts read as plain text."""
     chunks = [s.text for content in contents for s in content if isinstance(s, Chunk) and s.text]
     texts = [merge_texts(Text(s.text or "") for s in content) for content in contents]
     split = special.split_contents(namespace, texts, chunks)
@@ -104,7 +91,6 @@ def _without_chunks(
 
 
 def _content_segments(message: Message) -> list[Segment]:
-    """The content as segments: marked blocks as Chunk, everything else as Text."""
     if not isinstance(message, Mapping):
         raise TypeError(
             f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
@@ -142,7 +128,6 @@ def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any
 def _search(
     contents: Sequence[Sequence[Segment]], registry: ChunkRegistry, namespace: str
 ) -> tuple[list[list[Segment]], tuple[str, ...]]:
-    """The contents with their Texts cut at registered chunks, and the notes."""
     searched: list[list[Segment]] = []
     notes: list[str] = []
     for number, content in enumerate(contents, 1):

@@ -126,8 +126,8 @@ class ChunkRegistry:
     def nothing_found(self, namespace: str) -> str:
         """Why a prompt has no chunk of the namespace, and what to do."""
         with self._lock:
-            registered, refused = namespace in self._namespaces, namespace in self._refused
-        if registered and self.size(namespace):
+            refused = namespace in self._refused
+        if self.size(namespace):
             why = (
                 f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
                 "another case, re-wrapped, or with a word that runs on, a chunk is not recognised"

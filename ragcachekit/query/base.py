@@ -14,10 +14,7 @@ ResultId: TypeAlias = str | int
 
 
 class Hit(NamedTuple):
-    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric.
-
-    Scores of the cached search are not part of it: they belong to the old query.
-    """
+    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric."""
 
     ids: tuple[ResultId, ...]
     distance: float
@@ -32,10 +29,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryCacheStats:
-    """Counters since the cache was made; ``entries`` and ``partitions`` are the present content.
-
-    ``inserts = entries + replacements + evictions + forgotten`` always holds.
-    """
+    """Counters since the cache was made: ``inserts = entries + replacements + evictions + forgotten``."""
 
     capacity: int
     entries: int
@@ -82,13 +76,14 @@ class Partition(NamedTuple):
 
         ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
         """
-        check_k(k)
+        positive("k", k)
         return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
 
 
-def check_k(k: object) -> None:
-    """ValueError or TypeError if ``k`` is no positive integer."""
-    if isinstance(k, bool) or not isinstance(k, Integral):
-        raise TypeError(f"k must be an int, not {type(k).__name__}")
-    if k <= 0:
-        raise ValueError(f"k must be > 0, got {k}")
+def positive(name: str, value: int) -> int:
+    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return int(value)

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcachekit.query.base import Partition, check_k
+from ragcachekit.query.base import Partition, positive
 from ragcachekit.query.key_walk import object_key
 from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, ObjectKey, TooLarge, index_versions
 
@@ -51,7 +51,7 @@ class Partitioner:
         are configured by it, ``question`` the arguments of ``custom``. ValueError or TypeError for a ``k``
         that is no positive integer.
         """
-        check_k(k)
+        positive("k", k)
         if self._custom is None and Identity(retriever) in self._too_large:
             return None
         try:

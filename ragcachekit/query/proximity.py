@@ -8,14 +8,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId
-from ragcachekit.query.matrix import KeyMatrix
+from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, positive
+from ragcachekit.query.matrix import KeyMatrix, as_vector, exact_bytes, widened
 from ragcachekit.query.metrics import Float32, Float64, get_metric
-from ragcachekit.query.vectors import as_vector, exact_bytes, widened
 
 EVICTIONS = ("fifo", "lru")
 
@@ -53,7 +51,7 @@ class ProximityCache:
     Raises
     ------
     ValueError, TypeError
-        For a capacity, tolerance, metric, eviction or dim that makes no sense.
+        For bad settings.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class ProximityCache:
         eviction: str = "fifo",
         dim: int | None = None,
     ) -> None:
-        self.capacity = _positive("capacity", capacity)
+        self.capacity = positive("capacity", capacity)
         if not (tolerance >= 0.0 and math.isfinite(tolerance)):  # NaN fails the comparison
             raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
         if eviction not in EVICTIONS:
@@ -82,7 +80,7 @@ class ProximityCache:
         self._matrix: KeyMatrix | None = None
         self._dim: int | None = None
         if dim is not None:
-            self._allocate(_positive("dim", dim))
+            self._allocate(positive("dim", dim))
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -173,8 +171,8 @@ class ProximityCache:
             return None, 0.0
         if not self.tolerance:
             return self._slots.get((code, exact_bytes(query))), 0.0
-        # Most repeated vectors are found here in a fifth of the time; one that differs in the sign of
-        # a zero is found by the scan. The head alone is hashed first: a whole vector costs 0.7 us.
+        # Most repeated vectors are found here in a fifth of the time. The head alone is hashed first: a whole
+        # vector costs 0.7 us.
         if query[:_HEAD].tobytes() in self._heads:
             slot = self._slots.get((code, query.tobytes()))
             if slot is not None:
@@ -225,14 +223,6 @@ class ProximityCache:
 
 def _head(vector: bytes) -> bytes:
     return vector[: 4 * _HEAD]
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)
 
 
 def _result_ids(ids: Sequence[ResultId]) -> tuple[ResultId, ...]:

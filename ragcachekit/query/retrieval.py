@@ -152,7 +152,7 @@ class CachedRetrieval(Generic[Document]):
 
     def clear(self) -> int:
         """Drop all entries and documents; returns the number of entries dropped."""
-        return self._forget(lambda _: True)
+        return self.forget()
 
     def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
         """Drop entries of a namespace with a document whose text is ``forgotten``; all of them with None."""
