@@ -17,8 +17,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from ragcachekit import KeyRules
 
-UNSTATED_K = 1
-"""``k`` of a partition where none was given; that none was is part of the partition too."""
+UNSTATED_K = 1  # of a partition where none was given
 
 LIBRARIES = frozenset(
     """
@@ -53,8 +52,7 @@ RULES = KeyRules(
 CustomPartition = Callable[[str, RunnableConfig], object]
 """Gives what counts for a question and the config of its call, or None: do not cache."""
 
-INTERNAL = "__pregel"
-"""Prefix of LangGraph's own names among the configurable values of a run."""
+INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
 
 
 def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

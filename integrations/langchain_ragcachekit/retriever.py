@@ -41,15 +41,15 @@ CONFIG = "_run_config"
 class RagCacheRetriever(BaseRetriever):
     """Wraps any retriever or vector store; a question near enough to an earlier one is not searched.
 
-    What it returns is also registered with the engine, so that the chat model recognises the chunks
-    in the prompt, and what lies on disk begins to load. Documents are copies and keep their ``id``.
+    Its results are also registered with the engine, so that the chat model recognises the chunks in the
+    prompt and entries on disk begin to load. Documents are copies with the same ``id``.
 
     A result is found again only for the same namespace, ``k``, search arguments and state of the wrapped
     retriever (its fields and those of what it wraps, at any depth). Unless that is a plain vector store
     retriever, the ``configurable`` values of the run must be the same, too. Classes and functions of your own
     may depend on anything: what they find is not cached unless ``partition`` names what counts, or the class
-    does so in a method ``cache_key_parts()``. The same holds for what is too large to be compared at every
-    question. This is logged once.
+    does so in a method ``cache_key_parts()``. The same holds for functions as search arguments, and for what
+    is too large to be compared at every question. This is logged once.
 
     Changes of vector stores and document stores through their methods (``add_documents``, ``delete``, ...)
     are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
@@ -66,7 +66,7 @@ class RagCacheRetriever(BaseRetriever):
         Embeds the question for the lookup. Given the vector store's own object (the default), the
         search uses the same vector and the question is embedded once.
     k : int or None
-        Number of documents; None leaves it to the wrapped retriever. ``invoke(question, k=3)``
+        Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
     cache, namespace, tolerance, capacity, metric, eviction, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
@@ -212,7 +212,7 @@ class RagCacheRetriever(BaseRetriever):
         )
 
     def _handed_out(self, documents: Iterable[Document], epoch: int) -> list[Document]:
-        # The text is immutable and shared; model_copy keeps the id and the fields of subclasses.
+        # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
         copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
         namespace = self._retrieval.namespace_of(self.cache, self.namespace)
         self._retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)

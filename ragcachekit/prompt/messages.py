@@ -46,7 +46,7 @@ def segment_messages(
     Special-token strings in contents become plain text where a retrieved text has them, also in a plain
     prefill. The template's own stay control tokens.
 
-    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks, which
+    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks that
     are joined without a separator. ``render`` makes the prompt's text of messages with string contents,
     generation prompt included; what it raises for the messages themselves is passed on. ValueError or
     TypeError for messages that are not of this form.

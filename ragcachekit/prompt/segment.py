@@ -49,7 +49,7 @@ def body(text: str) -> str:
 
 
 def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The segments; what :func:`body` leaves out of a chunk is added to the text after it."""
+    """The segments; blanks at the end of a chunk, see :func:`body`, are added to the text after it."""
     blanks = ""
     for segment in segments:
         if blanks and not stands_apart(segment) and segment.text is not None:

@@ -16,17 +16,10 @@ from typing import NamedTuple
 from ragcachekit.prompt.base import common_length, stands_apart
 from ragcachekit.types import Chunk, Segment, Text
 
-MOST_TEXTS = 1024
-"""Texts per namespace, those registered or retrieved last."""
-
-MOST_COMPARISONS = 1 << 16
-"""Occurrences in a prompt times texts; beyond that every occurrence is plain text."""
-
-WINDOW = 16
-"""Characters compared on each side of an occurrence, whitespace and special-token strings left out."""
-
-ENOUGH = 10
-"""Characters in common on both sides together that make an occurrence doubtful; role names have fewer."""
+MOST_TEXTS = 1024  # per namespace, those registered or retrieved last
+MOST_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
+WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens
+ENOUGH = 10  # characters in common, before and after together, that decide; role names have fewer
 
 
 class _Occurrence(NamedTuple):

@@ -238,7 +238,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], _Read], ...] = (
 
 
 def _read_of(kind: type, rules: KeyRules) -> _Read:
-    """The method that reads objects of a class; what it leaves out must not decide about results."""
+    """The method that reads objects of a class: all that may decide about results."""
     if kind is types.SimpleNamespace:
         return lambda reader, kind, value: (kind, reader.attributes(kind, value))
     if kind in READABLE:

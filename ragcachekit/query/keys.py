@@ -112,7 +112,7 @@ def _is_of_python(top: str) -> bool:
 
 
 class Identity:
-    """A key that is equal for one object only, also after it is gone (a weak reference if possible)."""
+    """A key that is equal for one object only, also after that is deleted (a weak reference if possible)."""
 
     __slots__ = ("_hash", "_object")
 

@@ -131,9 +131,9 @@ class ProximityCache:
     def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
         """Drop and return the entries for which ``where`` is true; it must not call the cache."""
         with self._lock:
-            doomed = [key for key, slot in self._slots.items() if where(self._entries[slot])]
-            self._counts["forgotten"] += len(doomed)
-            return tuple(self._drop(key) for key in doomed)
+            dropped = [key for key, slot in self._slots.items() if where(self._entries[slot])]
+            self._counts["forgotten"] += len(dropped)
+            return tuple(self._drop(key) for key in dropped)
 
     def clear(self) -> tuple[Entry, ...]:
         """Drop and return all entries."""
@@ -145,11 +145,11 @@ class ProximityCache:
             return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + gone."""
+        """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + left."""
         with self._lock:
             size, counts = len(self._keys), self._counts
-            gone = counts["replacements"] + counts["evictions"] + counts["forgotten"]
-            assert counts["inserts"] == size + gone, "inserted is not present + gone"
+            left = counts["replacements"] + counts["evictions"] + counts["forgotten"]
+            assert counts["inserts"] == size + left, "inserted is not present + left"
             assert size <= self.capacity, "more entries than the capacity"
             assert len(self._entries) == size == len(self._slots), "slots, keys and ids differ in number"
             heads = Counter(_head(vector) for _, vector in self._keys)

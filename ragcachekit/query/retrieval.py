@@ -163,8 +163,8 @@ class CachedRetrieval(Generic[Document]):
                 self._epoch += 1  # what a search of before finds from here on is not inserted
                 stored = list(self._documents.items())
             texts = {name: self._text(document) for name, document in stored if _is_of(name[0], namespace)}
-            gone = {name for name, text in texts.items() if forgotten(text)}
-            return self._forget(lambda entry: any((entry.partition, one) in gone for one in entry.ids))
+            matching = {name for name, text in texts.items() if forgotten(text)}
+            return self._forget(lambda entry: any((entry.partition, one) in matching for one in entry.ids))
 
     def stats(self) -> QueryCacheStats:
         """The cache's counters."""
