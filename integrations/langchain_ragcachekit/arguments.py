@@ -17,8 +17,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from ragcachekit import KeyRules
 
-UNSTATED_K = 1
-"""``k`` of a partition where none was given; that none was is part of the partition too."""
+UNSTATED_K = 1  # of a partition where none was given
 
 LIBRARIES = frozenset(
     """
@@ -53,15 +52,7 @@ RULES = KeyRules(
 CustomPartition = Callable[[str, RunnableConfig], object]
 """Gives what counts for a question and the config of its call, or None: do not cache."""
 
-INTERNAL = "__pregel"
-"""Prefix of LangGraph's own names among the configurable values of a run."""
-
-
-def prepared(
-    retriever: Runnable[Any, Any], config: RunnableConfig
-) -> tuple[Runnable[Any, Any], RunnableConfig]:
-    """The retriever that a configurable one becomes under this config, and the config to call it with."""
-    return retriever.prepare(config) if isinstance(retriever, DynamicRunnable) else (retriever, config)
+INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
 
 
 def search_arguments(retriever: Runnable[Any, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,13 +74,8 @@ def with_arguments(
 ) -> tuple[Runnable[Any, Any], dict[str, Any]]:
     """The retriever to ask, and the keyword arguments of its ``invoke``.
 
-    LangChain silently drops keyword arguments that a retriever does not take. Here ``k`` is set as a field
-    of a copy where the retriever has one.
-
-    Raises
-    ------
-    ValueError
-        For arguments that the retriever would drop.
+    ``k`` is set as a field of a copy where the retriever has one. ValueError for arguments that the retriever
+    would silently drop.
     """
     # LangChain's own record of whether a retriever's search has parameters beside the question.
     if not overrides or not isinstance(retriever, BaseRetriever) or retriever._expects_other_args:

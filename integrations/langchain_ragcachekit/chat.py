@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -13,19 +13,15 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 
 from langchain_ragcachekit.messages import to_dicts
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import CancelScope, agenerate, astream
-
-if TYPE_CHECKING:
-    from ragcachekit import Answer
+from ragcachekit import Answer, CancelScope, agenerate
 
 
 class ChatRagCache(EngineSettings, BaseChatModel):
     """Chat model that reuses the KV of chunks which it finds inside the prompt.
 
-    The chain needs no change: chunks that a :class:`RagCacheRetriever` returned, or that
-    ``rag.encode`` was given, are recognised in the messages that the chain's template assembled.
-    ``usage_metadata["input_token_details"]["cache_read"]`` is the number of prompt tokens whose KV was
-    really reused; ``response_metadata["ragcachekit"]`` is the whole report.
+    Chunks that a :class:`RagCacheRetriever` returned, or that ``rag.encode`` was given, are recognised in the
+    messages that the chain's template assembled. ``usage_metadata["input_token_details"]["cache_read"]`` is
+    the number of prompt tokens whose KV was reused; ``response_metadata["ragcachekit"]`` is the report.
 
     Examples
     --------
@@ -68,35 +64,25 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with self.rag.stream(to_dicts(messages), **self._call_options(stop, kwargs)) as stream:
-            for piece in stream:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-            yield self._last_chunk(stream.answer)
+        return self._chunks(to_dicts(messages), stop, run_manager, kwargs)
 
-    async def _astream(
+    def _astream(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with astream(self.rag, to_dicts(messages), **self._call_options(stop, kwargs)) as stream:
-            async for piece in stream:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-            yield self._last_chunk(stream.answer)
+        return self._achunks(to_dicts(messages), stop, run_manager, kwargs)
 
     def _result(self, answer: Answer) -> ChatResult:
         message = AIMessage(content=answer.text, **self._metadata(answer))
         info = {"finish_reason": answer.report.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
-    def _last_chunk(self, answer: Answer) -> ChatGenerationChunk:
+    def _chunk(self, text: str, answer: Answer | None = None) -> ChatGenerationChunk:
+        if answer is None:
+            return ChatGenerationChunk(message=AIMessageChunk(content=text))
         message = AIMessageChunk(content="", chunk_position="last", **self._metadata(answer))
         return ChatGenerationChunk(message=message)
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import agenerate, astream, to_thread
-
-if TYPE_CHECKING:
-    from ragcachekit import Answer
+from ragcachekit import Answer, agenerate, to_thread
 
 
 class RagCacheLLM(EngineSettings, BaseLLM):
@@ -59,41 +56,28 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        with self.rag.stream(prompt, **self._call_options(stop, kwargs)) as stream:
-            for piece in stream:
-                chunk = GenerationChunk(text=piece)
-                if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-            yield GenerationChunk(text="", generation_info=_info(stream.answer))
+        return self._chunks(prompt, stop, run_manager, kwargs)
 
-    async def _astream(
+    def _astream(
         self,
         prompt: str,
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        async with astream(self.rag, prompt, **self._call_options(stop, kwargs)) as stream:
-            async for piece in stream:
-                chunk = GenerationChunk(text=piece)
-                if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-            yield GenerationChunk(text="", generation_info=_info(stream.answer))
+        return self._achunks(prompt, stop, run_manager, kwargs)
+
+    def _chunk(self, text: str, answer: Answer | None = None) -> GenerationChunk:
+        return GenerationChunk(text=text, generation_info=_info(answer) if answer else None)
 
     def _result(self, answers: list[Answer]) -> LLMResult:
         generations = [[Generation(text=a.text, generation_info=_info(a))] for a in answers]
         prompt = sum(a.report.link.prompt_tokens for a in answers)
         completion = sum(a.report.output_tokens for a in answers)
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-        return LLMResult(
-            generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name}
-        )
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage = {**counts, "total_tokens": prompt + completion}
+        output = {"token_usage": usage, "model_name": self.model_name}
+        return LLMResult(generations=generations, llm_output=output)
 
     @property
     def _llm_type(self) -> str:

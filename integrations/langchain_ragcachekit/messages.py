@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    HumanMessage,
-    SystemMessage,
-)
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
 
 ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
@@ -25,10 +19,7 @@ NOT_REPEATED = frozenset({"reasoning", "thinking"})
 def to_dicts(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Convert messages; marks on content blocks (``chunk: True``) stay.
 
-    Raises
-    ------
-    ValueError
-        For tool messages and for content blocks that are not text, naming the block's type.
+    ValueError for tool messages and for content blocks that are not text, naming the block's type.
     """
     return [{"role": _role(message), "content": _content(message)} for message in messages]
 

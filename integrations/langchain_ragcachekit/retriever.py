@@ -17,6 +17,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
@@ -25,12 +26,10 @@ from langchain_ragcachekit.arguments import (
     RULES,
     CustomPartition,
     called_with,
-    prepared,
     vector_store_of,
 )
-from langchain_ragcachekit.search import Search
-from langchain_ragcachekit.vector_path import VectorPath
-from ragcachekit import Partition, Retrieved, RetrieverCache, RetrieverSettings
+from langchain_ragcachekit.search import Search, VectorPath
+from ragcachekit import Lookup, Partition, Retrieved, RetrieverCache, RetrieverSettings
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
@@ -42,23 +41,22 @@ CONFIG = "_run_config"
 class RagCacheRetriever(BaseRetriever):
     """Wraps any retriever or vector store; a question near enough to an earlier one is not searched.
 
-    What it returns is also registered with the engine, so that the chat model recognises the chunks
-    in the prompt, and what lies on disk begins to load. Documents are copies and keep their ``id``.
+    Its results are also registered with the engine, so that the chat model recognises the chunks in the
+    prompt and entries on disk begin to load. Documents are copies with the same ``id``.
 
-    A result is found again only for the same namespace, ``k`` and search arguments, the same state of the
-    wrapped retriever (its fields and those of what it wraps, at any depth), and, unless that is a plain
-    vector store retriever, the same ``configurable`` values of the run. Classes and functions of your own
+    A result is found again only for the same namespace, ``k``, search arguments and state of the wrapped
+    retriever (its fields and those of what it wraps, at any depth). Unless that is a plain vector store
+    retriever, the ``configurable`` values of the run must be the same, too. Classes and functions of your own
     may depend on anything: what they find is not cached unless ``partition`` names what counts, or the class
     does so in a method ``cache_key_parts()``. The same holds for functions as search arguments, and for what
-    has too much content to be compared at every question. This is logged once.
+    is too large to be compared at every question. This is logged once.
 
-    Changes of vector stores and document stores that come through their methods (``add_documents``,
-    ``delete``, ...) are seen. Call :meth:`clear` after others, such as those of another process.
-    ``cache.forget`` drops results that name a forgotten text.
+    Changes of vector stores and document stores through their methods (``add_documents``, ``delete``, ...)
+    are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
-    callbacks, with the distance of the cached question, the microseconds of the lookup, and a note where
-    the question's embedding was of no use (zeros, NaN, another width).
+    callbacks: the distance of the cached question, the microseconds of the lookup, and a note where the
+    question's embedding was of no use.
 
     Attributes
     ----------
@@ -68,7 +66,7 @@ class RagCacheRetriever(BaseRetriever):
         Embeds the question for the lookup. Given the vector store's own object (the default), the
         search uses the same vector and the question is embedded once.
     k : int or None
-        Number of documents; None leaves it to the wrapped retriever. ``invoke(question, k=3)``
+        Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
     cache, namespace, tolerance, capacity, metric, eviction, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
@@ -100,10 +98,7 @@ class RagCacheRetriever(BaseRetriever):
     ) -> Self:
         """Put a query cache in front of ``retriever``; see the class for the arguments.
 
-        Raises
-        ------
-        ValueError, TypeError
-            For something that is no retriever, missing embeddings, or bad cache settings.
+        ValueError or TypeError for no retriever, missing embeddings, or bad cache settings.
         """
         return cls(retriever=retriever, embeddings=embeddings, k=k, **settings)
 
@@ -129,10 +124,7 @@ class RagCacheRetriever(BaseRetriever):
         return self
 
     def clear(self) -> int:
-        """Forget all cached questions, of all namespaces; returns their number.
-
-        Call it when the index was changed past the methods of the wrapped store.
-        """
+        """Forget all cached questions, of all namespaces; returns their number."""
         return self._retrieval.clear()
 
     def cache_key_parts(self) -> tuple[object, ...]:
@@ -155,54 +147,50 @@ class RagCacheRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
-        epoch = retrieval.epoch
-        place = self._partition(search)
-        embedding: Any = None
+        search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
+        place, embedding = self._partition(search), None
         try:
             embedding = self.embeddings.embed_query(query)
         except Exception:
-            retrieval.not_embedded()
-        asked = retrieval.ask(embedding, place)
+            self._retrieval.not_embedded()
+        asked = self._retrieval.ask(embedding, place)
         if asked is None:
-            return self._handed_out(search.by_text(), epoch)
-        result = asked.result
-        if not result.hit:
-            found = search.by_text() if result.note else search.run(embedding)
-            result = retrieval.answer(asked, found, self._partition(search))
+            return self._handed_out(search.run(None), epoch)
+        if not asked.result.hit:
+            asked = self._inserted(asked, search.run(None if asked.result.note else embedding), search)
         if run_manager.handlers:
-            config: RunnableConfig = {"callbacks": run_manager.get_child()}
-            dispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        return self._handed_out(result.documents, epoch)
+            dispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
+        return self._handed_out(asked.result.documents, epoch)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        retrieval, search = self._retrieval, self._search(query, kwargs, run_manager.get_child)
-        epoch = retrieval.epoch
-        place = self._partition(search)
-        embedding: Any = None
+        search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
+        place, embedding = self._partition(search), None
         try:
             embedding = await self.embeddings.aembed_query(query)
         except Exception:
-            retrieval.not_embedded()
-        asked = retrieval.ask(embedding, place)
+            self._retrieval.not_embedded()
+        asked = self._retrieval.ask(embedding, place)
         if asked is None:
-            return self._handed_out(await search.aby_text(), epoch)
-        result = asked.result
-        if not result.hit:
-            found = await (search.aby_text() if result.note else search.arun(embedding))
-            result = retrieval.answer(asked, found, self._partition(search))
+            return self._handed_out(await search.arun(None), epoch)
+        if not asked.result.hit:
+            found = await search.arun(None if asked.result.note else embedding)
+            asked = self._inserted(asked, found, search)
         if run_manager.handlers:
-            config: RunnableConfig = {"callbacks": run_manager.get_child()}
-            await adispatch_custom_event(_event(result.hit), _measured(result), config=config)
-        return self._handed_out(result.documents, epoch)
+            await adispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
+        return self._handed_out(asked.result.documents, epoch)
+
+    def _inserted(self, asked: Lookup[Document], found: list[Document], search: Search) -> Lookup[Document]:
+        return asked._replace(result=self._retrieval.answer(asked, found, self._partition(search)))
 
     def _search(
         self, query: str, kwargs: dict[str, Any], callbacks: Callable[[], BaseCallbackManager]
     ) -> Search:
         given = kwargs.pop(CONFIG, None) or ensure_config()
-        retriever, config = prepared(self.retriever, given)
+        retriever, config = self.retriever, given
+        if isinstance(retriever, DynamicRunnable):
+            retriever, config = retriever.prepare(given)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
         return Search(retriever, self._path, query, overrides, config, callbacks)
 
@@ -224,12 +212,10 @@ class RagCacheRetriever(BaseRetriever):
         )
 
     def _handed_out(self, documents: Iterable[Document], epoch: int) -> list[Document]:
-        """Copies of the documents, registered with the engine."""
-        # The text is immutable and shared; model_copy keeps the id and the fields of subclasses.
+        # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
         copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
-        retrieval = self._retrieval
-        namespace = retrieval.namespace_of(self.cache, self.namespace)
-        retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)
+        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
+        self._retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)
         return copies
 
 
@@ -247,10 +233,7 @@ def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
         return dict(metadata)
 
 
-def _event(hit: bool) -> str:
-    return HIT_EVENT if hit else MISS_EVENT
-
-
-def _measured(result: Retrieved[Document]) -> dict[str, float | str | None]:
+def _event(result: Retrieved[Document]) -> tuple[str, dict[str, float | str | None]]:
     measured: dict[str, float | str | None] = {"distance": result.distance, "lookup_us": result.lookup_us}
-    return measured | ({"note": result.note} if result.note else {})
+    note = {"note": result.note} if result.note else {}
+    return HIT_EVENT if result.hit else MISS_EVENT, measured | note

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
-from ragcachekit import CancelScope
+from ragcachekit import Answer, CancelScope, astream
 
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
@@ -24,24 +24,10 @@ class EngineSettings(BaseModel):
     own cache of whole answers: a ``BaseCache`` or a bool given there has that meaning, and the
     engine is then passed as ``rag=``.
 
-    Attributes
-    ----------
-    rag : RagCache
-        The engine.
-    namespace : str or None
-        Tenant and corpus; None for the engine's own.
-    policy : str or None
-        Selection policy (``lego:16``, ``reuse``, ``full``); None for the engine's own.
-    max_tokens : int
-        Most tokens to generate; ``max_new_tokens`` is accepted as well.
-    temperature : float or None
-        None or 0 is greedy; anything above samples.
-    top_p, top_k : float, int or None
-        Sampling restrictions; used only when sampling.
-    stop : list of str or None
-        Texts at which generation ends; they are not part of the answer.
-    generate_kwargs : dict
-        Anything else for transformers' ``generate`` (``min_new_tokens``, ``repetition_penalty``).
+    ``namespace`` and ``policy`` are the engine's own if None. ``max_new_tokens`` is accepted for
+    ``max_tokens``. A ``temperature`` of None or 0 is greedy; ``top_p`` and ``top_k`` count only when
+    sampling. Answers end before the texts in ``stop``. ``generate_kwargs`` is anything else for
+    transformers' ``generate``.
     """
 
     cache: Any = Field(default=None, exclude=True, repr=False)
@@ -122,6 +108,32 @@ class EngineSettings(BaseModel):
             **settings,
         }
 
+    def _chunk(self, text: str, answer: Answer | None = None) -> Any:
+        """A piece of an answer in LangChain's form; with the answer, the last one."""
+        raise NotImplementedError
+
+    def _chunks(
+        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    ) -> Iterator[Any]:
+        with self.rag.stream(prompt, **self._call_options(stop, kwargs)) as stream:
+            for piece in stream:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._chunk("", stream.answer)
+
+    async def _achunks(
+        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        async with astream(self.rag, prompt, **self._call_options(stop, kwargs)) as stream:
+            async for piece in stream:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._chunk("", stream.answer)
+
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
         overrides = dict(overrides)
@@ -129,7 +141,8 @@ class EngineSettings(BaseModel):
         given = {"max_tokens": overrides.pop("max_new_tokens")} if "max_new_tokens" in overrides else {}
         names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
         given |= {name: overrides.pop(name) for name in names if name in overrides}
-        chosen = EngineSettings.model_validate({**self._settings(), **given})
+        own = {name: getattr(self, name) for name in ("rag", *names)}
+        chosen = EngineSettings.model_validate({**own, **given})
         options: dict[str, Any] = {
             "namespace": chosen.namespace,
             "policy": chosen.policy,
@@ -141,12 +154,6 @@ class EngineSettings(BaseModel):
             sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
             options |= {name: value for name, value in sampling.items() if value is not None}
         return {**options, **self.generate_kwargs, **overrides}
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in ("rag", "namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
-        }
 
     def _refuse(self, overrides: dict[str, Any]) -> None:
         if overrides.get("tools"):

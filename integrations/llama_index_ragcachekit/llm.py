@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import aclosing, closing
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any, Self, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -27,6 +26,8 @@ from ragcachekit import Answer, agenerate, astream
 
 DEFAULT_MAX_TOKENS = 256
 
+Response = TypeVar("Response")
+
 
 class RagCacheLLM(CustomLLM):
     """Chat and completion model that reuses the KV of chunks which it finds inside the prompt.
@@ -35,26 +36,10 @@ class RagCacheLLM(CustomLLM):
     ``raw`` and token counts as ``additional_kwargs`` (``cache_read_tokens``: prompt tokens whose KV was
     really reused); a query engine drops both, LlamaIndex's instrumentation events have them.
 
-    Attributes
-    ----------
-    cache : RagCache
-        The engine.
-    namespace, policy : str or None
-        None for the engine's own.
-    max_tokens : int
-        Most tokens to generate.
-    temperature : float or None
-        None or 0 is greedy; anything above samples.
-    top_p, top_k : float, int or None
-        Sampling restrictions; used only when sampling.
-    stop : list of str or None
-        Texts at which generation ends; they are not part of the answer.
-    generate_kwargs : dict
-        Anything else for transformers' ``generate``.
-    context_window : int or None
-        Tokens of prompt and answer; None reads it from the model's configuration.
-    is_chat_model : bool or None
-        Whether query engines send messages rather than text; None: if the tokenizer has a template.
+    ``namespace`` and ``policy`` are the engine's own if None. A ``temperature`` of None or 0 is greedy;
+    ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
+    ``generate_kwargs`` is anything else for transformers' ``generate``. ``context_window`` (tokens of prompt
+    and answer) and ``is_chat_model`` (whether query engines send messages) come from the model if None.
 
     Examples
     --------
@@ -121,8 +106,7 @@ class RagCacheLLM(CustomLLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete one prompt piece by piece; the last response has the report."""
-        prompt = self._completion(prompt, formatted)
-        return self._pieces(prompt, self._options(kwargs))
+        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), _same)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -135,7 +119,7 @@ class RagCacheLLM(CustomLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete` without blocking the loop."""
-        return self._apieces(self._completion(prompt, formatted), self._options(kwargs))
+        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), _same)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -145,14 +129,7 @@ class RagCacheLLM(CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has the report."""
-        prompt, options = self._chat(messages), self._options(kwargs)
-
-        def responses() -> ChatResponseGen:
-            with closing(self._pieces(prompt, options)) as pieces:
-                for piece in pieces:
-                    yield _chat(piece)
-
-        return responses()
+        return self._pieces(self._chat(messages), self._options(kwargs), _chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -163,14 +140,7 @@ class RagCacheLLM(CustomLLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
-        prompt, options = self._chat(messages), self._options(kwargs)
-
-        async def responses() -> ChatResponseAsyncGen:
-            async with aclosing(self._apieces(prompt, options)) as pieces:
-                async for piece in pieces:
-                    yield _chat(piece)
-
-        return responses()
+        return self._apieces(self._chat(messages), self._options(kwargs), _chat)
 
     def _completion(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
@@ -183,23 +153,25 @@ class RagCacheLLM(CustomLLM):
         assert self.messages_to_prompt is not None  # LLM's validator fills it in
         return self.messages_to_prompt(messages)
 
-    def _pieces(self, prompt: Any, options: dict[str, Any]) -> Generator[CompletionResponse, None, None]:
+    def _pieces(
+        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+    ) -> Generator[Response, None, None]:
         text = ""
         with self.cache.stream(prompt, **options) as stream:
             for piece in stream:
                 text += piece
-                yield CompletionResponse(text=text, delta=piece)
-            yield _completion(stream.answer, delta="")
+                yield form(CompletionResponse(text=text, delta=piece))
+            yield form(_completion(stream.answer, delta=""))
 
     async def _apieces(
-        self, prompt: Any, options: dict[str, Any]
-    ) -> AsyncGenerator[CompletionResponse, None]:
+        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+    ) -> AsyncGenerator[Response, None]:
         text = ""
         async with astream(self.cache, prompt, **options) as stream:
             async for piece in stream:
                 text += piece
-                yield CompletionResponse(text=text, delta=piece)
-            yield _completion(stream.answer, delta="")
+                yield form(CompletionResponse(text=text, delta=piece))
+            yield form(_completion(stream.answer, delta=""))
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
@@ -234,6 +206,10 @@ def _completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
     return CompletionResponse(
         text=answer.text, delta=delta, raw=answer.report.to_dict(), additional_kwargs=counts
     )
+
+
+def _same(response: CompletionResponse) -> CompletionResponse:
+    return response
 
 
 def _chat(response: CompletionResponse) -> ChatResponse:

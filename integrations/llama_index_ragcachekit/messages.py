@@ -20,10 +20,7 @@ ROLES = {
 def to_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Convert messages to ``{"role", "content"}``.
 
-    Raises
-    ------
-    ValueError
-        For tool messages and for blocks that are not text, naming the role or the block's type.
+    ValueError for tool messages and for blocks that are not text, naming the role or the block's type.
     """
     return [{"role": _role(message), "content": _content(message)} for message in messages]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from typing import Any, Unpack
 
@@ -15,7 +14,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, Query
 from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
-from llama_index_ragcachekit.scores import ScoredNode, scored_nodes
+from llama_index_ragcachekit.scores import ScoredNode
 from ragcachekit import Lookup, Partition, RetrieverCache, RetrieverSettings
 
 dispatcher = get_dispatcher(__name__)
@@ -42,29 +41,27 @@ class RagCacheRetriever(BaseRetriever):
     """Wraps any LlamaIndex retriever; a question near enough to an earlier one is not searched.
 
     The nodes' bare texts are registered with the engine, so that the model finds them in the prompt
-    although query engines put metadata before them, and what lies on disk begins to load. A hit gives
-    copies. Their scores are those of the search where the question's embedding is the same. For a near
-    question they are computed from the nodes' vectors where the vector store gives these; else the old
-    ones stay, and the nodes' metadata shows it under ``ragcachekit_score``.
+    although query engines put metadata before them. A hit gives copies. Their scores are those of the
+    search where the question's embedding is the same. For a near question they are computed from the nodes'
+    vectors where the vector store gives these. Else the old ones are returned, and the nodes' metadata shows
+    it under ``ragcachekit_score``.
 
     A result is found again only for the same namespace and the same state of the wrapped retriever (its
     attributes and those of what it wraps, at any depth). Classes and functions of your own may depend on
     anything: what they find is not cached unless ``partition`` names what counts, or the class does so in a
-    method ``cache_key_parts()``. The same holds for what has too much content to be compared at every
-    question. This is logged once.
+    method ``cache_key_parts()``. The same holds for what is too large to be compared at every question.
+    This is logged once.
 
-    Changes of indexes, vector stores and document stores that come through their methods (``insert``,
-    ``delete_ref_doc``, ``refresh``, ``add``, ...) are seen. Call :meth:`clear` after others, such as those
-    of another process. ``cache.forget`` drops results that name a forgotten text.
+    Changes of indexes and stores through their methods (``insert``, ``delete_ref_doc``, ``refresh``, ``add``,
+    ...) are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Parameters
     ----------
     retriever : BaseRetriever
-        What is asked on a miss.
+        Is asked on a miss.
     embed_model : BaseEmbedding, optional
-        Embeds the question for the lookup; ``Settings.embed_model`` by default. An embedding that the
-        query bundle brings is used instead. If it is the wrapped retriever's own, the question is
-        embedded once.
+        Embeds the question for the lookup, unless the query bundle has an embedding;
+        ``Settings.embed_model`` by default. Given the wrapped retriever's own, the question is embedded once.
     callback_manager : CallbackManager, optional
         As for every LlamaIndex retriever.
     **settings
@@ -93,7 +90,9 @@ class RagCacheRetriever(BaseRetriever):
         self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
         others: Any = {name: value for name, value in settings.items() if name != "namespace"}
-        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(RULES, _text_of, **others)
+        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(
+            RULES, lambda scored: _text(scored.node), **others
+        )
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -115,10 +114,10 @@ class RagCacheRetriever(BaseRetriever):
             except Exception:
                 self._retrieval.not_embedded()
         asked = self._retrieval.ask(embedding, place)
-        if asked is not None and asked.result.hit:
-            return self._register(self._found_before(asked), epoch)
-        found = self._retriever.retrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._register(self._searched(asked, found, query_bundle), epoch)
+        found = None
+        if asked is None or not asked.result.hit:
+            found = self._retriever.retrieve(self._inner_bundle(query_bundle, asked, embedding))
+        return self._answer(asked, found, query_bundle, epoch)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         epoch, place, embedding = self._retrieval.epoch, self._partition(query_bundle), query_bundle.embedding
@@ -129,10 +128,10 @@ class RagCacheRetriever(BaseRetriever):
             except Exception:
                 self._retrieval.not_embedded()
         asked = self._retrieval.ask(embedding, place)
-        if asked is not None and asked.result.hit:
-            return self._register(self._found_before(asked), epoch)
-        found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._register(self._searched(asked, found, query_bundle), epoch)
+        found = None
+        if asked is None or not asked.result.hit:
+            found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
+        return self._answer(asked, found, query_bundle, epoch)
 
     def _inner_bundle(
         self, bundle: QueryBundle, asked: Lookup[ScoredNode] | None, embedding: list[float] | None
@@ -167,39 +166,33 @@ class RagCacheRetriever(BaseRetriever):
         except Exception:  # not every store gives embeddings, and only a score is lost
             return None
 
-    def _searched(
-        self, asked: Lookup[ScoredNode] | None, found: list[NodeWithScore], bundle: QueryBundle
+    def _answer(
+        self,
+        asked: Lookup[ScoredNode] | None,
+        found: list[NodeWithScore] | None,
+        bundle: QueryBundle,
+        epoch: int,
     ) -> list[NodeWithScore]:
-        """The nodes that a search found, inserted if the question could be looked up."""
+        """The nodes of a search or a hit (scored for this question), registered with the engine."""
         if asked is not None:
-            scored = scored_nodes(found, asked.embedding, None if self._exact else self._vector_of)
-            result = self._retrieval.answer(asked, scored, self._partition(bundle))
-            _send(asked._replace(result=result))
-        return found
-
-    @staticmethod
-    def _found_before(asked: Lookup[ScoredNode]) -> list[NodeWithScore]:
-        """Copies of the nodes of a hit, scored for this question."""
-        _send(asked)
-        exact = asked.result.distance == 0
-        return [node.exact() if exact else node.near(asked.embedding) for node in asked.result.documents]
-
-    def _register(self, found: list[NodeWithScore], epoch: int) -> list[NodeWithScore]:
-        texts: Sequence[str] = [text for item in found if (text := _text(item.node)).strip()]
+            result, question = asked.result, asked.embedding
+            if found is None:
+                nodes = result.documents
+                found = [node.near(question) if result.distance else node.exact() for node in nodes]
+            else:
+                vector_of = (lambda _: None) if self._exact else self._vector_of
+                scored = [ScoredNode.of(item, question, vector_of(item.node)) for item in found]
+                result = self._retrieval.answer(asked, scored, self._partition(bundle))
+            event = QueryCacheEvent(
+                hit=result.hit, distance=result.distance, lookup_us=result.lookup_us, note=result.note
+            )
+            dispatcher.event(event)
+        nodes_found = found or []
+        texts = [text for item in nodes_found if (text := _text(item.node)).strip()]
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         self._retrieval.register(self._cache, namespace, texts, epoch)
-        return found
-
-
-def _send(asked: Lookup[ScoredNode]) -> None:
-    hit, distance = asked.result.hit, asked.result.distance
-    lookup_us, note = asked.result.lookup_us, asked.result.note
-    dispatcher.event(QueryCacheEvent(hit=hit, distance=distance, lookup_us=lookup_us, note=note))
+        return nodes_found
 
 
 def _text(node: BaseNode) -> str:
     return node.get_content(metadata_mode=MetadataMode.NONE)
-
-
-def _text_of(scored: ScoredNode) -> str:
-    return _text(scored.node)

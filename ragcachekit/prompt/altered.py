@@ -10,14 +10,9 @@ from itertools import groupby
 from ragcachekit.types import Chunk, Prompt
 
 MOST_NAMESPACES = 1024
-MOST_CHUNKS = 64
-"""Of the chunks retrieved last in a namespace; several requests may be under way."""
-
-SHORTEST, LONGEST = 16, 64
-"""Characters that a chunk is recognised by: fewer stand in many texts, more may have been cut off."""
-
-MOST_SEARCHED = 1 << 18
-"""Characters of a prompt that are looked through: this only explains."""
+MOST_CHUNKS = 64  # those retrieved last in a namespace
+SHORTEST, LONGEST = 16, 64  # characters of a chunk's beginning: fewer are in many texts, more may be cut off
+MOST_SEARCHED = 1 << 18  # characters of a prompt's fixed text
 
 
 class Retrieved:

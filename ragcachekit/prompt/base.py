@@ -1,12 +1,12 @@
-"""The contracts of chunk finders and of segmentations."""
+"""Results of chunk searches and segmentations."""
 
 from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-from ragcachekit.types import Prompt, Text
+from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 MOST_OVERLAPPED = 64
 """Occurrences looked for where a chunk was found already: they are only counted."""
@@ -25,16 +25,10 @@ class Match(NamedTuple):
 class Matches:
     """Result of a search.
 
-    Attributes
-    ----------
-    found : tuple of Match
-        From left to right the leftmost occurrence that no word runs across, and of those the longest.
-    overlapped : tuple of Match
-        Other occurrences that overlap those; no more than ``MOST_OVERLAPPED`` are looked for.
-    searched : int or None
-        Characters searched, where that is not the whole text; ``found`` is complete up to there.
-    steps : int
-        Comparisons, each counted once per 64 characters begun.
+    ``found`` are, from left to right, the leftmost occurrences that no word runs across, and of those the
+    longest. ``overlapped`` are others that overlap those, at most ``MOST_OVERLAPPED``. ``searched`` is the
+    number of characters searched where that is not the whole text. ``steps`` are comparisons, each counted
+    once per 64 characters begun.
     """
 
     found: tuple[Match, ...]
@@ -43,42 +37,20 @@ class Matches:
     steps: int = 0
 
 
-@runtime_checkable
-class ChunkFinder(Protocol):
-    """Finds registered chunks. Implementations promise:
-
-    - Only chunks of the ``namespace`` asked for are found, never another tenant's.
-    - The time is linear in ``len(text)`` whatever is registered; a search that would take longer
-      ends before the end of the text and reports where.
-    - ``find`` is thread safe and may run beside registrations.
-    """
-
-    def find(self, namespace: str, text: str) -> Matches:
-        """The leftmost, longest occurrences of the namespace's chunks in ``text``."""
-        ...
-
-
 @dataclass(frozen=True)
 class Segmentation:
-    """A prompt cut into segments.
+    """A prompt cut into segments, none empty, whose joined texts are the searched text.
 
-    Attributes
-    ----------
-    prompt : Prompt
-        The texts of its segments, joined, are the searched text; no segment is empty. Its notes name
-        what was ambiguous.
-    fallback : str or None
-        Why nothing was segmented although chunks may be there: the prompt is then one ``Text``, an
-        ordinary prefill.
+    ``fallback`` is why nothing was segmented although chunks may be there: an ordinary prefill.
     """
 
     prompt: Prompt
     fallback: str | None = None
 
-    @classmethod
-    def plain(cls, text: str, fallback: str | None = None) -> Segmentation:
-        """``text`` as one fixed segment (none if it is empty): an ordinary prefill."""
-        return cls(Prompt([Text(text)] if text else []), fallback)
+
+def stands_apart(segment: Segment) -> bool:
+    """Whether the segment is a chunk, or tokenised without special tokens."""
+    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)
 
 
 def word_runs_across(text: str, edge: int) -> bool:
@@ -93,3 +65,15 @@ def word_runs_across(text: str, edge: int) -> bool:
 
 def _is_mark(char: str) -> bool:
     return char > "\u02ff" and unicodedata.category(char)[0] == "M"
+
+
+def common_length(one: str, other: str) -> int:
+    """Length of the common beginning: halving, as comparing slices takes no loop over characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragcachekit.prompt.base import ChunkFinder, Segmentation
+from ragcachekit.prompt.base import Segmentation, stands_apart
+from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import merge_texts, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.types import Chunk, Prompt, Segment, Text
@@ -31,44 +32,24 @@ def marked(text: str) -> dict[str, Any]:
 def segment_messages(
     messages: Sequence[Message],
     render: Render,
-    registry: ChunkFinder,
+    registry: ChunkRegistry,
     namespace: str,
     special_tokens: SpecialTokenTexts | None = None,
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
-    Marked blocks (:func:`marked`) are chunks as they are; the other text is searched for registered
-    chunks as :func:`~ragcachekit.prompt.segment.segment_text` does. Every chunk is replaced by a
-    sentinel, the messages are rendered, and the chunks are put back. The result is used only if it
-    equals the rendered messages; else (a template trims, escapes, reorders or prints the time) the prompt
-    is a plain prefill with the reason in ``fallback``.
+    Marked blocks (:func:`marked`) are chunks; the other text is searched for registered chunks. Every
+    chunk is replaced by a sentinel, the messages are rendered, and the chunks are put back. The result is
+    used only if it equals the rendered messages. Else (a template trims, escapes, reorders or prints the
+    time) the prompt is a plain prefill with the reason in ``fallback``.
 
     Special-token strings in contents become plain text where a retrieved text has them, also in a plain
     prefill. The template's own stay control tokens.
 
-    Parameters
-    ----------
-    messages : sequence of mapping
-        ``role`` and ``content``: a string, None, or a list of strings and text blocks, which are
-        joined without a separator. Other keys are handed to ``render`` as they are.
-    render : callable
-        Chat template: messages (with string contents) to the prompt's text, generation prompt included.
-    registry, namespace
-        Whose chunks to look for.
-    special_tokens : SpecialTokenTexts, optional
-        The retrieved texts that have special-token strings.
-
-    Returns
-    -------
-    Segmentation
-        The segments' texts, joined, are ``render`` of the messages with flattened contents.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For messages that are not of this form (a block that is not text, no role).
-    Exception
-        Whatever ``render`` raises for the messages themselves: the template refuses them.
+    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks that
+    are joined without a separator. ``render`` makes the prompt's text of messages with string contents,
+    generation prompt included; what it raises for the messages themselves is passed on. ValueError or
+    TypeError for messages that are not of this form.
     """
     contents = [_content_segments(message) for message in messages]
     rendered = render([_with_content(m, c) for m, c in zip(messages, contents, strict=True)])
@@ -101,7 +82,6 @@ def _without_chunks(
     special: SpecialTokenTexts,
     namespace: str,
 ) -> list[Segment]:
-    """The prompt without chunks, special-token strings of retrieved texts read as plain text."""
     chunks = [s.text for content in contents for s in content if isinstance(s, Chunk) and s.text]
     texts = [merge_texts(Text(s.text or "") for s in content) for content in contents]
     split = special.split_contents(namespace, texts, chunks)
@@ -111,7 +91,6 @@ def _without_chunks(
 
 
 def _content_segments(message: Message) -> list[Segment]:
-    """The content as segments: marked blocks as Chunk, everything else as Text."""
     if not isinstance(message, Mapping):
         raise TypeError(
             f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
@@ -147,9 +126,8 @@ def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any
 
 
 def _search(
-    contents: Sequence[Sequence[Segment]], registry: ChunkFinder, namespace: str
+    contents: Sequence[Sequence[Segment]], registry: ChunkRegistry, namespace: str
 ) -> tuple[list[list[Segment]], tuple[str, ...]]:
-    """The contents with their Texts cut at registered chunks, and the notes."""
     searched: list[list[Segment]] = []
     notes: list[str] = []
     for number, content in enumerate(contents, 1):
@@ -188,7 +166,7 @@ def _through_template(
     messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
 ) -> tuple[list[Segment], str]:
     """The rendered prompt's segments, or none and the reason why they cannot be had."""
-    if not any(_stands_apart(s) for content in contents for s in content):
+    if not any(stands_apart(s) for content in contents for s in content):
         return [Text(rendered)] if rendered else [], ""
     salt = _unused_salt([rendered, *(s.text or "" for content in contents for s in content)])
     chunks: dict[str, Segment] = {}
@@ -196,7 +174,8 @@ def _through_template(
     try:
         with_sentinels = render([_with_content(m, c) for m, c in zip(messages, stand_ins, strict=True)])
     except Exception as error:  # a template may do anything with contents it does not expect
-        return [], f"the chat template fails on contents with the chunks taken out ({_brief(error)})"
+        why = f"{type(error).__name__}: {error}"[:200]
+        return [], f"the chat template fails on contents with the chunks taken out ({why})"
     pieces = re.split(f"({_SENTINEL_START}{salt}N[0-9]{{6}}E)", with_sentinels)
     if pieces[1::2] != list(chunks):
         return [], "the chat template drops, repeats, reorders or rewrites message contents"
@@ -206,23 +185,14 @@ def _through_template(
     return segments, ""
 
 
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
-
-
 def _unused_salt(texts: Iterable[str]) -> int:
     used = {int(found) for text in texts for found in re.findall(f"{_SENTINEL_START}([0-9]{{1,18}})N", text)}
     return next(salt for salt in range(len(used) + 1) if salt not in used)
 
 
 def _stand_in(segment: Segment, salt: int, chunks: dict[str, Segment]) -> Segment:
-    if not _stands_apart(segment):
+    if not stands_apart(segment):
         return segment
     sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"
     chunks[sentinel] = segment
     return Text(sentinel)
-
-
-def _stands_apart(segment: Segment) -> bool:
-    """Whether the segment is a chunk, or tokenised without special tokens."""
-    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)

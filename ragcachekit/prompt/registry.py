@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragcachekit.prompt.anchors import AnchorIndex
 from ragcachekit.prompt.base import Matches
@@ -25,38 +25,38 @@ def forms(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Registered:
-    """Result of :meth:`ChunkRegistry.add`: numbers of new and of known texts.
-
-    ``refused`` are the texts shorter than ``min_chars``, outer whitespace aside, which would be found
-    everywhere. Such a chunk can still be marked explicitly.
-    """
+    """Numbers of new and of known texts, and those ``refused``: shorter than ``min_chars``."""
 
     added: int
     known: int
     refused: tuple[str, ...]
 
 
-@dataclass
 class _Namespace:
-    lru: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    index: AnchorIndex = field(default_factory=AnchorIndex)
+    def __init__(self) -> None:
+        self.lru: OrderedDict[str, None] = OrderedDict()
+        self.index = AnchorIndex()
 
     def put(self, text: str, limit: int) -> bool:
-        if text in self.lru:
-            self.lru.move_to_end(text)
-            return False
-        self.lru[text] = None
-        self.index.add(text)
-        while len(self.lru) > limit:
-            self.index.remove(self.lru.popitem(last=False)[0])
-        return True
+        new = text not in self.lru
+        if not new:
+            self.lru.move_to_end(text)  # or the insert of its stripped form could evict it
+        for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
+            if form not in self.lru:
+                self.index.add(form)
+            self.lru[form] = None
+            self.lru.move_to_end(form)
+            if len(self.lru) > limit:
+                self.index.remove(self.lru.popitem(last=False)[0])
+        return new
 
     def drop(self, text: str) -> bool:
-        if text not in self.lru:
-            return False
-        del self.lru[text]
-        self.index.remove(text)
-        return True
+        known = text in self.lru
+        for form in forms(text):
+            if form in self.lru:
+                del self.lru[form]
+                self.index.remove(form)
+        return known
 
 
 class ChunkRegistry:
@@ -64,13 +64,10 @@ class ChunkRegistry:
 
     Namespaces are separate indexes: a text registered by one tenant is never found in another
     tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
+    The time of a search is linear in the prompt; one that would take longer ends before and reports where.
 
-    Parameters
-    ----------
-    max_chunks : int
-        Texts per namespace (a text with outer whitespace counts twice, see :func:`forms`).
-    min_chars : int
-        Shortest text registered, in characters, outer whitespace aside.
+    ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
+    ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
 
     Examples
     --------
@@ -93,13 +90,7 @@ class ChunkRegistry:
         self._refused: set[str] = set()
 
     def add(self, namespace: str, texts: Iterable[str]) -> Registered:
-        """Register chunk texts; those of a known text count as used just now.
-
-        Raises
-        ------
-        TypeError
-            If ``texts`` is one string, or holds something that is not a string; nothing is added.
-        """
+        """Register chunk texts; known ones count as used now. TypeError for what is no list of strings."""
         wanted = _strings(texts)
         refused = tuple(text for text in wanted if len(text.strip()) < self.min_chars)
         taken = [text for text in wanted if len(text.strip()) >= self.min_chars]
@@ -109,7 +100,7 @@ class ChunkRegistry:
             if not taken:
                 return Registered(0, 0, refused)
             registered = self._namespaces.setdefault(namespace, _Namespace())
-            added = sum(self._put(registered, text) for text in taken)
+            added = sum(registered.put(text, self.max_chunks) for text in taken)
         return Registered(added, len(taken) - added, refused)
 
     def discard(self, namespace: str, texts: Iterable[str]) -> int:
@@ -117,7 +108,7 @@ class ChunkRegistry:
         wanted = _strings(texts)
         with self._lock:
             known = self._namespaces.get(namespace)
-            return sum(self._drop(known, text) for text in wanted) if known else 0
+            return sum(known.drop(text) for text in wanted) if known else 0
 
     def clear(self, namespace: str) -> int:
         """Forget the whole namespace; returns how many texts (all forms) it held."""
@@ -135,8 +126,8 @@ class ChunkRegistry:
     def nothing_found(self, namespace: str) -> str:
         """Why a prompt has no chunk of the namespace, and what to do."""
         with self._lock:
-            registered, refused = namespace in self._namespaces, namespace in self._refused
-        if registered and self.size(namespace):
+            refused = namespace in self._refused
+        if self.size(namespace):
             why = (
                 f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
                 "another case, re-wrapped, or with a word that runs on, a chunk is not recognised"
@@ -155,26 +146,12 @@ class ChunkRegistry:
             known = self._namespaces.get(namespace)
             if known is None:
                 return Matches(())
-            snapshot = known.index.snapshot()
-        matches = snapshot.find(text)  # outside the lock: prompts of several threads search at once
-        with self._lock:
+            matches = known.index.find(text)
             for start, end in matches.found:
                 for form in reversed(forms(text[start:end])):
                     if form in known.lru:
                         known.lru.move_to_end(form)
         return matches
-
-    def _put(self, known: _Namespace, text: str) -> bool:
-        new = text not in known.lru
-        if not new:
-            known.lru.move_to_end(text)  # or the insert of its stripped form could evict it
-        for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
-            known.put(form, self.max_chunks)
-        return new
-
-    def _drop(self, known: _Namespace, text: str) -> bool:
-        dropped = [known.drop(form) for form in forms(text)]
-        return dropped[0]
 
 
 def _strings(texts: Iterable[str]) -> list[str]:

@@ -5,30 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ragcachekit.prompt.base import MOST_OVERLAPPED, ChunkFinder, Match, Matches, Segmentation
+from ragcachekit.prompt.base import MOST_OVERLAPPED, Match, Matches, Segmentation, stands_apart
+from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 
-def segment_text(text: str, registry: ChunkFinder, namespace: str) -> Segmentation:
+def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
     Of overlapping occurrences the leftmost, and of those the longest, is taken; the prompt's notes name
     the others (an ambiguity costs reuse, never correctness). An occurrence counts only if no word runs
     across its edges: the chunk "... a cat" is not found in "... a category".
 
-    Parameters
-    ----------
-    text : str
-        The whole prompt, as it will be tokenised.
-    registry : ChunkFinder
-        Usually a :class:`~ragcachekit.prompt.registry.ChunkRegistry`.
-    namespace : str
-        Whose chunks to look for.
-
-    Returns
-    -------
-    Segmentation
-        The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
+    The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
     matches = registry.find(namespace, text)
     rivals = [m for m in matches.overlapped if not _same_chunk(text, m, matches.found)]
@@ -44,7 +33,7 @@ def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
     merged: list[Segment] = []
     run: list[str] = []
     for segment in segments:
-        if segment.text and (isinstance(segment, Chunk) or _split_special_tokens(segment)):
+        if segment.text and stands_apart(segment):
             if run:
                 merged.append(Text("".join(run)))
                 run = []
@@ -54,25 +43,16 @@ def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
     return [*merged, Text("".join(run))] if run else merged
 
 
-def _split_special_tokens(segment: Segment) -> bool:
-    return isinstance(segment, Text) and segment.split_special_tokens
-
-
 def body(text: str) -> str:
     """A chunk's text without the blanks at its end, which some chains strip; of blanks alone, these."""
     return text.rstrip() or text
 
 
 def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The segments; what :func:`body` leaves out of a chunk is added to the text after it.
-
-    The chunks stay as they are, to be tokenised by their body. Blanks at a chunk's beginning stay in it:
-    outside they would change the text before the first chunk, the context of other encodings.
-    """
+    """The segments; blanks at the end of a chunk, see :func:`body`, are added to the text after it."""
     blanks = ""
     for segment in segments:
-        joins = isinstance(segment, Text) and not _split_special_tokens(segment)
-        if blanks and joins and segment.text is not None:
+        if blanks and not stands_apart(segment) and segment.text is not None:
             yield Text(blanks + segment.text)
         else:
             yield from [Text(blanks)] if blanks else []

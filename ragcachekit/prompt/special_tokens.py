@@ -13,20 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragcachekit.prompt.nested import common_length
+from ragcachekit.prompt.base import common_length, stands_apart
 from ragcachekit.types import Chunk, Segment, Text
 
-MOST_TEXTS = 1024
-"""Texts per namespace, those registered or retrieved last."""
-
-MOST_COMPARISONS = 1 << 16
-"""Occurrences in a prompt times texts; beyond that every occurrence is plain text."""
-
-WINDOW = 16
-"""Characters compared on each side of an occurrence, whitespace and special-token strings left out."""
-
-ENOUGH = 10
-"""Characters in common on both sides together that make an occurrence doubtful; role names have fewer."""
+MOST_TEXTS = 1024  # per namespace, those registered or retrieved last
+MOST_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
+WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens
+ENOUGH = 10  # characters in common, before and after together, that decide; role names have fewer
 
 
 class _Occurrence(NamedTuple):
@@ -66,13 +59,7 @@ class HoldingText:
 
 
 class SpecialTokenTexts:
-    """The retrieved texts with special-token strings in them, per namespace. Thread safe.
-
-    Parameters
-    ----------
-    special_tokens : iterable of str
-        The strings that the tokenizer makes control tokens of.
-    """
+    """The retrieved texts with special-token strings in them, per namespace. Thread safe."""
 
     def __init__(self, special_tokens: Iterable[str] = ()) -> None:
         strings = sorted({s for s in special_tokens if _fold(s)}, key=len, reverse=True)
@@ -115,8 +102,8 @@ class SpecialTokenTexts:
     ) -> list[Segment]:
         """Cut fixed text at the special-token strings that may come from a retrieved text.
 
-        The characters around an occurrence decide. In doubt it is plain text: one that a text has, too,
-        with about the same characters before or after it. ``retrieved`` are texts of this prompt alone.
+        Plain text is what such a text has, too, with about the same characters before or after it.
+        ``retrieved`` are texts of this prompt alone.
         """
         texts = self._known(namespace, retrieved)
         if not texts:
@@ -152,7 +139,7 @@ class SpecialTokenTexts:
         def pieces(segment: Segment) -> list[Segment]:
             text = segment.text or ""
             spans = [m.span() for m in self._exact.finditer(text) if _fold(m[0]) in held]
-            return _cut(text, spans) if _is_fixed(segment) else [segment]
+            return _cut(text, spans) if not stands_apart(segment) else [segment]
 
         return [[piece for segment in content for piece in pieces(segment)] for content in contents]
 
@@ -199,7 +186,7 @@ class SpecialTokenTexts:
                 here.append((*match.span(), _fold(match[0]), length))
             runs.append(_fold(text[done:]))
             length += len(runs[-1])
-            if _is_fixed(segment):
+            if not stands_apart(segment):
                 found += (_Occurrence(number, *where, begin, length) for where in here)
         return "".join(runs), found
 
@@ -219,10 +206,6 @@ def _around(
 
 def _is_chunk_of(segment: Segment, text: HoldingText) -> bool:
     return isinstance(segment, Chunk) and (segment.text or "").strip() == text.text
-
-
-def _is_fixed(segment: Segment) -> bool:
-    return isinstance(segment, Text) and segment.text is not None and not segment.split_special_tokens
 
 
 def _agree(left: str, right: str, text_left: str, text_right: str) -> bool:

@@ -1,13 +1,11 @@
-"""The contract of every query cache, the key it is partitioned by, and what it returns."""
+"""What a query cache returns, and the key that it is partitioned by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
-
-from numpy.typing import ArrayLike
+from typing import NamedTuple, TypeAlias
 
 from ragcachekit.query.key_walk import freeze
 
@@ -16,10 +14,7 @@ ResultId: TypeAlias = str | int
 
 
 class Hit(NamedTuple):
-    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric.
-
-    Scores of the cached search are not part of it: they belong to the old query.
-    """
+    """A cached answer: ordered result ids, and the distance of its query in the unit of the metric."""
 
     ids: tuple[ResultId, ...]
     distance: float
@@ -34,10 +29,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryCacheStats:
-    """Counters since the cache was made; ``entries`` and ``partitions`` are the present content.
-
-    ``inserts = entries + replacements + evictions + forgotten`` always holds.
-    """
+    """Counters since the cache was made: ``inserts = entries + replacements + evictions + forgotten``."""
 
     capacity: int
     entries: int
@@ -59,15 +51,9 @@ class QueryCacheStats:
 class Partition(NamedTuple):
     """The hard part of a query cache's key: entries of another partition are never considered.
 
-    Attributes
-    ----------
-    namespace : str
-        Tenant and corpus.
-    k : int
-        Number of results asked for.
-    filters, search_kwargs, index_id : hashable
-        Whatever else changes the answer, such as versions of the index and of the embedding model. Use
-        :meth:`of`, which takes dicts, lists and objects apart.
+    ``namespace`` is tenant and corpus, ``k`` the number of results asked for. The rest is whatever else
+    changes the answer, such as versions of the index and of the embedding model. Use :meth:`of`, which takes
+    dicts, lists and objects apart.
     """
 
     namespace: str
@@ -88,65 +74,16 @@ class Partition(NamedTuple):
     ) -> Partition:
         """A partition from ordinary (also mutable) filters and keyword arguments.
 
-        Raises
-        ------
-        ValueError
-            ``k`` is not positive.
-        TypeError
-            ``k`` is no integer, or a value is a function or does not show its content.
+        ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
         """
-        check_k(k)
+        positive("k", k)
         return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
 
 
-def check_k(k: object) -> None:
-    """ValueError or TypeError if ``k`` is no positive integer."""
-    if isinstance(k, bool) or not isinstance(k, Integral):
-        raise TypeError(f"k must be an int, not {type(k).__name__}")
-    if k <= 0:
-        raise ValueError(f"k must be > 0, got {k}")
-
-
-@runtime_checkable
-class QueryCache(Protocol):
-    """Query embedding -> ordered result ids (Proximity, section 3). Implementations promise:
-
-    - ``lookup`` returns only what was inserted under an equal ``partition``; the partition is
-      checked before any similarity.
-    - An embedding equal to an inserted one hits at any tolerance, while its entry is cached.
-    - A returned entry's distance is <= the tolerance, and no entry of the partition is nearer (by more
-      than float64 rounding).
-    - Never more than ``capacity`` entries over all partitions.
-    - All methods are thread safe; embeddings are copied, never written to.
-    - An embedding with NaN or infinite numbers, or of another width than the first, raises
-      :class:`~ragcachekit.errors.RetrievalError` and changes nothing.
-    """
-
-    def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
-        """The nearest entry of the partition within the tolerance, or None."""
-        ...
-
-    def insert(
-        self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
-    ) -> tuple[Entry, ...]:
-        """Insert ``ids`` for this embedding; returns the entries that left (replaced or evicted).
-
-        An equal embedding of the same partition is replaced and becomes the newest entry.
-        """
-        ...
-
-    def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
-        """Drop and return the entries for which ``where`` is true; it must not call the cache."""
-        ...
-
-    def clear(self) -> tuple[Entry, ...]:
-        """Drop and return all entries."""
-        ...
-
-    def stats(self) -> QueryCacheStats:
-        """Counters and present content."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if the cache's own bookkeeping contradicts itself."""
-        ...
+def positive(name: str, value: int) -> int:
+    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return int(value)

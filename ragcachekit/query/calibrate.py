@@ -16,16 +16,8 @@ from ragcachekit.query.metrics import Float64, get_metric, paired_distances
 class Calibration:
     """A tolerance and what it does to the pairs it was chosen on.
 
-    Attributes
-    ----------
-    tolerance : float
-        In the unit of the metric.
-    hit_rate : float
-        Share of rewordings within the tolerance.
-    false_hit_rate : float
-        Share of pairs with different answers within the tolerance.
-    same_pairs, different_pairs : int
-        How many pairs these shares are of.
+    ``tolerance`` is in the unit of the metric. ``hit_rate`` is the share of the ``same_pairs`` rewordings
+    within it, ``false_hit_rate`` that of the ``different_pairs`` with different answers.
     """
 
     metric: str
@@ -52,16 +44,13 @@ def calibrate(
 ) -> Calibration:
     """The largest tolerance with a false-hit rate of at most ``max_false_hit_rate`` on these pairs.
 
-    Calibrate on other questions than those you report on. A cache compares with all its entries: take
-    as different pairs each question's *nearest* one with another answer, not a random one, or the
-    rate will be too hopeful.
+    Calibrate on other questions than those you report on. Take as different pairs each question's
+    *nearest* one with another answer, not a random one: a cache compares with all its entries.
 
     Parameters
     ----------
-    same : (queries, rewordings)
-        Embeddings ``[n, dim]`` each; row i of one and row i of the other have the same answer.
-    different : (queries, others)
-        Embeddings ``[m, dim]`` each; row i of one and row i of the other have different answers.
+    same, different : pair of array
+        Embeddings ``[pairs, dim]`` each: the answers to row i of both are the same, or different.
     metric : {"cosine", "l2", "ip"}
         That of the cache.
     max_false_hit_rate : float

@@ -22,14 +22,9 @@ _OBSERVING = threading.Lock()
 
 
 class IndexChanges:
-    """The number of changes of one index.
+    """The number of changes of one index, to which ``owner`` refers weakly.
 
     Both the begin and the end of a change are counted: a search beside one has a version of its own.
-
-    Parameters
-    ----------
-    owner : callable
-        Gives the index, or None when it is gone.
     """
 
     def __init__(self, owner: Callable[[], object]) -> None:

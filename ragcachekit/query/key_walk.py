@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ragcachekit.query.index_changes import observe
-from ragcachekit.query.keys import HashedKey, Identity, KeyRules, NotKeyable, ObjectKey, TooLarge
-from ragcachekit.query.object_parts import (
+from ragcachekit.query.keys import (
     CODE,
     CONTAINERS,
     FUNCTIONS,
@@ -30,6 +29,12 @@ from ragcachekit.query.object_parts import (
     SCALAR_BASES,
     SCALARS,
     ClassParts,
+    HashedKey,
+    Identity,
+    KeyRules,
+    NotKeyable,
+    ObjectKey,
+    TooLarge,
     attributes_of,
     class_with_parts,
     closure_of,
@@ -51,26 +56,15 @@ _RULES = KeyRules()
 def freeze(value: object) -> Hashable:
     """``value`` as something hashable that is equal only for equal values *of equal types*.
 
-    Types are part of it because ``True == 1 == 1.0`` in Python and not in every filter language.
-
-    Raises
-    ------
-    TypeError
-        For functions, and for objects of other classes than the standard library's: what they stand for
-        may depend on anything.
+    TypeError for functions and objects of other classes than the standard library's.
     """
     return object_key(value).key
 
 
 def object_key(value: object, rules: KeyRules = _RULES) -> ObjectKey:
-    """The key of ``value`` and of all that it refers to.
+    """The key of ``value`` and of all that it refers to; NotKeyable names what cannot be read, and where.
 
     An object with a method ``cache_key_parts()`` is keyed by what that returns.
-
-    Raises
-    ------
-    NotKeyable
-        Names the value, and where it is.
     """
     reader = _Reader(rules)
     return ObjectKey(HashedKey(reader.key(value)), reader.configurable)
@@ -122,12 +116,6 @@ class _Reader:
         """A number or string of a subclass, whatever that makes of its ``repr``."""
         base: Any = next(base for base in SCALAR_BASES if isinstance(value, base))
         return kind, base.__repr__(value), self._state(kind, value)
-
-    def ufunc(self, kind: type, value: Any) -> Hashable:
-        name = str(getattr(value, "__name__", ""))
-        if getattr(np, name, None) is not value:
-            raise NotKeyable("a function made into a ufunc may depend on anything")
-        return kind, name
 
     def function(self, kind: type, value: Any) -> Hashable:
         """A function of a known library is itself; another may do anything."""
@@ -241,7 +229,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], _Read], ...] = (
     (re.Pattern, lambda _, kind, value: (kind, value.pattern, value.flags)),
     (_VALUES, lambda _, kind, value: (kind, repr(value))),
     (np.generic, lambda _, kind, value: (kind, value.dtype.str, value.tobytes())),
-    (np.ufunc, _Reader.ufunc),
+    (np.ufunc, _Reader.refused),
     (SCALAR_BASES, _Reader.scalar),
     (_BYTES, _Reader.array),
     (Mapping, _Reader.mapping),
@@ -250,7 +238,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], _Read], ...] = (
 
 
 def _read_of(kind: type, rules: KeyRules) -> _Read:
-    """The method that reads objects of a class; what it leaves out must not decide about results."""
+    """The method that reads objects of a class: all that may decide about results."""
     if kind is types.SimpleNamespace:
         return lambda reader, kind, value: (kind, reader.attributes(kind, value))
     if kind in READABLE:

@@ -8,12 +8,10 @@ metric     distance of query q and key k      unit
 ``ip``     max(q.q, k.k) - q.k                an inner product; equal to ``cosine`` on unit vectors
 =========  =================================  ====================================================
 
-The inner product itself is no distance (a long key would be "near" to everything), so ``ip`` measures
-what q.k lacks of the larger self-product. It is 0 only for q = k, and ||q - k||^2 <= 2 d: no document x
-changes its score by more than sqrt(2 d) ||x||.
+``ip`` measures what q.k lacks of the larger self-product. It is 0 only for q = k, and ||q - k||^2 <= 2 d.
 
-Each metric ranks all keys in float32 from one matrix-vector product, which loses most of its digits for
-near vectors, and measures a few in float64. A bound of the first's error decides which keys need the second.
+Each metric ranks all keys in float32 from one matrix-vector product and measures a few in float64. A bound
+of the first's error decides which keys need the second.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ class L2:
         return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
 
     def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
-        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``: 0 where they are equal.
-
-        The products q.q and k.k are given, from :func:`product`.
-        """
+        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``, with q.q and k.k given."""
         # Not q.q + k.k - 2 q.k: its rounding is larger than the squared distance of near vectors.
         gaps = keys - query
         squares: Number = gaps.dot(gaps) if gaps.ndim == 1 else np.einsum("ij,ij->i", gaps, gaps)

@@ -7,10 +7,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ragcachekit.query.base import Partition, check_k
+from ragcachekit.query.base import Partition, positive
 from ragcachekit.query.key_walk import object_key
-from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, ObjectKey, TooLarge
-from ragcachekit.query.object_parts import index_versions
+from ragcachekit.query.keys import Identity, KeyRules, NotKeyable, ObjectKey, TooLarge, index_versions
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +24,8 @@ class Partitioner:
     arguments of the call. Code outside the known libraries may depend on anything: what it finds is not
     cached, unless it names what counts.
 
-    Parameters
-    ----------
-    rules : KeyRules
-    custom : callable, optional
-        Gives what counts, called with the ``question`` of :meth:`partition`; it replaces the retriever and
-        the run. None from it: do not cache.
+    ``custom`` is called with the ``question`` of :meth:`partition` and gives what counts instead of the
+    retriever and the run. None from it: do not cache.
     """
 
     def __init__(self, rules: KeyRules, custom: Callable[..., object] | None = None) -> None:
@@ -52,25 +47,11 @@ class Partitioner:
     ) -> Partition | None:
         """The partition, or None if the call must not be cached; the reason is logged once.
 
-        Parameters
-        ----------
-        namespace, k
-            As for :class:`Partition`.
-        retriever : object
-            What is searched on a miss.
-        arguments : object
-            The search arguments of the call.
-        configurable : object
-            The values of the call for retrievers that are configured by it.
-        question : tuple
-            Arguments of ``custom``.
-
-        Raises
-        ------
-        ValueError, TypeError
-            For a ``k`` that is no positive integer.
+        ``arguments`` are the search arguments of the call, ``configurable`` its values for retrievers that
+        are configured by it, ``question`` the arguments of ``custom``. ValueError or TypeError for a ``k``
+        that is no positive integer.
         """
-        check_k(k)
+        positive("k", k)
         if self._custom is None and Identity(retriever) in self._too_large:
             return None
         try:
@@ -94,11 +75,7 @@ class Partitioner:
             return None
 
     def is_unchanged(self, before: object, after: Partition | None) -> bool:
-        """Whether what a search found belongs to the partition that was read before it.
-
-        It does not if another thread changed the retriever meanwhile, or if the search itself does at every
-        question; then nothing is ever cached, which is logged once.
-        """
+        """Whether what a search found belongs to the partition that was read before it."""
         if after == before:
             return True
         if after is not None and after.search_kwargs != getattr(before, "search_kwargs", None):

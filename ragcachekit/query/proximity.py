@@ -8,14 +8,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId
-from ragcachekit.query.matrix import KeyMatrix
+from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, positive
+from ragcachekit.query.matrix import KeyMatrix, as_vector, exact_bytes, widened
 from ragcachekit.query.metrics import Float32, Float64, get_metric
-from ragcachekit.query.vectors import as_vector, exact_bytes, widened
 
 EVICTIONS = ("fifo", "lru")
 
@@ -25,14 +23,14 @@ _COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotte
 
 
 class ProximityCache:
-    """Query embedding -> ordered result ids; hit if the nearest key is within the tolerance.
+    """Query embedding -> ordered result ids; hit if the nearest key is within the tolerance. Thread safe.
 
     One exact linear scan: a float32 matrix of all keys, one BLAS matrix-vector product, argmin. Keys
-    that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64.
+    that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64. An embedding
+    equal to an inserted one hits at any tolerance.
 
     All partitions share the matrix, the capacity and the eviction order; keys of another partition are
-    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes, as each key is also
-    stored as bytes for exact matches.
+    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes.
 
     Parameters
     ----------
@@ -41,8 +39,7 @@ class ProximityCache:
     tolerance : float
         Greatest distance of a hit (tau), in the unit of the metric: see
         :mod:`ragcachekit.query.metrics`. The default 0 is equal vectors (-0.0 equals 0.0) and nothing
-        else. Calibrate anything above (:func:`ragcachekit.calibrate`): with all-MiniLM half of all pairs
-        "Where does A live?", "Where does B live?" lie within a cosine distance of 0.15.
+        else. Calibrate anything above with :func:`ragcachekit.calibrate`.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
     eviction : {"fifo", "lru"}
@@ -54,7 +51,7 @@ class ProximityCache:
     Raises
     ------
     ValueError, TypeError
-        For a capacity, tolerance, metric, eviction or dim that makes no sense.
+        For bad settings.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class ProximityCache:
         eviction: str = "fifo",
         dim: int | None = None,
     ) -> None:
-        self.capacity = _positive("capacity", capacity)
+        self.capacity = positive("capacity", capacity)
         if not (tolerance >= 0.0 and math.isfinite(tolerance)):  # NaN fails the comparison
             raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
         if eviction not in EVICTIONS:
@@ -83,7 +80,7 @@ class ProximityCache:
         self._matrix: KeyMatrix | None = None
         self._dim: int | None = None
         if dim is not None:
-            self._allocate(_positive("dim", dim))
+            self._allocate(positive("dim", dim))
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -91,10 +88,7 @@ class ProximityCache:
     def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
-        Raises
-        ------
-        RetrievalError
-            NaN or infinite numbers, the zero vector under cosine, or another width than before.
+        RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
         """
         query = as_vector(embedding, self._dim)
         wide, squared = widened(query, self._metric.needs_direction)
@@ -113,14 +107,8 @@ class ProximityCache:
     ) -> tuple[Entry, ...]:
         """Insert ``ids`` for this embedding; returns the entries that left (Algorithm 1, lines 8-11).
 
-        An equal embedding of the same partition is replaced and becomes the newest entry.
-
-        Raises
-        ------
-        TypeError
-            An id is neither str nor int.
-        RetrievalError
-            As :meth:`lookup`.
+        An equal embedding of the same partition is replaced and becomes the newest entry. TypeError for ids
+        that are neither str nor int; RetrievalError as for :meth:`lookup`.
         """
         frozen = _result_ids(ids)
         query = as_vector(embedding, self._dim)
@@ -143,9 +131,9 @@ class ProximityCache:
     def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
         """Drop and return the entries for which ``where`` is true; it must not call the cache."""
         with self._lock:
-            doomed = [key for key, slot in self._slots.items() if where(self._entries[slot])]
-            self._counts["forgotten"] += len(doomed)
-            return tuple(self._drop(key) for key in doomed)
+            dropped = [key for key, slot in self._slots.items() if where(self._entries[slot])]
+            self._counts["forgotten"] += len(dropped)
+            return tuple(self._drop(key) for key in dropped)
 
     def clear(self) -> tuple[Entry, ...]:
         """Drop and return all entries."""
@@ -157,11 +145,11 @@ class ProximityCache:
             return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + gone."""
+        """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + left."""
         with self._lock:
             size, counts = len(self._keys), self._counts
-            gone = counts["replacements"] + counts["evictions"] + counts["forgotten"]
-            assert counts["inserts"] == size + gone, "inserted is not present + gone"
+            left = counts["replacements"] + counts["evictions"] + counts["forgotten"]
+            assert counts["inserts"] == size + left, "inserted is not present + left"
             assert size <= self.capacity, "more entries than the capacity"
             assert len(self._entries) == size == len(self._slots), "slots, keys and ids differ in number"
             heads = Counter(_head(vector) for _, vector in self._keys)
@@ -183,8 +171,8 @@ class ProximityCache:
             return None, 0.0
         if not self.tolerance:
             return self._slots.get((code, exact_bytes(query))), 0.0
-        # Most repeated vectors are found here in a fifth of the time; one that differs in the sign of
-        # a zero is found by the scan. The head alone is hashed first: a whole vector costs 0.7 us.
+        # Most repeated vectors are found here in a fifth of the time. The head alone is hashed first: a whole
+        # vector costs 0.7 us.
         if query[:_HEAD].tobytes() in self._heads:
             slot = self._slots.get((code, query.tobytes()))
             if slot is not None:
@@ -235,14 +223,6 @@ class ProximityCache:
 
 def _head(vector: bytes) -> bytes:
     return vector[: 4 * _HEAD]
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)
 
 
 def _result_ids(ids: Sequence[ResultId]) -> tuple[ResultId, ...]:

@@ -6,14 +6,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCache, QueryCacheStats, ResultId
+from ragcachekit.query.base import Entry, QueryCacheStats, ResultId
+from ragcachekit.query.proximity import ProximityCache
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,9 @@ _MOST_LOGGED = 100
 class Retrieved(Generic[Document]):
     """Documents in order, and where they came from.
 
-    Attributes
-    ----------
-    documents : tuple
-        The very objects that the search returned; hand out copies.
-    hit : bool
-        True if no search was made.
-    distance : float or None
-        Of the cached query, in the unit of the cache's metric; None after a search.
-    lookup_us : float
-        Microseconds spent in the cache before the search, or instead of it.
-    note : str or None
-        Why the cache could not be asked, if it could not.
+    The documents are the very objects that the search returned; hand out copies. ``distance`` is that of
+    the cached query in the metric's unit, None after a search; ``lookup_us`` are microseconds in the
+    cache. ``note`` is why the cache could not be asked, if it could not.
     """
 
     documents: tuple[Document, ...]
@@ -62,26 +54,24 @@ class Lookup(NamedTuple, Generic[Document]):
 class CachedRetrieval(Generic[Document]):
     """A query cache together with the documents that its entries name.
 
-    Documents are stored by (partition, id), counted by the entries that name them, and dropped with the
-    last one: never more than ``capacity * k``. A later search that returns another document under the
-    same id replaces it for all entries of the partition. No document crosses a partition.
+    Documents are stored by (partition, id) and dropped with the last entry that names them: never more
+    than ``capacity * k``. A later search that returns another document under the same id replaces it for
+    all entries of the partition. No document crosses a partition.
 
-    A failing cache does not fail a question: errors of lookup and insert are logged, and the search
-    answers. An embedding that the cache cannot use (zeros, NaN, another width) is searched too.
-
-    The search runs outside all locks; two threads that miss at once both search. What a search found
-    is not inserted if :meth:`forget` or :meth:`clear` ran meanwhile (it may hold what was to be
-    forgotten), nor if it found nothing (mostly an index that is not filled yet).
+    Errors of lookup and insert are logged, and the search answers. So it does where the cache cannot use
+    the embedding (zeros, NaN, another width). The search runs outside all locks. What it found is not
+    inserted if :meth:`forget` or :meth:`clear` ran meanwhile, nor if it found nothing (mostly an index that
+    is not filled yet).
 
     Parameters
     ----------
-    cache : QueryCache
-        Owned by this object from now on: insert into it through nothing else.
+    cache : ProximityCache
+        Empty; nothing else may insert into it.
     text : callable, optional
         The text of a document, for :meth:`forget_texts`.
     """
 
-    def __init__(self, cache: QueryCache, text: Callable[[Document], str] | None = None) -> None:
+    def __init__(self, cache: ProximityCache, text: Callable[[Document], str] | None = None) -> None:
         self._cache = cache
         self._text = text
         self._documents: dict[tuple[Hashable, ResultId], Document] = {}
@@ -105,55 +95,23 @@ class CachedRetrieval(Generic[Document]):
             return True
 
     def get(
-        self,
-        embedding: ArrayLike,
-        partition: Hashable,
-        search: Callable[[], Found[Document]],
-        otherwise: Callable[[], Found[Document]] | None = None,
-        keep_if: Callable[[], bool] = lambda: True,
+        self, embedding: ArrayLike, partition: Hashable, search: Callable[[], Found[Document]]
     ) -> Retrieved[Document]:
         """The documents of a near enough earlier query, else those of ``search()``.
 
-        Parameters
-        ----------
-        embedding, partition
-            As for :meth:`QueryCache.lookup`.
-        search : callable
-            Called on a miss; it may use the embedding. What it raises is passed on.
-        otherwise : callable, optional
-            Called if the cache cannot use the embedding; by default ``search``.
-        keep_if : callable
-            Called after a search: whether its result still belongs to the partition.
+        The search is called on a miss, and where the embedding is of no use. What it raises is passed on.
         """
         asked = self.lookup(embedding, partition)
-        if asked.result.hit:
-            return asked.result
-        found = (otherwise or search)() if asked.result.note else search()
-        return self.insert(asked, found) if keep_if() else self._searched(asked, found)
-
-    async def aget(
-        self,
-        embedding: ArrayLike,
-        partition: Hashable,
-        search: Callable[[], Awaitable[Found[Document]]],
-        otherwise: Callable[[], Awaitable[Found[Document]]] | None = None,
-        keep_if: Callable[[], bool] = lambda: True,
-    ) -> Retrieved[Document]:
-        """:meth:`get` with searches that are awaited."""
-        asked = self.lookup(embedding, partition)
-        if asked.result.hit:
-            return asked.result
-        found = await ((otherwise or search)() if asked.result.note else search())
-        return self.insert(asked, found) if keep_if() else self._searched(asked, found)
+        return asked.result if asked.result.hit else self.insert(asked, search())
 
     def lookup(self, embedding: ArrayLike, partition: Hashable) -> Lookup[Document]:
-        """The first half of :meth:`get`. After a miss, search and call :meth:`insert`."""
+        """Look up; after a miss, search and call :meth:`insert`."""
         start = time.perf_counter_ns()
         hit, documents, epoch, note = None, None, _NO_EPOCH, None
         try:
             with self._lock:
                 hit = self._cache.lookup(embedding, partition=partition)
-                documents = self._fetch(hit, partition)
+                documents = hit and tuple([self._documents[partition, one] for one in hit.ids])
                 epoch = self._epoch
         except Exception as error:
             note = self._note(error)
@@ -165,7 +123,7 @@ class CachedRetrieval(Generic[Document]):
         return Lookup(result, embedding, partition, epoch)
 
     def insert(self, asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
-        """The second half of :meth:`get`: insert what a search found, unless something was forgotten."""
+        """Insert what a search found, unless something was forgotten meanwhile."""
         result, embedding, partition, epoch = asked
         pairs = tuple(found)
         note = result.note
@@ -180,35 +138,24 @@ class CachedRetrieval(Generic[Document]):
                         self._uses[partition, one] += 1
         except Exception as error:
             note = self._note(error)
-        return replace(self._searched(asked, pairs), note=note)
+        return replace(result, documents=tuple([document for _, document in pairs]), note=note)
 
     def forget(
         self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
     ) -> int:
-        """Drop entries whose partition satisfies ``where`` and that name one of ``ids``.
+        """Drop entries whose partition satisfies ``where`` and that name one of ``ids``; returns how many.
 
         Either may be left out; with neither all are dropped. Call it when documents change or go.
-
-        Returns
-        -------
-        int
-            The number of entries dropped.
         """
         named = None if ids is None else frozenset(ids)
         return self._forget(lambda entry: _matches(entry, where, named))
 
     def clear(self) -> int:
         """Drop all entries and documents; returns the number of entries dropped."""
-        return self._forget(lambda _: True)
+        return self.forget()
 
     def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
-        """Drop entries of a namespace with a document whose text is ``forgotten``; all of them with None.
-
-        Returns
-        -------
-        int
-            The number of entries dropped.
-        """
+        """Drop entries of a namespace with a document whose text is ``forgotten``; all of them with None."""
         with self._forgetting:
             if forgotten is None or self._text is None:
                 return self.forget(where=lambda partition: _is_of(partition, namespace))
@@ -216,8 +163,8 @@ class CachedRetrieval(Generic[Document]):
                 self._epoch += 1  # what a search of before finds from here on is not inserted
                 stored = list(self._documents.items())
             texts = {name: self._text(document) for name, document in stored if _is_of(name[0], namespace)}
-            gone = {name for name, text in texts.items() if forgotten(text)}
-            return self._forget(lambda entry: any((entry.partition, one) in gone for one in entry.ids))
+            matching = {name for name, text in texts.items() if forgotten(text)}
+            return self._forget(lambda entry: any((entry.partition, one) in matching for one in entry.ids))
 
     def stats(self) -> QueryCacheStats:
         """The cache's counters."""
@@ -242,18 +189,6 @@ class CachedRetrieval(Generic[Document]):
             self._logged.add(note)
             log.warning("%s; searching instead", note, exc_info=None if unusable else error)
         return note
-
-    def _fetch(self, hit: Hit | None, partition: Hashable) -> tuple[Document, ...] | None:
-        if hit is None:
-            return None
-        try:
-            return tuple([self._documents[partition, one] for one in hit.ids])
-        except KeyError:  # an entry that was in the cache before it was handed over: a miss
-            return None
-
-    @staticmethod
-    def _searched(asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
-        return replace(asked.result, documents=tuple([document for _, document in found]))
 
     def _forget(self, where: Callable[[Entry], bool]) -> int:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -34,12 +35,8 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance : float
         Greatest distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
-    capacity : int
-        Greatest number of cached questions; 1,000 by default.
-    metric : {"cosine", "l2", "ip"}
-        Distance between questions.
-    eviction : {"fifo", "lru"}
-        Which question leaves first.
+    capacity, metric, eviction
+        As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default.
     partition : callable or None
         Called with the question (and in LangChain the config of its run): what results depend on beside
         the namespace and the search arguments, such as a user's id. None from it: do not cache. It
@@ -59,19 +56,8 @@ class RetrieverSettings(TypedDict, total=False):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    Parameters
-    ----------
-    rules : KeyRules
-        Those of the retriever's framework.
-    text : callable
-        The text of a document.
-    cache, tolerance, capacity, metric, eviction, partition
-        See :class:`RetrieverSettings`. The engine and the namespace are given at every call.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For something that is no engine, or bad cache settings.
+    ``rules`` are those of the retriever's framework, ``text`` gives the text of a document; for the rest see
+    :class:`RetrieverSettings`. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -117,17 +103,13 @@ class RetrieverCache(CachedRetrieval[Document]):
     def answer(
         self, asked: Lookup[Document], found: Iterable[Document], partition: Partition | None
     ) -> Retrieved[Document]:
-        """Insert what a search found, if the partition is the same after it.
-
-        Documents are numbered, not named by their ids: splitters give several chunks the id of their
-        parent, and metadata may belong to one question (scores, highlights).
-        """
-        numbered = list(zip(self._ids, found, strict=False))
-        if isinstance(asked.partition, Partition) and self.partitioner.is_unchanged(
-            asked.partition, partition
-        ):
-            return self.insert(asked, numbered)
-        return self._searched(asked, numbered)
+        """Insert what a search found, if the partition is the same after it."""
+        # Numbered, not named by their ids: splitters give several chunks the id of their parent, and metadata
+        # may belong to one question (scores, highlights).
+        documents = tuple(found)
+        if self.partitioner.is_unchanged(asked.partition, partition):
+            return self.insert(asked, list(zip(self._ids, documents, strict=False)))
+        return replace(asked.result, documents=documents)
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.

@@ -1,8 +1,9 @@
-"""The contract of every vector index, and what all indexes share: ids, checks, locking, distances, saving."""
+"""The contract of every vector index, and what they share: ids, checks, a lock, distances, saving."""
 
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows, check_metric, positive
-from ragcachekit.search.lock import ReadWriteLock
 from ragcachekit.search.manifest import Manifest, write_index
 
 _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who is among the k
@@ -22,9 +22,8 @@ _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who 
 class SearchResult(NamedTuple):
     """Ids of the nearest documents, nearest first, and their distances.
 
-    ``scores`` are distances, so smaller is nearer: ``l2`` ||q - x|| (not squared), ``cosine``
-    1 - q.x / (||q|| ||x||), ``ip`` -q.x. They are computed in float64 from the stored vectors;
-    equal ones are ordered by id (ints before strings).
+    ``scores`` are ``l2`` ||q - x|| (not squared), ``cosine`` 1 - q.x / (||q|| ||x||) or ``ip`` -q.x, in
+    float64. Equal ones are ordered by id (ints before strings).
     """
 
     ids: tuple[DocumentId, ...]
@@ -37,40 +36,23 @@ class VectorIndex(ABC):
     - ``search`` returns min(k, len) distinct ids of added and not removed vectors, nearest first;
       an approximate index may miss some and return fewer, never an id it does not hold.
     - A call that raises has changed nothing.
-    - All methods are thread safe: searches may run together, never beside a change.
+    - All methods are thread safe; calls run one after the other.
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
 
     Labels count up and are never used twice. Subclasses hold the vectors and propose candidates; the
-    distances are computed here.
-
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    metric : {"cosine", "l2", "ip"}
-        Under cosine, unit vectors are stored and the library compares inner products.
+    distances are computed here. Under ``cosine`` unit vectors are stored.
     """
 
     kind: ClassVar[str]
     """Name in the registry."""
 
     def __init__(self, dim: int, metric: str = "cosine") -> None:
-        self._dim = positive("dim", dim)
-        self._metric = check_metric(metric)
-        self._lock = ReadWriteLock()
+        self.dim = positive("dim", dim)
+        self.metric = check_metric(metric)
+        self._lock = threading.Lock()  # Faiss HNSW crashes when a search runs beside an add
         self._labels: dict[DocumentId, int] = {}
         self._ids: dict[int, DocumentId] = {}
         self._next_label = 0
-
-    @property
-    def metric(self) -> str:
-        """``cosine``, ``l2`` or ``ip``."""
-        return self._metric
-
-    @property
-    def dim(self) -> int:
-        """Width of the vectors."""
-        return self._dim
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -78,18 +60,14 @@ class VectorIndex(ABC):
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
 
-        Raises
-        ------
-        ValueError
-            An id occurs twice or is held already, or ids and rows differ in number.
-        RetrievalError
-            NaN or infinite numbers, another width, or a zero vector under cosine.
+        ValueError for known or repeated ids, RetrievalError for vectors that cannot be used (NaN, another
+        width, zero under cosine).
         """
         if not len(ids) and not np.size(embeddings):
             return
-        rows = as_rows(embeddings, self._dim, self._metric)
+        rows = as_rows(embeddings, self.dim, self.metric)
         frozen = as_ids(ids, len(rows))
-        with self._lock.write():
+        with self._lock:
             held = next((one for one in frozen if one in self._labels), None)
             if held is not None:
                 raise ValueError(f"id {held!r} is in the index already; remove it first")
@@ -101,22 +79,14 @@ class VectorIndex(ABC):
                 self._ids[label] = one
 
     def search(self, embedding: ArrayLike, k: int) -> SearchResult:
-        """The k nearest documents.
-
-        Raises
-        ------
-        ValueError, TypeError
-            ``k`` is not a positive int.
-        RetrievalError
-            The index is empty, or the embedding cannot be used (as in :meth:`add`).
-        """
+        """The k nearest documents; RetrievalError if the index is empty or the embedding cannot be used."""
         wanted = positive("k", k)
         if np.ndim(embedding) != 1:
             raise RetrievalError(
-                f"expected one embedding [{self._dim}], got shape {list(np.shape(embedding))}"
+                f"expected one embedding [{self.dim}], got shape {list(np.shape(embedding))}"
             )
-        query = as_rows(np.asarray(embedding)[None], self._dim, self._metric)
-        with self._lock.read():
+        query = as_rows(np.asarray(embedding)[None], self.dim, self.metric)
+        with self._lock:
             size = len(self._labels)
             if not size:
                 raise RetrievalError("the index is empty; add documents first")
@@ -127,16 +97,10 @@ class VectorIndex(ABC):
         return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
 
     def remove(self, ids: Sequence[DocumentId]) -> int:
-        """Drop the vectors of these ids, unknown ones aside; returns how many were dropped.
-
-        Raises
-        ------
-        RetrievalError
-            This kind of index cannot remove.
-        """
+        """Drop the vectors of these ids; returns how many were known. RetrievalError if it cannot remove."""
         if isinstance(ids, str):
             raise TypeError("ids must be a sequence of ids, not one string")
-        with self._lock.write():
+        with self._lock:
             known = [one for one in dict.fromkeys(ids) if one in self._labels]
             if known:
                 self._remove(np.array([self._labels[one] for one in known], np.int64))
@@ -146,14 +110,14 @@ class VectorIndex(ABC):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256."""
-        with self._lock.read():
+        with self._lock:
             ids = tuple(sorted(self._ids.items()))
-            manifest = Manifest(self.kind, self._dim, self._metric, self._options(), self._next_label, ids)
+            manifest = Manifest(self.kind, self.dim, self.metric, self._options(), self._next_label, ids)
             write_index(Path(path), manifest, self._write)
 
     def restore(self, data: Path, manifest: Manifest) -> None:
         """Take over a verified data file and its ids; called by the registry's ``load_index``."""
-        with self._lock.write():
+        with self._lock:
             self._read(data, len(manifest.ids))
             self._next_label = manifest.next_label
             self._ids = dict(manifest.ids)
@@ -174,13 +138,12 @@ class VectorIndex(ABC):
 
     def _distances(self, query: Float32, rows: Float32) -> list[float]:
         wide, keys = query.astype(np.float64), rows.astype(np.float64)
-        if self._metric == "l2":
+        if self.metric == "l2":
             gaps = keys - wide
-            roots: list[float] = np.sqrt(np.einsum("ij,ij->i", gaps, gaps)).tolist()
-            return roots
-        dots = np.einsum("ij,j->i", keys, wide)
-        ends: list[float] = (-dots if self._metric == "ip" else 1.0 - dots).tolist()
-        return ends
+            distances = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
+        else:
+            distances = (0.0 if self.metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide)
+        return list(distances.tolist())
 
     def _options(self) -> dict[str, Any]:
         """Constructor arguments besides dim and metric, as JSON."""

@@ -47,6 +47,6 @@ class BruteIndex(VectorIndex):
     def _read(self, path: Path, count: int) -> None:
         with path.open("rb") as file:
             held, rows = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
-        if held.shape != (count,) or rows.shape != (count, self._dim):
+        if held.shape != (count,) or rows.shape != (count, self.dim):
             raise RetrievalError(f"{path} holds {len(held)} vectors, expected {count}")
         self._held, self._rows = held, rows

@@ -48,15 +48,7 @@ def positive(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """Settings of an HNSW graph.
-
-    Attributes
-    ----------
-    links : int
-        Neighbours per node (M).
-    ef_construction, ef_search : int
-        Breadth while building and while searching (at least the number of results asked for).
-    """
+    """Settings of an HNSW graph: neighbours per node (M), breadth while building and while searching."""
 
     links: int = 32
     ef_construction: int = 200
@@ -70,12 +62,7 @@ class GraphOptions:
 def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
     """Float32 ``[n, dim]``, contiguous; unit rows under cosine.
 
-    Raises
-    ------
-    TypeError
-        Not numbers.
-    RetrievalError
-        Another shape, NaN or infinity, norms beyond float32, or a zero row under cosine.
+    TypeError for what are not numbers; RetrievalError for another shape, NaN, infinity, or bad norms.
     """
     try:
         raw: NDArray[Any] = np.asarray(embeddings)

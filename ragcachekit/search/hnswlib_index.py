@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,15 +17,7 @@ _START = 1024  # capacity of the empty index; doubled when full
 
 
 class HnswlibIndex(VectorIndex):
-    """hnswlib's HNSW. Removed vectors are marked and skipped. Needs the extra ``hnswlib``.
-
-    Parameters
-    ----------
-    seed : int
-        Of the random levels.
-    **options
-        See :class:`~ragcachekit.search.checks.GraphOptions`.
-    """
+    """hnswlib's HNSW with :class:`GraphOptions`. Removed vectors are marked and skipped."""
 
     kind: ClassVar[str] = "hnswlib"
 
@@ -35,14 +26,13 @@ class HnswlibIndex(VectorIndex):
         self._graph = GraphOptions(**options)
         self._seed = int(seed)
         self._ef = self._graph.ef_search
-        self._ef_lock = threading.Lock()
         self._library = load_library("hnswlib", "hnswlib")
         self._index = self._make()
         self._index.init_index(_START, self._graph.links, self._graph.ef_construction, self._seed)
         self._index.set_ef(self._ef)
 
     def _make(self) -> Any:
-        return self._library.Index(namespace="l2" if self._metric == "l2" else "ip", dim=self._dim)
+        return self._library.Index(space="l2" if self.metric == "l2" else "ip", dim=self.dim)
 
     def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
         needed = self._index.get_current_count() + len(labels)
@@ -64,14 +54,12 @@ class HnswlibIndex(VectorIndex):
                 count = (count + 1) // 2
 
     def _widen(self, breadth: int) -> None:
-        # Only upwards: a search beside this one may need what it set.
-        with self._ef_lock:
-            if breadth > self._ef:
-                self._index.set_ef(breadth)
-                self._ef = breadth
+        if breadth > self._ef:
+            self._index.set_ef(breadth)
+            self._ef = breadth
 
     def _vectors(self, labels: NDArray[np.int64]) -> Float32:
-        return np.asarray(self._index.get_items(labels), np.float32).reshape(-1, self._dim)
+        return np.asarray(self._index.get_items(labels), np.float32).reshape(-1, self.dim)
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
         for label in labels.tolist():

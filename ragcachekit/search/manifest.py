@@ -56,13 +56,7 @@ def write_index(path: Path, manifest: Manifest, write: Callable[[Path], None]) -
 
 
 def read_index(path: Path) -> tuple[Manifest, Path]:
-    """The verified manifest, and the verified data file's path.
-
-    Raises
-    ------
-    RetrievalError
-        A file is missing or unreadable, or differs from its digest.
-    """
+    """The verified manifest and the verified data file's path; RetrievalError for any damage."""
     body = _verified_body(path)
     digest = body.pop("data")
     if body.pop("format") != _FORMAT:

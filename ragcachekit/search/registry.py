@@ -13,8 +13,8 @@ from ragcachekit.search.manifest import read_index
 
 _KINDS = {
     "brute": ("ragcachekit.search.brute", "BruteIndex"),
-    "faiss-flat": ("ragcachekit.search.faiss_flat", "FaissFlatIndex"),
-    "faiss-hnsw": ("ragcachekit.search.faiss_hnsw", "FaissHnswIndex"),
+    "faiss-flat": ("ragcachekit.search.faiss_index", "FaissFlatIndex"),
+    "faiss-hnsw": ("ragcachekit.search.faiss_index", "FaissHnswIndex"),
     "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
 }
 
@@ -25,25 +25,10 @@ def index_names() -> tuple[str, ...]:
 
 
 def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> VectorIndex:
-    """A new, empty index.
+    """A new, empty index: one of :func:`index_names`, the width, and ``cosine``, ``l2`` or ``ip``.
 
-    Parameters
-    ----------
-    name : str
-        One of :func:`index_names`.
-    dim : int
-        Width of the vectors.
-    metric : {"cosine", "l2", "ip"}
-        See :class:`~ragcachekit.search.base.SearchResult` for the units.
-    **options
-        Those of the implementation (``links``, ``ef_construction``, ``ef_search``); it refuses others.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An unknown name, metric or option, or a dim that is not positive.
-    ImportError
-        The library is not installed; the message names the extra.
+    ``options`` are those of the implementation (``links``, ``ef_construction``, ``ef_search``). ValueError or
+    TypeError for bad arguments; ImportError names the extra of a missing library.
     """
     if name not in _KINDS:
         raise ValueError(f"unknown index {name!r}; known: {', '.join(index_names())}")
@@ -53,15 +38,7 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
 
 
 def load_index(path: str | os.PathLike[str]) -> VectorIndex:
-    """The index that ``save`` wrote to ``path``.
-
-    Raises
-    ------
-    RetrievalError
-        A file is missing, unreadable or damaged.
-    ImportError
-        As :func:`open_index`.
-    """
+    """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged."""
     manifest, data = read_index(Path(path))
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
     try:

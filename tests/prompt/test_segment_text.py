@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import blanks_outside, body, merge_texts, segment_text
-from ragcachekit.types import Chunk, Text
+from ragcachekit.types import Chunk, Prompt, Text
 
 letters = st.text(alphabet="ab .\n", min_size=1, max_size=40)
 unicode_texts = st.text(alphabet="aé\u0301ü漢字 \u200d👩🏽क\u093f.\n", min_size=1, max_size=40)
@@ -166,7 +166,7 @@ def test_special_token_text_in_a_chunk_is_only_text() -> None:
 
 
 def test_empty_and_unknown_texts() -> None:
-    assert segment_text("", registered("a chunk of text"), "acme") == Segmentation.plain("")
+    assert segment_text("", registered("a chunk of text"), "acme") == Segmentation(Prompt([]))
     assert segment_text("", registered("a chunk of text"), "acme").prompt.segments == ()
     assert parts(segment_text("nothing known", ChunkRegistry(), "acme")) == [("Text", "nothing known")]
 

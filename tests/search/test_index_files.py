@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search import faiss_flat
+from ragcachekit.search import faiss_index
 from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.registry import index_names, load_index, open_index
 
@@ -157,4 +157,4 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ImportError, match=r"pip install 'ragcachekit\[faiss\]'"):
-        faiss_flat.FaissFlatIndex(4)
+        faiss_index.FaissFlatIndex(4)
