@@ -124,32 +124,6 @@ def test_room_is_made_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(seen) <= 4 * size  # one that takes an older one's place is there beside it
 
 
-def test_on_a_full_medium_room_is_made_for_a_second_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that does not know how much others have written finds out when the medium is full."""
-    path = tmp_path / "kv"
-    filled(path, entries=1)
-    budget = 3 * entry_size(path)
-    ours, theirs = opened(path, budget), opened(path, budget)
-    for number in range(1, 4):
-        assert theirs.put(key_of(number), kv_of(number))
-    write_all = entry_file.write_all
-
-    def full(fd: int, parts: Any, offset: int = 0) -> int:
-        end = write_all(fd, parts, offset)
-        if sum(file.stat().st_size for file in path.iterdir() if file.is_file()) > budget:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return end
-
-    monkeypatch.setattr(entry_file, "write_all", full)
-    assert ours.put(key_of(9), kv_of(9))
-    assert [n for n in (1, 2, 3, 9) if holds(ours, n)] == [2, 3, 9]
-    assert agrees_with_files(ours, path)
-    ours.close()
-    theirs.close()
-
-
 def test_the_row_is_there_before_the_name(tmp_path: Path) -> None:
     """Killed at any step, a writer leaves no file that other processes do not count."""
     path = tmp_path / "kv"

@@ -17,9 +17,8 @@ from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.prefix_tree.forget_log import ForgetLog
 from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.entry import file as entry_file
 from ragcachekit.store.factory import open_store
-from store_kit import entry_size, failing, filled, holds, key_of, kv_of, opened
+from store_kit import entry_size, filled, holds, key_of, kv_of, opened
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 NEVER = 1 << 30
@@ -121,58 +120,6 @@ def test_what_only_the_user_can_mend_stays_an_error(tmp_path: Path, there: str) 
         path = tmp_path / "file" / "kv"
     with pytest.raises(StoreError, match=r"is a file|chmod 700|Not a directory"):
         opened(path)
-
-
-def test_a_volume_that_fills_up_loses_the_least_recent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first try finds no space, the second one does: as if the evicted entry had made it."""
-    filled(tmp_path / "kv")
-    store = opened(tmp_path / "kv")
-    assert holds(store, 0)  # now 1 is the least recently used
-    once = iter([errno.ENOSPC])
-    real = entry_file.write_all
-
-    def write(*args: Any) -> Any:
-        for code in once:
-            raise OSError(code, os.strerror(code))
-        return real(*args)
-
-    monkeypatch.setattr(entry_file, "write_all", write)
-    assert store.put(key_of(9), kv_of(9))
-    assert [holds(store, n) for n in (0, 1, 2, 3, 9)] == [True, False, True, True, True]
-    (stats,) = store.stats()
-    assert (stats.evictions, stats.failed_writes, stats.entries) == (1, 0, 4)
-    store.close()
-
-
-def test_a_volume_that_stays_full_takes_one_entry_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(tmp_path / "kv")
-    store = opened(tmp_path / "kv")
-    with monkeypatch.context() as patch:
-        patch.setattr(entry_file, "write_all", failing(errno.ENOSPC))
-        assert not any(store.put(key_of(9), kv_of(9)) for _ in range(5))
-        assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
-    (stats,) = store.stats()
-    assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
-    store.close()
-
-
-def test_an_index_that_cannot_be_read_evicts_what_was_written_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    filled(path)
-    size = entry_size(path)
-    for number in range(4):
-        file = path / f"{key_of(number).digest()}.safetensors"
-        os.utime(file, (1000 - number, 1000 - number))  # 3 is the oldest
-    store = opened(path)
-    store._files._index.close()
-    assert store._files.make_space(size + 1, key_of(2).digest())
-    assert [holds(store, n) for n in range(4)] == [True, False, True, False]
 
 
 def test_the_default_budget_knows_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
