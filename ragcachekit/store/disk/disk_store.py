@@ -42,7 +42,7 @@ class DiskStore:
     Parameters
     ----------
     path : Path
-        The folder, created with mode 0700 (POSIX only).
+        The folder, created with mode 0700 (POSIX only); then the attribute ``folder``.
     budget : int
         Bytes of all entry files together; > 0. The index (some hundred bytes per entry) and the entry being
         written come on top.
@@ -52,17 +52,11 @@ class DiskStore:
     at : callable
         Called with each of the :data:`STEPS`, for tests that interrupt the store.
 
-    Attributes
-    ----------
-    folder : Path
-
     Notes
     -----
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
-    not come back.
-
-    On a medium that is full, read-only or failing the folder is opened for reading. A put returns False until
-    the medium takes writes again; ``stats`` has ``writable``.
+    not come back. On a medium that is full, read-only or failing the folder is opened for reading, and a put
+    returns False until the medium takes writes again.
 
     Raises
     ------
@@ -145,7 +139,6 @@ class DiskStore:
         return kept
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`; evicted entries are deleted, not returned."""
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
@@ -171,7 +164,6 @@ class DiskStore:
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys."""
         if self._closed or not self._folder.is_dir():
             return frozenset()
         busy: FolderBusy | None = None
@@ -219,13 +211,11 @@ class DiskStore:
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record."""
         entries, nbytes = (0, 0) if self._closed else self._files.content()
         sizes = {"entries": entries, "nbytes": nbytes, "budget": self._budget}
         return (self._counters.stats(**sizes, writable=self._writable),)
 
     def close(self) -> None:
-        """Close the index; further calls are misses."""
         self._closed, self._is_readable = True, False
         self._files.close()
         self._buffers.clear()
@@ -247,10 +237,8 @@ class DiskStore:
                 return open_entry(self._files.name(digest), key, self._buffers)
             except FileNotFoundError:
                 pass
-            except EntryDamaged as error:
-                self._failed(digest, error.seen, error)
-            except OSError as error:
-                self._failed(digest, None, error)
+            except (EntryDamaged, OSError) as error:
+                self._failed(digest, error.seen if isinstance(error, EntryDamaged) else None, error)
         self._counters.count("misses")
         return None
 

@@ -30,19 +30,8 @@ class EntryFiles:
 
     Every change of a file is part of a session of the index, which one process has at a time. A file is
     removed before its row, and named after its row was committed: a killed process may leave a row without
-    a file, never a file that does not count.
-
-    Parameters
-    ----------
-    folder : Path
-    budget : int
-        Bytes of all entry files together.
-    quotas : mapping of str to int
-        Bytes of single namespaces (``*``: every other one).
-    counters : Counters
-        Counts evictions and damaged files.
-    at : callable
-        Called with the name of every step at which a test may interrupt.
+    a file, never a file that does not count. Parameters are those of
+    :class:`~ragcachekit.store.disk.disk_store.DiskStore`.
     """
 
     def __init__(
@@ -80,13 +69,7 @@ class EntryFiles:
         return self._budget if quota is None else min(self._budget, quota)
 
     def put(self, digest: str, namespace: str, image: EntryImage) -> None:
-        """Evict for an entry, write it to a temporary file, and rename that.
-
-        Raises
-        ------
-        OSError, IndexFailed
-            With what was there under ``digest`` unchanged.
-        """
+        """Evict for an entry and write it; OSError or IndexFailed leaves an older file unchanged."""
         with self._index.session():
             self._write_accesses()
             held = self._evict(digest, namespace, image.nbytes)
@@ -139,11 +122,7 @@ class EntryFiles:
         self._take_accesses()  # if they could not be written, an order of use is lost
 
     def rebuild(self, seconds: float = SECONDS_TO_LOCK, *, anew: bool = False) -> None:
-        """Make the index agree with the files; start from nothing if it is damaged or ``anew``.
-
-        OSError or IndexFailed if the folder cannot be listed or locked within ``seconds``, or the index not
-        be written.
-        """
+        """Make the index agree with the files; start from nothing if it is damaged or ``anew``."""
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
             if anew:
@@ -156,7 +135,7 @@ class EntryFiles:
                 self._reconcile()
 
     def wait_for_writers(self, seconds: float) -> None:
-        """Wait until every put under way has ended, and remove what dead writers left."""
+        """Wait for puts under way, and remove what dead writers left."""
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
 

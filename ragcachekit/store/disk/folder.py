@@ -29,14 +29,7 @@ class FolderBusy(IndexFailed):
 
 
 def claim_folder(path: Path) -> None:
-    """Create ``path`` with mode 0700, or check that an existing one is ours alone to write.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be created, is not a folder, belongs to another user, or others may write to it. The
-        last two are checked on POSIX only.
-    """
+    """Create ``path`` with mode 0700; StoreError if it is no folder or, on POSIX, not ours alone to write."""
     try:
         make_folder(path)
         status = path.stat()
@@ -77,15 +70,7 @@ class FolderLock:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Keep all other threads and processes out.
-
-        Raises
-        ------
-        FolderBusy
-            If somebody else has held the lock for ``seconds``.
-        IndexFailed
-            If the lock file cannot be opened or locked.
-        """
+        """Keep other threads and processes out; FolderBusy after ``seconds``, else IndexFailed."""
         if not self._mutex.acquire(timeout=seconds):
             raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
         try:

@@ -30,7 +30,6 @@ class DiskSource:
         self.sums: Mapping[str, torch.Tensor] = reader.sums
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer; raises as :class:`~ragcachekit.store.base.LayerSource`."""
         try:
             return self._reader.layer(number)
         except (EntryDamaged, OSError) as error:
@@ -38,11 +37,9 @@ class DiskSource:
             raise
 
     def finished(self, kv: ChunkKV) -> None:
-        """Count the hit and the use."""
         self._end(None)
 
     def close(self) -> None:
-        """Close the file; may be repeated."""
         self._reader.close()
 
     def _end(self, error: EntryDamaged | OSError | None) -> None:

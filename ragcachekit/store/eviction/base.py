@@ -69,4 +69,5 @@ class EvictionPolicy(Protocol):
         ...
 
     def evicted(self, record: Record) -> None:
-        """Called when this entry had the lowest priority and was evicted."""
+        """Called when this entry had the lowest priority and was evicted; nothing by default."""
+        return

@@ -18,9 +18,7 @@ class Gdsf(EvictionPolicy):
         self.clock = 0.0
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Rank by frequency above the clock."""
         record.priority = self.clock + self._window.count(record, access, now)
 
     def evicted(self, record: Record) -> None:
-        """Advance the clock."""
         self.clock = max(self.clock, record.priority)

@@ -16,5 +16,4 @@ class Lfu(EvictionPolicy):
         self._window = Window(window)
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Rank by the number of accesses."""
         record.priority = self._window.count(record, access, now)

@@ -9,5 +9,4 @@ class Lru(EvictionPolicy):
     """The entry whose last access is longest ago is evicted first."""
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Rank by the last access."""
         record.priority = float(now)

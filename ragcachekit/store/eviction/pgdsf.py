@@ -30,7 +30,6 @@ class Pgdsf(Gdsf):
         self._known = 0
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Count the access, and the cost of a miss; rank by both above the clock."""
         frequency = self._window.count(record, access, now)
         if not access.hit and access.seconds > 0 and access.new_tokens > 0:
             cost = access.seconds / access.new_tokens

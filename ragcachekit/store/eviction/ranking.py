@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy, Record
@@ -39,6 +39,9 @@ class Ranking(Generic[K]):
 
     def __contains__(self, item: K) -> bool:
         return item in self._live
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._live)
 
     def nbytes_of(self, group: str) -> int:
         """Bytes of one group's entries."""
@@ -135,6 +138,12 @@ class Ranking(Generic[K]):
         self._policy.evicted(record)
         self._remember(item, record)
         return item
+
+    def clear(self) -> None:
+        """Remove all entries and records."""
+        for table in (self._live, self._past, self._sizes, self._members, self._heaps):
+            table.clear()
+        self.nbytes = 0
 
     def _remember(self, item: K, record: Record) -> None:
         self._past[item] = record

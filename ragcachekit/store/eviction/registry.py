@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ragcachekit.store.eviction.base import EvictionPolicy
@@ -56,7 +57,7 @@ def open_eviction(name: str) -> EvictionPolicy:
     if kind in _WITHOUT_NUMBER:
         raise ValueError(f"eviction policy {name!r}: {kind} takes no number; write {kind!r}")
     if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
-        return _POLICIES[kind](Seconds(int(number[:-1])))
+        return _POLICIES[kind](Seconds(int(number[:-1]), time.monotonic))
     if not number.isdecimal():
         unit = "accesses, nor of seconds such as 600s" if kind in _WITH_WINDOW else "accesses"
         raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of {unit}")

@@ -13,7 +13,7 @@ class FrequencyReuse(EvictionPolicy):
     """The entry with the lowest f_r is evicted first; every use adds its weight, 1 / max(CCI (1 - β'), 0.05).
 
     f_r halves in ``half_life`` accesses of the tier, where the paper lets it grow for ever. All entries
-    shrink by the same factor, so ranking by log2(f_r) + last access / half_life needs no update of the others.
+    shrink by the same factor: ranking by log2(f_r) + last access / half_life needs no update of the others.
     """
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
@@ -22,7 +22,6 @@ class FrequencyReuse(EvictionPolicy):
         self._half_life = half_life
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Age the sum of weights and add the use's."""
         record.frequency += access.times
         aged = record.weight * 0.5 ** ((now - record.at) / self._half_life)
         record.weight = aged + access.times * access.weight

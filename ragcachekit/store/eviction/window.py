@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ class Seconds:
     """A window's length in seconds, and the clock."""
 
     length: float
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
 
 
 class Window:

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcachekit.store.eviction.base import Access, Record
 from ragcachekit.store.eviction.lru import Lru
@@ -79,14 +79,19 @@ class RankingMachine(RuleBasedStateMachine):
             self.left += 1
             assert self.policy.left[-1].priority == self.model.pop(expected)[0]
 
+    @precondition(lambda self: len(self.model) > 5)
+    @rule()
+    def clear(self):
+        self.ranking.clear()
+        self.model.clear()
+
     def expected(self, group):
         free = [(*e[:2], i) for i, e in self.model.items() if not e[4] and group in (None, e[3])]
         return min(free)[2] if free else None
 
     @invariant()
     def agrees(self):
-        assert len(self.ranking) == len(self.model)
-        assert all(item in self.ranking for item in self.model)
+        assert set(self.ranking) == set(self.model)
         assert len(self.ranking) == len(self.model)
         assert self.ranking.nbytes == sum(e[2] for e in self.model.values())
         for group in (None, "", "acme", "globex"):
