@@ -19,17 +19,6 @@ class _Namespace:
     whole: int = 0  # epoch of the last forget of everything
     last: OrderedDict[str, int] = field(default_factory=OrderedDict)  # name to that epoch, oldest first
 
-    def add(self, names: Iterable[str] | None, epoch: int, most: int) -> None:
-        if names is None:
-            self.whole = epoch
-            self.last.clear()
-            return
-        for name in names:
-            self.last[name] = epoch
-            self.last.move_to_end(name)
-        while len(self.last) > most:
-            self.whole = max(self.whole, self.last.popitem(last=False)[1])
-
 
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
@@ -63,7 +52,15 @@ class ForgetEpochs:
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
         with self._lock:
             epoch = self._epoch + 1
-            self._namespaces.setdefault(namespace, _Namespace()).add(names, epoch, self._most)
+            known = self._namespaces.setdefault(namespace, _Namespace())
+            if names is None:
+                known.whole = epoch
+                known.last.clear()
+            for name in names or ():
+                known.last[name] = epoch
+                known.last.move_to_end(name)
+            while len(known.last) > self._most:
+                known.whole = max(known.whole, known.last.popitem(last=False)[1])
             self._epoch = epoch
 
     def forgot(self, key: KVKey, since: int) -> bool:

@@ -35,9 +35,8 @@ class BadEntry:
 class Verified:
     """Result of reading all ``entries`` files, of ``nbytes`` together.
 
-    ``damaged`` ones are altered, cut short, under another's name, or of another version of this library;
-    ``unreadable`` ones could not be read now. ``orphans`` are temporary files of dead writers; 0 where the
-    folder cannot be locked.
+    ``damaged`` includes files of other versions of this library; ``unreadable`` ones could not be read now.
+    ``orphans`` are temporary files of dead writers; 0 where the folder cannot be locked.
     """
 
     entries: int

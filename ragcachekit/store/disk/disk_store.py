@@ -103,7 +103,7 @@ class DiskStore:
             except (EntryDamaged, OSError) as error:
                 self._ended(digest, reader.status, error)
                 return None
-        self._ended(digest, reader.status, None)
+        self._ended(digest, reader.status)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
@@ -115,16 +115,10 @@ class DiskStore:
         return DiskSource(reader, partial(self._ended, digest, reader.status))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Write ``kv`` to its file, evicting least recently used entries first.
+        """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
 
-        False, with all other entries whole, if it exceeds the budget or its namespace's quota, or the medium
-        refuses it. An entry under this key is replaced atomically. True means that the entry survives a crash
-        of the process.
-
-        Raises
-        ------
-        TypeError
-            For KV of a dtype that safetensors does not have.
+        False if it exceeds the budget or its namespace's quota, or the medium refuses it. True means that the
+        entry survives a crash of the process. TypeError for a dtype that safetensors does not have.
         """
         if self._closed:
             return False
@@ -238,21 +232,21 @@ class DiskStore:
             except FileNotFoundError:
                 pass
             except (EntryDamaged, OSError) as error:
-                self._failed(digest, error.seen if isinstance(error, EntryDamaged) else None, error)
+                self._ended(digest, error.seen if isinstance(error, EntryDamaged) else None, error)
+                return None
         self._counters.count("misses")
         return None
 
-    def _ended(self, digest: str, seen: os.stat_result, error: EntryDamaged | OSError | None) -> None:
-        """Count how reading an entry ended."""
+    def _ended(
+        self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None = None
+    ) -> None:
+        """Count how reading an entry ended, and delete a damaged one."""
         if error is None:
             self._at("read")
             self._counters.count("hits")
             self._files.record_access(digest)
-        else:
-            self._counters.count("misses")
-            self._failed(digest, seen, error)
-
-    def _failed(self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError) -> None:
+            return
+        self._counters.count("misses")
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")

@@ -92,7 +92,7 @@ class Ranking(Generic[K]):
         self._count_access(record, access)
         self._remember(item, record)
 
-    def knows(self, item: K) -> bool:
+    def has_record(self, item: K) -> bool:
         """Whether there is a record of this entry, which need not be here now."""
         return item in self._live or item in self._past
 
