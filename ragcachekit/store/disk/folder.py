@@ -71,25 +71,32 @@ class FolderLock:
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
         """Keep other threads and processes out; FolderBusy after ``seconds``, else IndexFailed."""
-        if not self._mutex.acquire(timeout=seconds):
-            raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
-        try:
-            if self._file.is_locked:
+        mutex, file = self._mutex, self._file
+        try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
+            if not mutex.acquire(timeout=seconds):
+                raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
+            if file.is_locked:
                 yield
                 return
             try:
-                self._acquire(seconds)
+                self._acquire(file, seconds)
                 yield
             finally:
-                self._file.release(force=True)
+                try:
+                    file.release(force=True)  # nothing happens if it was not acquired
+                finally:
+                    file.release(force=True)  # a KeyboardInterrupt may have come before the first one began
         finally:
-            self._mutex.release()
+            try:  # noqa: SIM105 (a call of ``suppress`` comes before the release, and so may an interrupt)
+                mutex.release()
+            except RuntimeError:  # another thread's
+                pass
 
-    def _acquire(self, seconds: float) -> None:
+    def _acquire(self, file: FileLock, seconds: float) -> None:
         try:
             if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
                 make_folder(self._path.parent)
-            self._file.acquire(timeout=seconds)
+            file.acquire(timeout=seconds)
         except Timeout as error:
             raise FolderBusy(
                 f"another process has held {self._path} for {seconds:g} s; is it stopped?"

@@ -63,6 +63,22 @@ def test_a_child_forked_during_a_session_keeps_nobody_out(tmp_path: Path) -> Non
     other.close()
 
 
+def test_an_interrupted_release_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, real, calls = FolderLock(tmp_path / "lock"), folder.FileLock.release, iter(range(10))
+
+    def release(file: folder.FileLock, force: bool = False) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        real(file, force=force)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.FileLock, "release", release)
+        with pytest.raises(KeyboardInterrupt), lock.held(0.0):
+            pass
+    with FolderLock(tmp_path / "lock").held(0.0):
+        pass
+
+
 def put_and_forget(
     path: Path, step: str, namespace: str, ids: frozenset[str] | None
 ) -> tuple[bool, int, bool]:
