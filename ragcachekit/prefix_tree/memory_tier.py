@@ -96,7 +96,7 @@ class MemoryTier:
         self._copies[name] = copy
         node.copies += 1
         copy.held = self._has_to_stay(copy)
-        if not access.times and not self._ranking.knows(name):  # forgotten here, or lost with this tier
+        if not access.times and not self._ranking.has_record(name):  # forgotten here, or lost with this tier
             access = replace(node.missed, times=node.uses)
         self._ranking.add(name, node.nbytes, node.tokens, access=access, hold=copy.held)
         if parent is not None:

@@ -22,25 +22,16 @@ class Found:
 
 
 Evicted = Sequence[tuple[KVKey, ChunkKV]]
-"""Entries that a tier gave up to make room."""
+"""Entries that a tier evicted."""
 
 
 @runtime_checkable
 class LayerSource(Protocol):
-    """A hit whose header is verified and whose layers are still to be read, one after the other.
+    """A hit whose header is verified and whose layers are to be read one by one, by one thread at a time.
 
-    Used by one thread at a time. Whoever opened it closes it.
-
-    Attributes
-    ----------
-    tier : str
-    nbytes : int
-        Bytes to read.
-    tokens, layers : int
-    start : int or None
-        As in :class:`ragcachekit.model.kv.ChunkKV`; so are ``sums`` and ``quantised``.
-    shapes : tuple
-        Per layer, dtype and shape of keys and of values, as :meth:`layer` returns them.
+    ``nbytes`` are to be read. ``start``, ``sums`` and ``quantised`` are as in
+    :class:`ragcachekit.model.kv.ChunkKV`. ``shapes`` has per layer the dtype and shape of keys and of values,
+    as :meth:`layer` returns them. The opener closes it.
     """
 
     tier: str
@@ -53,28 +44,28 @@ class LayerSource(Protocol):
     shapes: tuple[tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]], ...]
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the next layer, verified (``number`` counts up from 0).
+        """Verified keys and values of the next layer (``number`` counts up from 0).
 
         Raises
         ------
         EntryDamaged
-            If a byte is not as it was written; the entry has been dropped.
+            If a byte was altered; the entry has been dropped.
         OSError
             If it cannot be read.
         """
         ...
 
     def finished(self, kv: ChunkKV) -> None:
-        """Called when all layers were read and verified: the hit counts, faster tiers may keep ``kv``."""
+        """Count the hit when all layers were read; faster tiers may keep ``kv``."""
         ...
 
     def close(self) -> None:
-        """Close files; allowed at any time, also twice."""
+        """Close files; allowed at any time, may be repeated."""
         ...
 
 
 class WrappedSource:
-    """A :class:`LayerSource` that passes everything on to another one."""
+    """A :class:`LayerSource` that forwards to another one."""
 
     def __init__(self, source: LayerSource) -> None:
         self._source = source
@@ -83,15 +74,12 @@ class WrappedSource:
         self.sums, self.quantised, self.shapes = source.sums, source.quantised, source.shapes
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the other one's."""
         return self._source.layer(number)
 
     def finished(self, kv: ChunkKV) -> None:
-        """As the other one's."""
         self._source.finished(kv)
 
     def close(self) -> None:
-        """As the other one's."""
         self._source.close()
 
 
@@ -99,9 +87,9 @@ class WrappedSource:
 class StoreStats:
     """Counters of one tier since it was opened; ``nbytes`` and ``entries`` are the present content.
 
-    ``damaged`` counts entries that failed verification, or have no shape of the model's, and were dropped.
-    ``failed_writes`` counts puts that could not be kept (no space, larger than the budget, I/O error).
-    ``writable`` is False as long as the medium takes no writes: what is there is read.
+    ``damaged`` entries failed verification or have another shape than the model's, and were dropped.
+    ``failed_writes`` counts refused puts (no space, larger than the budget, I/O error). ``writable`` is False
+    while the medium can only be read.
     """
 
     tier: str
@@ -118,34 +106,32 @@ class StoreStats:
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Where chunk KV lives. Implementations promise:
+    """A store of chunk KV. Implementations promise:
 
-    - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (from a tier
-      that quantises: the same rounded KV every time, and marked as such). Never another key's entry,
-      never a damaged one: verification failure is a miss.
+    - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (a tier that
+      quantises: the same rounded KV every time, marked as such). An entry that fails verification is a miss.
     - Nothing raises for a full or failing medium: a ``put`` that cannot be kept returns False, is not
-      found afterwards and leaves older entries whole; ``get`` returns None.
+      found afterwards and does not damage older entries; ``get`` returns None.
     - Returned tensors are shared and must not be written to.
     - All methods are thread safe.
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
-      (one larger than the whole budget, or than its namespace's quota, is not kept).
-    - An entry is not evicted from memory while a caller still holds what ``get`` returned.
+      (one larger than the budget, or than its namespace's quota, is not kept).
+    - An entry is not evicted from memory while a caller holds what ``get`` returned.
     """
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None.
 
-        ``weight`` is for eviction policies that weigh uses; 0 looks, but is no use yet (a prefetch), and
-        changes no order in memory.
+        ``weight`` is for eviction policies that weigh uses; 0 counts no use (a prefetch).
         """
         ...
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`, without waiting for the layers where the entry has to be read."""
+        """As :meth:`get`, without waiting for layers that have to be read."""
         ...
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Keep ``kv`` under ``key``; True if it can now be read back. Idempotent."""
+        """Store ``kv`` under ``key``; True if it can now be read back. Idempotent."""
         ...
 
     def __contains__(self, key: KVKey) -> bool:
@@ -159,12 +145,8 @@ class KVStore(Protocol):
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries of the namespace whose chunk id, or any context id, is among ``chunk_ids``.
 
-        ``None`` drops the whole namespace. Returns the number of entries dropped.
-
-        Raises
-        ------
-        StoreError
-            If entries may be left that would be handed out.
+        ``None`` drops the whole namespace. Returns the number of dropped entries. Raises StoreError if some
+        may be left.
         """
         ...
 
@@ -179,27 +161,24 @@ class KVStore(Protocol):
 
 @runtime_checkable
 class Evictable(Protocol):
-    """A store whose entries can be listed and evicted one by one, by somebody who ranks them himself."""
+    """A store whose entries a caller can list, rank and evict one by one."""
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys of what is here, those written last first; what cannot be read is left out."""
+        """Keys of all readable entries, the latest first."""
         ...
 
     def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` and count an eviction; no error if there is none."""
+        """Drop the entry under ``key``, if there is one, and count an eviction."""
         ...
 
 
 def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> bool:
-    """Whether ``forget(namespace, chunk_ids)`` is about ``key``.
-
-    Contextual KV holds traces of the chunks it was encoded behind, so those ids count as well.
-    """
+    """Whether ``forget(namespace, chunk_ids)`` drops ``key``; the ids of its context count as well."""
     if key.namespace != namespace:
         return False
     return chunk_ids is None or not chunk_ids.isdisjoint((key.chunk_id, *key.context))
 
 
 def quota_of(quotas: Mapping[str, int], namespace: str) -> int | None:
-    """Bytes that a namespace may take in a tier: its own entry, else that of ``*``, else no limit."""
+    """Bytes that a namespace may take: its own entry, else that of ``*``, else no limit."""
     return quotas.get(namespace, quotas.get("*"))

@@ -1,4 +1,4 @@
-"""Event counts of a tier while it is open."""
+"""Event counts of a tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Counters:
-    """Thread-safe event counts of one tier, and its failures logged once per kind."""
+    """Thread-safe event counts of one tier, and a log of its failures."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -25,7 +25,7 @@ class Counters:
             self._counts[event] += by
 
     def warn_once(self, kind: str, message: str, *args: object) -> None:
-        """Log a warning the first time this kind of failure happens, at debug level afterwards."""
+        """Log a warning the first time, at debug level afterwards."""
         with self._lock:
             level = logging.DEBUG if kind in self._warned else logging.WARNING
             self._warned.add(kind)

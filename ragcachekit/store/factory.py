@@ -1,4 +1,4 @@
-"""From a configuration to an open store."""
+"""Opening the store of a configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcachekit.store.tiered import Tier, TieredStore
 
 
 def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
-    """Open the tiers that ``config`` asks for, the fastest first; NullStore for none.
+    """Open the tiers of ``config``, the fastest first; NullStore for none.
 
     Models and tenants may share one store: fingerprint and namespace are part of every key.
 
@@ -27,17 +27,15 @@ def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
     ----------
     config : StoreConfig
     cost : callable, optional
-        Seconds that computing an entry's KV takes, for ``pgdsf`` in the memory tiers; 0 where that is
-        unknown. Without it all entries cost the same per token. :class:`~ragcachekit.RagCache` passes its
-        model's measured prefill times to the store that it opens itself.
+        Seconds to compute an entry's KV, for ``pgdsf`` in the memory tiers; 0 where unknown. By default all
+        entries cost the same per token. :class:`~ragcachekit.RagCache` passes its model's prefill times.
 
     Raises
     ------
     StoreError
-        If the disk tier's folder cannot be used, or a remote tier's key is not set; the message says
-        what to do.
+        If the disk tier's folder cannot be used, or a remote tier's key is not set.
     ValueError
-        For an unknown eviction policy; names those there are.
+        For an unknown eviction policy.
     """
     tiers: list[Tier] = []
     try:
@@ -54,7 +52,7 @@ def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
 
 
 def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]:
-    """The tiers, opened one by one; what is heavy or may be missing is imported only where configured."""
+    """The tiers; optional dependencies are imported only where configured."""
     quotas = config.quotas
     ranked: dict[str, Any] = {"quotas": quotas} if cost is None else {"quotas": quotas, "cost": cost}
     if config.gpu_bytes:

@@ -1,4 +1,4 @@
-"""The epoch of each chunk's last forget, so that work begun before it does not bring the chunk back."""
+"""The epoch of each chunk's last forget: work begun before it must not store the chunk again."""
 
 from __future__ import annotations
 
@@ -12,41 +12,21 @@ from threading import Lock
 from ragcachekit.types import KVKey
 
 MOST_NAMES = 100_000
-"""Chunks of one namespace that are remembered; beyond that, more counts as forgotten than was."""
 
 
 @dataclass
 class _Namespace:
-    """``last``: name to the epoch of its last forget, oldest first; ``whole``: that of everything."""
-
-    whole: int = 0
-    last: OrderedDict[str, int] = field(default_factory=OrderedDict)
-
-    def add(self, names: Iterable[str] | None, epoch: int, most: int) -> None:
-        if names is None:
-            self.whole = epoch
-            self.last.clear()
-            return
-        for name in names:
-            self.last[name] = epoch
-            self.last.move_to_end(name)
-        while len(self.last) > most:
-            self.whole = max(self.whole, self.last.popitem(last=False)[1])
+    whole: int = 0  # epoch of the last forget of everything
+    last: OrderedDict[str, int] = field(default_factory=OrderedDict)  # name to that epoch, oldest first
 
 
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
 
-    Work takes :meth:`now` before it looks anything up. Before it stores a result it asks with that number,
-    inside :meth:`storing` (or :meth:`storing_in_tree`: a tree that waits for its disk delays no encoding).
-    A forget is added when it has reached every tier, inside both. So the results of work begun before it are
-    dropped from the tiers or never stored.
-
-    Parameters
-    ----------
-    most : int
-        Names of one namespace that are remembered. When the oldest are dropped, the whole namespace counts
-        as forgotten at that epoch, which costs work in progress but never brings anything back.
+    Work takes :meth:`now` before its first lookup, and stores a result inside :meth:`storing` if nothing it
+    depends on was forgotten since. A forget is added inside :meth:`storing` and :meth:`storing_in_tree` when
+    it has reached every tier. ``most`` names of one namespace are remembered; beyond that the whole namespace
+    counts as forgotten, which costs work in progress.
     """
 
     def __init__(self, most: int = MOST_NAMES) -> None:
@@ -56,11 +36,11 @@ class ForgetEpochs:
         self._lock, self._storing, self._storing_in_tree = Lock(), Lock(), Lock()
 
     def storing(self) -> AbstractContextManager[object]:
-        """The lock around asking and storing, and around forgetting in every tier."""
+        """The lock around storing, and around forgetting in every tier."""
         return self._storing
 
     def storing_in_tree(self) -> AbstractContextManager[object]:
-        """As :meth:`storing`, for the knowledge tree; who needs both takes the other one first."""
+        """As :meth:`storing`, for the knowledge tree, whose disk would delay encoding; taken second."""
         return self._storing_in_tree
 
     def now(self) -> int:
@@ -72,16 +52,24 @@ class ForgetEpochs:
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
         with self._lock:
             epoch = self._epoch + 1
-            self._namespaces.setdefault(namespace, _Namespace()).add(names, epoch, self._most)
+            known = self._namespaces.setdefault(namespace, _Namespace())
+            if names is None:
+                known.whole = epoch
+                known.last.clear()
+            for name in names or ():
+                known.last[name] = epoch
+                known.last.move_to_end(name)
+            while len(known.last) > self._most:
+                known.whole = max(known.whole, known.last.popitem(last=False)[1])
             self._epoch = epoch
 
     def forgot(self, key: KVKey, since: int) -> bool:
-        """Whether the chunk, or one it was encoded behind, was forgotten after ``since``."""
+        """Whether the chunk, or one of its context, was forgotten after ``since``."""
         return self.forgot_any(key.namespace, (key.chunk_id, *key.context), since)
 
     def forgot_text(self, namespace: str, text: str, since: int) -> bool:
-        """As :meth:`forgot`, for a chunk's text; outer whitespace does not count."""
-        return self._epoch != since and self.forgot_any(namespace, (_name(text),), since)
+        """As :meth:`forgot`, for a chunk's text without outer whitespace."""
+        return self.forgot_any(namespace, (_name(text),), since)
 
     def forgot_any(self, namespace: str, names: Iterable[str], since: int) -> bool:
         """As :meth:`forgot`, for any of several chunk ids."""
@@ -95,5 +83,5 @@ class ForgetEpochs:
 
 
 def _name(text: str) -> str:
-    """The digest of a text, which is not kept in clear. No chunk id has this form."""
+    """The digest of a text; no chunk id has this form."""
     return "text:" + blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Which entries are on their way between tiers, so that no forgotten one arrives."""
+"""Entries on their way between tiers, so that no forgotten one arrives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ragcachekit.types import KVKey
 
 
 class InFlightMoves:
-    """Moves between tiers, each allowed unless its namespace was told to forget since the entry was read.
+    """Moves between tiers; one whose namespace was dropped since the entry was read is refused.
 
-    Moves never wait; a drop waits for the moves of its own namespace alone.
+    Moves never wait; a drop waits for the moves of its own namespace.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class InFlightMoves:
         self._under_way: set[tuple[int, KVKey]] = set()
         self._dropping: Counter[str] = Counter()
         self._drops = 0
-        self._dropped: dict[str, int] = {}  # one number per namespace that was ever told to forget
+        self._dropped: dict[str, int] = {}  # namespace to the number of its last drop
 
     def now(self) -> int:
         """The number to take before an entry is read, for :meth:`move`."""
@@ -29,14 +29,13 @@ class InFlightMoves:
 
     @contextmanager
     def move(self, key: KVKey, place: int, since: int) -> Iterator[bool]:
-        """Whether ``key`` may now be written into tier ``place``; forgetting it waits until this is left.
+        """Whether ``key`` may be written into tier ``place``; a drop waits until this is left.
 
-        False if a drop in its namespace ended since ``since`` or is under way, or if another thread is
-        just moving it there.
+        False after or during a drop in its namespace, or if another thread moves the same entry.
         """
         with self._changed:
-            space = key.namespace
-            stale = self._dropping[space] or self._dropped.get(space, 0) > since
+            namespace = key.namespace
+            stale = self._dropping[namespace] or self._dropped.get(namespace, 0) > since
             may = not stale and (place, key) not in self._under_way
             if may:
                 self._under_way.add((place, key))
@@ -50,7 +49,7 @@ class InFlightMoves:
 
     @contextmanager
     def drop(self, namespace: str) -> Iterator[None]:
-        """A block in which tiers forget: entered when nothing of the namespace moves, and nothing will."""
+        """A block in which tiers forget and nothing of the namespace moves."""
         with self._changed:
             self._dropping[namespace] += 1
         try:
@@ -58,6 +57,6 @@ class InFlightMoves:
             yield
         finally:
             with self._changed:
-                self._dropping -= Counter([namespace])  # which leaves no zeros behind
+                self._dropping -= Counter([namespace])  # removes zeros
                 self._drops += 1
                 self._dropped[namespace] = self._drops

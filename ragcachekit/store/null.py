@@ -1,4 +1,4 @@
-"""The store that keeps nothing: the baseline that every cache is compared with."""
+"""The store that keeps nothing, the baseline for every cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ class NullStore:
         self._counters = Counters("null")
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """Always None."""
         self._counters.count("misses")
         return None
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`."""
         return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
@@ -31,15 +29,13 @@ class NullStore:
         return False
 
     def discard(self, key: KVKey) -> None:
-        """Nothing to drop."""
+        return
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Always 0."""
         return 0
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record that counts misses only."""
         return (self._counters.stats(entries=0, nbytes=0, budget=0),)
 
     def close(self) -> None:
-        """Nothing to release."""
+        return

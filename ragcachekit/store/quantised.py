@@ -1,8 +1,7 @@
 """KV rounded to eight bits at rest: half (of bf16) or a quarter (of float32) of the bytes.
 
-Keys without RoPE differ far more between channels than between tokens (rotation would mix pairs of
-channels); values differ more between tokens. Hence one scale per head and channel for keys, and one per
-head and token for values.
+Keys without RoPE vary most between channels, values between tokens: keys have one scale per head and channel,
+values one per head and token.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ KINDS: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-"""What eight bits there are: their torch dtype and the largest number they hold."""
+"""Eight-bit kinds: torch dtype and largest number."""
 
 EXACT_ONLY = (ENCODING_PREFIX, "path")
-"""Encodings that are only ever reused exactly; rounding would leave them without a use."""
+"""Encodings that are only reused exactly, and never rounded."""
 
 _OVER_TOKENS, _OVER_CHANNELS = 1, 2
 
 
 def pack(kv: ChunkKV, kind: str) -> ChunkKV:
-    """``kv`` in eight bits, its scales among the ``sums``.
+    """``kv`` in eight bits, its scales among the ``sums``; ValueError for values that are not finite.
 
     With s = max|x| / largest over what shares a scale, the error of an element x after
     :func:`~ragcachekit.model.packed.unpack` (before the rounding to its own dtype) is at most
 
     - ``int8``: s / 2 = max|x| / 254;
     - ``fp8`` (e4m3, 3 bits of mantissa): |x| / 16, and s / 1024 where x is below the normal numbers.
-
-    Values that are not finite cannot be scaled: ValueError.
     """
     keys, key_scales = zip(*(_round(x, kind, _OVER_TOKENS) for x in kv.keys), strict=True)
     values, value_scales = zip(*(_round(x, kind, _OVER_CHANNELS) for x in kv.values), strict=True)
@@ -71,17 +68,16 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
 
 
 class QuantisedStore:
-    """A tier that rounds KV to eight bits, and returns it marked as rounded.
+    """A :class:`Tier` that rounds KV to eight bits, and returns it marked as rounded.
 
-    Rounded KV has keys of its own (the encoding says ``+int8``), so a tier that is opened without
-    rounding, or with another kind, does not find it. KV that is only ever reused exactly (a prompt's
-    prefix) passes through as it is. Where kernels link, entries stay in eight bits until the kernel that
-    puts them in place multiplies them by their scales.
+    Rounded KV has its own keys (encoding ``+int8``), so a tier without rounding, or of another kind, does not
+    find it. KV that is only reused exactly passes through. Where kernels link, entries stay in eight bits
+    until a kernel puts them in place.
 
     Parameters
     ----------
     tier : Tier
-        Where the bytes go; its budget counts rounded bytes.
+        Its budget counts rounded bytes.
     kind : {"int8", "fp8"}
     """
 
@@ -93,7 +89,6 @@ class QuantisedStore:
         self.shared, self.remote = tier.shared, tier.remote
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The entry under ``key``, or None."""
         found = self._tier.get(self._key(key), weight)
         if found is None or _exact(key):
             return found
@@ -103,7 +98,6 @@ class QuantisedStore:
         return Found(self._handed_out(found.kv), found.tier)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`, layer by layer where the tier reads so."""
         opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):
             return opened
@@ -118,11 +112,10 @@ class QuantisedStore:
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Keep ``kv`` rounded; KV that cannot be rounded is refused."""
+        """Store ``kv`` rounded; KV that cannot be rounded is refused."""
         return self.admit(key, kv)[0]
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with whom it evicted."""
         if not _exact(key):
             try:
                 kv = pack(kv, self._kind)
@@ -135,38 +128,32 @@ class QuantisedStore:
         return self._key(key) in self._tier
 
     def discard(self, key: KVKey) -> None:
-        """As the tier."""
         self._tier.discard(self._key(key))
 
     def keys(self) -> Iterator[KVKey]:
-        """As the tier: what is rounded as here."""
+        """As the tier, for entries of this kind."""
         keys = self._tier.keys() if isinstance(self._tier, Evictable) else iter(())
         return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def evict(self, key: KVKey) -> None:
-        """As the tier."""
         if isinstance(self._tier, Evictable):
             self._tier.evict(self._key(key))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning digests. A rounded copy is an entry of its own: it counts apart."""
         return self._tier.drop(namespace, chunk_ids)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """As the tier."""
         return self._tier.forget(namespace, chunk_ids)
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """As the tier; bytes are the rounded ones."""
         return self._tier.stats()
 
     def close(self) -> None:
-        """Close the tier."""
         self._tier.close()
 
     @cached_property
     def _device(self) -> torch.device:
-        """Where this machine links. A model elsewhere on it gets the same, unpacked a little later."""
+        """Where this machine links."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def _handed_out(self, packed: ChunkKV) -> ChunkKV:
@@ -185,7 +172,7 @@ def _plain(key: KVKey) -> KVKey:
 
 
 class _Packed(WrappedSource):
-    """A rounded entry, read layer by layer; the scales are among its ``sums``."""
+    """A rounded entry, read layer by layer."""
 
     def __init__(self, source: LayerSource, kind: str) -> None:
         super().__init__(source)
@@ -201,5 +188,4 @@ class _Unpacking(_Packed):
         self.shapes = unpacked_shapes(source.shapes, source.sums)
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer in the type that it was rounded from."""
         return unpacked_layer(number, *super().layer(number), self._source.sums)

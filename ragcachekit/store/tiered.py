@@ -16,11 +16,11 @@ from ragcachekit.types import KVKey
 
 
 class Tier(KVStore, Protocol):
-    """A store that can say which entries it dropped, so that copies in several tiers count once."""
+    """A store that reports which entries it dropped, so that copies in several tiers count once."""
 
     @property
     def shared(self) -> bool:
-        """Whether other processes put, evict and forget here, too."""
+        """Whether other processes use it."""
         ...
 
     @property
@@ -33,28 +33,25 @@ class Tier(KVStore, Protocol):
         ...
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As ``put``, returning also whom it evicted, where those may be kept in a slower tier."""
+        """As ``put``, returning also evicted entries that a slower tier may keep."""
         ...
 
 
 class TieredStore:
-    """Several tiers, looked up in turn; what one has is copied into the faster ones.
+    """Several tiers, looked up in turn; hits are copied into the faster ones.
 
-    A put goes to every tier but the ``hot`` ones, which take only what a request asked for. What a tier
-    evicts is handed down to the next one, unless that has it: swapped out once, later evictions only
-    free (RAGCache section 5.1).
-
-    Nothing is handed down to a ``shared`` tier: it had the entry from the put, and if it has it no more,
-    another process may have forgotten it. Nothing is copied into a ``remote`` one for a hit, which would
-    wait for a service that has nothing to do with it.
+    A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
+    that has it (RAGCache section 5.1: swap out only once). Nothing is handed down to a ``shared`` tier, where
+    another process may have forgotten it, and no hit is copied into a ``remote`` one, which would wait for
+    its service.
 
     Parameters
     ----------
     tiers : sequence of Tier
         Fastest first; at least one.
     hot : int
-        How many of them, from the first on, are filled by hits alone (GPU memory: a corpus that is
-        encoded ahead should not wash through it). The last tier takes every put.
+        How many of them, from the first on, are filled by hits alone: encoding a corpus should not wash
+        through GPU memory. The last tier takes every put.
     """
 
     def __init__(self, tiers: Sequence[Tier], *, hot: int = 0) -> None:
@@ -66,7 +63,6 @@ class TieredStore:
         refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The entry from the fastest tier that has it, or None."""
         since = self._moves.now()
         for place, tier in enumerate(self._tiers):
             found = tier.get(key, weight)
@@ -76,7 +72,7 @@ class TieredStore:
         return None
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`; a slow tier's entry is copied into the faster ones once it was read."""
+        """As :meth:`get`; a slow tier's entry is copied into the faster ones after reading."""
         since = self._moves.now()
         for place, tier in enumerate(self._tiers):
             opened = tier.open(key, weight)
@@ -88,8 +84,8 @@ class TieredStore:
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Keep ``kv`` in every tier that can (the hot ones: in place of what they have)."""
-        # The slowest first: what it cannot even write down (a TypeError) is in no faster tier then.
+        """Store ``kv`` in every tier that can (in hot ones only in place of an older version)."""
+        # The slowest first: what it cannot serialise (a TypeError) is then in no faster tier.
         kept = [
             self._admit(place, key, kv)
             for place, tier in reversed(list(enumerate(self._tiers)))
@@ -101,23 +97,21 @@ class TieredStore:
         return any(key in tier for tier in self._tiers)
 
     def discard(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` from every tier."""
         for tier in reversed(self._tiers):
             tier.discard(key)
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys of all tiers that can be listed, the slowest of them first; each once."""
+        """Keys of all tiers that can be listed, the slowest first; each once."""
         tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
         return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in tiers)))
 
     def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` from all tiers that evict one by one; remote ones do not."""
+        """Drop the entry under ``key`` from all tiers that are :class:`Evictable`."""
         for tier in reversed(self._tiers):
             if isinstance(tier, Evictable):
                 tier.evict(key)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys."""
         dropped: set[str] = set()
 
         def drop(tier: Tier) -> None:
@@ -129,32 +123,30 @@ class TieredStore:
         return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries from every tier, also where one raises; an entry held by several counts once."""
+        """Drop entries from every tier, even if one raises; copies count once."""
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record per tier, fastest first."""
         return tuple(record for tier in self._tiers for record in tier.stats())
 
     def close(self) -> None:
-        """Close every tier."""
         for tier in self._tiers:
             tier.close()
 
     def _promote(self, key: KVKey, kv: ChunkKV, place: int, since: int) -> None:
-        """Copy what tier ``place`` had into the faster ones."""
+        """Copy an entry of tier ``place`` into the faster ones."""
         for faster in range(place):
             if not self._tiers[faster].remote:
                 self._move(faster, key, kv, since)
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
-        """Write into tier ``place`` what was read from another one after ``since``, unless it has it."""
+        """Write what another tier returned after ``since`` into tier ``place``, unless it is there."""
         with self._moves.move(key, place, since) as may:
             if may and key not in self._tiers[place]:
                 self._admit(place, key, kv)
 
     def _admit(self, place: int, key: KVKey, kv: ChunkKV) -> bool:
-        """Write into tier ``place``; what that evicts is handed down."""
+        """Write into tier ``place``; evicted entries are handed down."""
         since = self._moves.now()
         kept, evicted = self._tiers[place].admit(key, kv)
         if place + 1 < len(self._tiers) and not self._tiers[place + 1].shared:
@@ -164,13 +156,13 @@ class TieredStore:
 
 
 class _Promoting(WrappedSource):
-    """A slow tier's entry that is copied into the faster tiers when all of it was read."""
+    """A slow tier's entry that is copied into the faster tiers after reading."""
 
     def __init__(self, source: LayerSource, promote: Callable[[ChunkKV], object]) -> None:
         super().__init__(source)
         self._promote = promote
 
     def finished(self, kv: ChunkKV) -> None:
-        """Pass it on, and copy the KV."""
+        """Count the hit, and copy the KV."""
         super().finished(kv)
         self._promote(kv)

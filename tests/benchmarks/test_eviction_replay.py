@@ -170,7 +170,7 @@ class Watched(Ranking):
 
     def evict(self, group=None):
         victim = super().evict(group)
-        assert all(self.parents[entry] != victim for entry in self), "a parent left before its child"
+        assert all(self.parents[entry] != victim for entry in self._live), "a parent left before its child"
         return victim
 
 

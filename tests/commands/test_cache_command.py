@@ -158,9 +158,8 @@ def test_an_index_of_somebody_else_makes_no_disk_tier(command, tmp_path):
 def test_clear_says_what_it_could_not_delete(command, folder, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     result = command("cache", "clear", "--cache", folder, "--yes", "--namespace", "acme")
-    assert result.exit_code == 1
-    assert "deleted 0 entries" in result.stdout
-    assert "2 entries could not be deleted" in result.stdout
+    assert result.exit_code == 2
+    assert "2 entries could not be read or deleted" in result.stderr
 
 
 def refuse(path, *_, **__):
@@ -250,8 +249,8 @@ def test_the_folder_of_a_disk_tier_is_taken_as_such(command, folder, at):
     assert f"Chunk KV in {tier}: 3 entries" in result.stdout
     command("cache", "clear", "--cache", tier, "--yes")
     assert not list(tier.glob("*.safetensors"))
-    result = command("cache", "verify", "--cache", tier)  # by its index
-    assert f"Chunk KV in {tier}: 0 entries" in result.stdout
+    result = command("cache", "verify", "--cache", tier)
+    assert f"no chunk KV in {tier}" in result.stdout
 
 
 def test_entries_make_a_disk_tier_without_an_index(command, folder):

@@ -109,10 +109,9 @@ for one in (loader, tiered, jobs, bulk, tree):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 @pytest.mark.parametrize("arguments", [[], ["the child runs its exit handlers"]], ids=["_exit", "exit"])
-def test_a_forked_child_gets_a_clear_error_and_opens_anew(request, tmp_path, arguments):
-    paths = [str(request.config.rootpath / "tests" / "kits")]
+def test_a_forked_child_gets_a_clear_error_and_opens_anew(tmp_path, arguments):
     done = subprocess.run(
-        [sys.executable, "-c", FORK.format(paths=paths), str(tmp_path), *arguments],
+        [sys.executable, "-c", FORK.format(paths=sys.path), str(tmp_path), *arguments],
         capture_output=True,
         text=True,
         timeout=120,

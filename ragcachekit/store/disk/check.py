@@ -1,30 +1,31 @@
-"""Looking through the folder of a disk tier, and mending it. Other processes may be at work in it."""
+"""Verification and repair of a disk tier's folder, which other processes may use meanwhile."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
-from ragcachekit.store.disk.folder import FolderBusy, FolderLock, IndexFailed, claim_folder, orphans
-from ragcachekit.store.disk.index import SECONDS_TO_LOCK, is_index
+from ragcachekit.store.disk.folder import FolderLock, IndexFailed, claim_folder, orphans
+from ragcachekit.store.disk.index import SECONDS_TO_LOCK
 from ragcachekit.store.entry.file import EntryReader, entry_name
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import nowhere
 
 Progress = Callable[[int, int], None]
-"""Called with how many bytes of how many have been read."""
+"""Called with the bytes read so far and all bytes to read."""
 
-_UNLIMITED = 1 << 62  # no entry leaves a folder because it is looked through
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
 class BadEntry:
-    """An entry file that no read would return: its name, what is wrong, and which file that was."""
+    """An entry file that no read would return; ``seen`` is its status when it was read."""
 
     name: str
     reason: str
@@ -33,10 +34,10 @@ class BadEntry:
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading every entry whole has shown: ``entries`` files of ``nbytes`` together.
+    """Result of reading all ``entries`` files, of ``nbytes`` together.
 
-    ``damaged`` ones are altered, cut short, under another's name, or of another version of this library;
-    ``unreadable`` ones could not be read now. ``orphans`` are temporary files whose writer is gone.
+    ``damaged`` includes files of other versions of this library; ``unreadable`` ones could not be read now.
+    ``orphans`` are temporary files of dead writers; 0 where the folder cannot be locked.
     """
 
     entries: int
@@ -48,7 +49,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Repaired:
-    """What :func:`repair` removed, and what is left."""
+    """What :func:`repair` removed, and the remaining entries."""
 
     damaged: tuple[BadEntry, ...]
     orphans: int
@@ -57,20 +58,12 @@ class Repaired:
 
 
 def is_disk_tier(folder: Path) -> bool:
-    """Whether a disk tier keeps its entries here: there are some, or an index over none."""
-    if not folder.is_dir():
-        return False
-    return is_index(folder / "index" / "cache.db") or bool(entry_files(folder))
+    """Whether a folder holds entries of a disk tier."""
+    return folder.is_dir() and bool(entry_files(folder))
 
 
 def verify(folder: Path, progress: Progress | None = None) -> Verified:
-    """Read every entry whole; changes nothing.
-
-    Raises
-    ------
-    OSError
-        If the folder cannot be listed.
-    """
+    """Read every entry whole; changes nothing. OSError if the folder cannot be listed."""
     files = entry_files(folder)
     total, done = sum(files.values()), 0
     damaged, unreadable, gone = [], [], 0
@@ -90,38 +83,26 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
 
 
 def repair(folder: Path, progress: Progress | None = None) -> Repaired:
-    """Drop the entries that :func:`verify` finds damaged, sweep orphans, rebuild the index from the files.
-
-    Raises
-    ------
-    StoreError
-        If the folder cannot be used.
-    """
+    """Drop damaged entries and orphans, and rebuild the index; StoreError if the folder cannot be used."""
     claim_folder(folder)
     try:
         found = verify(folder, progress)
-        tier_files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
+        files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
         try:
-            tier_files.open(SECONDS_TO_OPEN)
-            dropped = tuple(bad for bad in found.damaged if tier_files.remove(bad.name, bad.seen))
-            tier_files.rebuild(SECONDS_TO_OPEN, anew=True)
-            entries, nbytes = tier_files.content()
+            dropped = tuple(bad for bad in found.damaged if files.remove(bad.name, bad.seen))
+            files.rebuild(SECONDS_TO_OPEN, anew=True)
+            entries, nbytes = files.content()
         finally:
-            tier_files.close()
+            files.close()
     except (OSError, IndexFailed) as error:
         raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
     return Repaired(dropped, found.orphans, entries, nbytes)
 
 
 def _orphans(folder: Path) -> int:
-    """Temporary files whose writer is gone; none where somebody keeps writing."""
-    try:
-        with FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
-            return len(list(orphans(folder)))
-    except FolderBusy:
-        return 0
-    except IndexFailed:  # nobody can write here
+    with suppress(IndexFailed), FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
         return len(list(orphans(folder)))
+    return 0
 
 
 def _read(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier: one immutable file per entry, a rebuildable index, least recently used leave first."""
+"""The disk tier: one immutable file per entry, a rebuildable index, eviction by least recent use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
+from ragcachekit.files import sync_folder
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
 from ragcachekit.store.disk.folder import FolderBusy, IndexFailed, claim_folder, not_writable
-from ragcachekit.store.disk.forgets import DiskForgets
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, IndexDamaged
 from ragcachekit.store.disk.source import DiskSource
 from ragcachekit.store.disk.volume import is_full, takes_no_writes
@@ -28,62 +28,48 @@ from ragcachekit.types import KVKey
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = (
     *("evicted", "room made", "created", "half written", "written"),
-    *("indexed", "committed", "renamed", "removed", "read", "uses noted"),
+    *("indexed", "committed", "renamed", "removed", "read", "accesses written"),
 )
-"""What ``at`` is called with."""
+"""Arguments that ``at`` is called with."""
 
 
 class DiskStore:
     """Chunk KV in files that survive the process; several processes may share the folder.
 
-    The files are the truth: a read opens the file and verifies all of it, whatever the index says. The
-    index only has sizes and the order of use. A write goes to a temporary file, is added to the index, and
-    then gets its name, so that being killed at any moment leaves nothing but whole entries, a row of the
-    index that says too much, and a temporary file; the next start sets both right.
+    A read opens the file and verifies all of it, whatever the index contains. A write goes to a temporary
+    file, which is renamed. A killed process leaves whole entries, index rows without a file, and a temporary
+    file; the next start repairs both.
 
     Parameters
     ----------
     path : Path
-        The folder, created with mode 0700 (POSIX only).
+        The folder, created with mode 0700 (POSIX only); then the attribute ``folder``.
     budget : int
-        Bytes that all entry files may take together; > 0. The index (some hundred bytes per entry) and
-        the one entry being written come on top.
+        Bytes of all entry files together; > 0. The index (some hundred bytes per entry) and the entry being
+        written come on top.
     quotas : mapping of str to int
-        Bytes that single namespaces may take (``*``: every other one). Whoever is over it loses entries
-        of its own, least recently used first.
+        Bytes of single namespaces (``*``: every other one). A namespace above its quota loses its own least
+        recently used entries.
     at : callable
-        Called with the name of each of the :data:`STEPS` at which a crash could leave something behind:
-        the place to interrupt the store in a test.
-
-    Attributes
-    ----------
-    folder : Path
+        Called with each of the :data:`STEPS`, for tests that interrupt the store.
 
     Notes
     -----
-    A power failure costs misses: what was written last may be torn, which its checksums show. What was
-    forgotten does not come back.
-
-    On a medium that is full, read-only or failing the folder is opened all the same: what is there is read,
-    a put is False until the medium takes writes again, and ``stats`` says so. A volume that fills up later
-    loses the least recently used entries.
+    A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
+    not come back. On a medium that is full, read-only or failing the folder is opened for reading, and a put
+    returns False until the medium takes writes again.
 
     Raises
     ------
     StoreError
-        If the folder is not a folder, or is not ours alone; the message says what to do.
+        If the folder is not a folder, or is not ours alone.
     """
 
     shared = True
     remote = False
 
     def __init__(
-        self,
-        path: Path,
-        budget: int,
-        *,
-        quotas: Mapping[str, int] | None = None,
-        at: At = nowhere,
+        self, path: Path, budget: int, *, quotas: Mapping[str, int] | None = None, at: At = nowhere
     ) -> None:
         if budget <= 0:
             raise ValueError(
@@ -93,17 +79,18 @@ class DiskStore:
         self._budget = budget
         self._at = at
         self._counters = Counters("disk")
-        self._closed = False
         self._buffers = Buffers(_IDLE_BYTES)
         self._files = EntryFiles(self._folder, budget, quotas or {}, self._counters, at)
-        self._forgets = DiskForgets(self._files, self._counters)
-        self._ours = self._writable = self._no_use = False
+        self._is_readable = self._writable = False
+        self._still_full = False
+        self._undeleted: set[str] = set()  # forgotten digests whose files could not be deleted
         try:
             self._open(SECONDS_TO_OPEN)
         except (OSError, StoreError) as error:
             if not takes_no_writes(error):
                 raise _not_opened(self._folder, error) from error
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
+        self._closed = False
         refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
@@ -118,14 +105,11 @@ class DiskStore:
             except (EntryDamaged, OSError) as error:
                 self._ended(digest, reader.status, error)
                 return None
-        self._ended(digest, reader.status, None)
+        self._ended(digest, reader.status)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
-        """The entry under ``key`` with its header verified, layers to be read one by one; or None.
-
-        Several threads may read several entries, or the same one, at once.
-        """
+        """The entry under ``key`` with its header verified, layers to be read one by one; or None."""
         digest = key.digest()
         reader = self._reader(key, digest)
         if reader is None:
@@ -133,16 +117,10 @@ class DiskStore:
         return DiskSource(reader, partial(self._ended, digest, reader.status))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Write ``kv`` to its file, evicting least recently used entries first.
+        """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
 
-        False, with all other entries whole, if it exceeds the whole budget or its namespace's quota, or
-        the medium refuses it. An entry that is already there under this key is replaced at once and as a
-        whole. True means that it survives a crash of the process.
-
-        Raises
-        ------
-        TypeError
-            For KV of a dtype that safetensors does not know.
+        False if it exceeds the budget or its namespace's quota, or the medium refuses it. True means that the
+        entry survives a crash of the process. TypeError for a dtype that safetensors does not have.
         """
         if self._closed:
             return False
@@ -157,27 +135,20 @@ class DiskStore:
         return kept
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`; nobody is handed down."""
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
         digest = key.digest()
-        return not (self._closed or not self._ours or self._forgets.hides(key, digest)) and os.path.exists(
-            self._files.name(digest)
-        )
+        return self._is_served(digest) and os.path.exists(self._files.name(digest))
 
     def discard(self, key: KVKey) -> None:
-        """Delete the entry under ``key``, which nobody could use, and count it as damaged.
-
-        One that cannot be deleted is not handed out by this process any more.
-        """
+        """Delete the unusable entry under ``key``, and count it as damaged."""
         if key in self:
             self._counters.count("damaged")
-            if not self._files.remove(key.digest()):
-                self._forgets.hide(key, key.digest())
+            self._files.remove(key.digest())
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys by the headers of the files, those written last first; what cannot be read is left out."""
+        """Keys by the headers of the files, the latest first; unreadable files are skipped."""
         with suppress(OSError):
             for digest in reversed(entry_files(self._folder)):
                 with suppress(OSError, EntryDamaged):
@@ -189,76 +160,95 @@ class DiskStore:
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys."""
-        return frozenset() if self._closed else self._forgets.drop(namespace, chunk_ids)
+        if self._closed or not self._folder.is_dir():
+            return frozenset()
+        busy: FolderBusy | None = None
+        try:
+            self._files.wait_for_writers(SECONDS_TO_OPEN)
+        except FolderBusy as error:
+            busy = error
+        except IndexFailed as error:  # nobody can lock the folder, and so write to it
+            self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
+        dropped, failures = set(), list[OSError]()
+        try:
+            for digest in entry_files(self._folder):
+                try:
+                    if self._drops(digest, namespace, chunk_ids):
+                        dropped.add(digest)
+                except OSError as error:
+                    failures.append(error)
+        except OSError as error:
+            raise StoreError(f"cannot list the cache folder; forget again: {error}") from error
+        if dropped:
+            sync_folder(self._folder)
+        if failures:
+            raise StoreError(
+                f"{len(failures)} entries could not be read or deleted; forget again: {failures[0]}"
+            ) from failures[0]
+        if busy is not None:
+            raise StoreError(
+                "another process or thread keeps the cache folder busy and may write what was forgotten; "
+                f"forget again when it goes on or has ended: {busy}"
+            ) from busy
+        return frozenset(dropped)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Delete the files of the namespace that hold, or were encoded behind, one of ``chunk_ids``.
+        """Delete the namespace's files that hold, or were encoded behind, one of ``chunk_ids``.
 
-        Files too damaged to say whose they are go as well, and so do those of the namespace whose header
-        cannot be read. What cannot be deleted is not handed out by this process any more, and not counted.
+        Files with a damaged header are deleted as well, whosever they are.
 
         Raises
         ------
         StoreError
-            If the folder cannot be listed, or another process writes to it and does not end. Something may be
-            left; what is known has gone.
+            If the folder cannot be listed, a file not be read or deleted (Windows deletes no open file), or
+            another process keeps writing. All other files have been deleted, and this store returns nothing
+            from those that could not be; forget again.
         """
         return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record."""
-        entries, nbytes = (0, 0) if self._closed else self._content()
+        entries, nbytes = (0, 0) if self._closed else self._files.content()
         sizes = {"entries": entries, "nbytes": nbytes, "budget": self._budget}
         return (self._counters.stats(**sizes, writable=self._writable),)
 
     def close(self) -> None:
-        """Close the index; further calls are misses."""
-        self._closed = True
-        self._forgets.retry()
+        self._closed, self._is_readable = True, False
         self._files.close()
         self._buffers.clear()
 
     def _open(self, seconds: float) -> None:
-        """Have the folder ready for reading, then for writing; raises what keeps it from either."""
-        if not self._ours:
-            claim_folder(self._folder)
-            self._ours = True
-        self._files.open(seconds)
+        """Prepare the folder for reading, then for writing."""
+        claim_folder(self._folder)
+        self._is_readable = True
+        self._files.rebuild(seconds)
         self._writable = True
 
-    def _content(self) -> tuple[int, int]:
-        try:
-            return self._files.content()
-        except OSError as error:
-            self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
-            return 0, 0
+    def _is_served(self, digest: str) -> bool:
+        return self._is_readable and digest not in self._undeleted
 
     def _reader(self, key: KVKey, digest: str) -> EntryReader | None:
         """The open file of ``key``, or None and a counted miss."""
-        if not (self._closed or not self._ours or self._forgets.hides(key, digest)):
+        if self._is_served(digest):
             try:
                 return open_entry(self._files.name(digest), key, self._buffers)
             except FileNotFoundError:
                 pass
-            except EntryDamaged as error:
-                self._failed(digest, error.seen, error)
-            except OSError as error:
-                self._failed(digest, None, error)
+            except (EntryDamaged, OSError) as error:
+                self._ended(digest, error.seen if isinstance(error, EntryDamaged) else None, error)
+                return None
         self._counters.count("misses")
         return None
 
-    def _ended(self, digest: str, seen: os.stat_result, error: EntryDamaged | OSError | None) -> None:
-        """Count how reading an entry ended."""
+    def _ended(
+        self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None = None
+    ) -> None:
+        """Count how reading an entry ended, and delete a damaged one."""
         if error is None:
             self._at("read")
             self._counters.count("hits")
-            self._files.note(digest)
-        else:
-            self._counters.count("misses")
-            self._failed(digest, seen, error)
-
-    def _failed(self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError) -> None:
+            self._files.record_access(digest)
+            return
+        self._counters.count("misses")
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
@@ -271,11 +261,13 @@ class DiskStore:
         try:
             kept = self._write(key, image)
         except (OSError, StoreError) as error:
-            if not is_full(error) or self._no_use or not self._files.make_space(image.nbytes, key.digest()):
+            if not is_full(error) or self._still_full:
                 raise
-            self._no_use = True  # until a put succeeds: no entry leaves for nothing twice
+            if not self._files.make_space(image.nbytes, key.digest()):
+                raise
+            self._still_full = True  # until a put succeeds: no entry is evicted in vain twice
             kept = self._write(key, image)
-        self._no_use = False
+        self._still_full = False
         return kept
 
     def _write(self, key: KVKey, image: EntryImage) -> bool:
@@ -287,14 +279,27 @@ class DiskStore:
                 "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
             )
             return False
-        self._forgets.retry()
-        if self._forgets.hides(key, digest):
-            return False
         try:
             self._files.put(digest, key.namespace, image)
         except IndexDamaged:
             self._files.rebuild()
             self._files.put(digest, key.namespace, image)
+        self._undeleted.discard(digest)
+        return True
+
+    def _drops(self, digest: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
+        """Delete an entry if it is to be forgotten or damaged; OSError if it cannot be read or deleted."""
+        try:
+            if not concerns(read_key(self._files.path(digest)), namespace, chunk_ids):
+                return False
+        except EntryDamaged:
+            self._counters.count("damaged")
+        except FileNotFoundError:  # another process evicted it just now
+            return False
+        if not self._files.remove(digest):
+            self._undeleted.add(digest)
+            raise OSError(f"cannot delete {self._files.name(digest)}")
+        self._undeleted.discard(digest)
         return True
 
 
@@ -302,5 +307,5 @@ def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
     if isinstance(error, FolderBusy):
         return StoreError(f"cannot open the cache folder {folder}: {error}")
     if isinstance(error, StoreError) and not isinstance(error, IndexFailed):
-        return error  # it says what to do
+        return error
     return not_writable(folder, error)

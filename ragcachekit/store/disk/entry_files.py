@@ -8,43 +8,31 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
-from ragcachekit.files import sync_folder
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.access_log import AccessLog
-from ragcachekit.store.disk.folder import FolderLock, IndexFailed, claim_folder, sweep_orphans, temp_file
+from ragcachekit.store.disk.folder import FolderLock, IndexFailed, sweep_orphans, temp_file
 from ragcachekit.store.disk.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged
 from ragcachekit.store.entry.file import entry_name, read_key
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import At, EntryImage
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
-_NOBODY = ""  # whose files are that can be neither read nor deleted: they count, under no quota
-_MOST_STUCK = 8  # files that one eviction passes over because they cannot be deleted
+_NOBODY = ""  # namespace of files that can be neither read nor deleted: they count, under no quota
+_MOST_STUCK = 8  # files that one eviction skips because they cannot be deleted
+_ACCESSES = 256  # written to the index at once
 SECONDS_TO_OPEN = 60.0
-"""How long opening waits for another process that opens the folder or rebuilds the index."""
+"""Longest wait for another process that opens the folder or rebuilds the index."""
 
 
 class EntryFiles:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
-    The files are the truth. Every change of a file stands inside a session of the index, which one process
-    has at a time. A file goes before its row, and comes after its row was committed: whoever is killed in
-    between leaves a row that says too much, never a file that nobody counts.
-
-    Parameters
-    ----------
-    folder : Path
-        Nothing is written to it before :meth:`open`.
-    budget : int
-        Bytes of all entry files together.
-    quotas : mapping of str to int
-        Bytes of single namespaces (``*``: every other one).
-    counters : Counters
-        Told of evictions and of damaged files.
-    at : callable
-        Called with the name of every step worth being killed at.
+    Every change of a file is part of a session of the index, which one process has at a time. A file is
+    removed before its row, and named after its row was committed: a killed process may leave a row without
+    a file, never a file that does not count. Parameters are those of
+    :class:`~ragcachekit.store.disk.disk_store.DiskStore`.
     """
 
     def __init__(
@@ -53,52 +41,28 @@ class EntryFiles:
         self._folder, self._budget, self._quotas = folder, budget, dict(quotas)
         self._prefix = os.path.join(folder, "")
         self._counters, self._at = counters, at
-        self._access_log = AccessLog()
+        self._accesses: dict[str, None] = {}
+        self._accesses_lock = Lock()
         self._lock = FolderLock(folder / "lock")
         self._index = EntryIndex(folder / "index", self._lock)
 
-    def open(self, seconds: float) -> None:
-        """Have the folder ready for writing: the index agrees with the files, all is within the budget.
-
-        Raises
-        ------
-        StoreError, OSError
-            If the folder or the index cannot be used, or others keep it busy for longer than ``seconds``.
-        """
-        claim_folder(self._folder)
-        self.rebuild(seconds)
-
-    def exists(self) -> bool:
-        """Whether there is a folder."""
-        return self._folder.is_dir()
-
     def path(self, digest: str) -> Path:
-        """Where the entry with this digest stands, if there is one."""
+        """Path of the entry with this digest."""
         return Path(self.name(digest))
 
     def name(self, digest: str) -> str:
         """As :meth:`path`, as text: joining paths is a tenth of what a read costs before its tensors."""
         return self._prefix + entry_name(digest)
 
-    def files(self) -> dict[str, int]:
-        """As :func:`entry_files`."""
-        return entry_files(self._folder)
-
-    def owners(self) -> dict[str, str]:
-        """Digest → namespace as far as the index can say."""
-        with suppress(IndexFailed), self._index.session():
-            return self._index.owners()
-        return {}
-
     def content(self) -> tuple[int, int]:
         """Number of entries and their bytes."""
-        try:
-            with self._index.session():
-                self._write_notes()
-                return len(self._index), self._index.nbytes()
-        except IndexFailed:
-            sizes = self.files().values()
+        with suppress(IndexFailed), self._index.session():
+            self._write_accesses()
+            return len(self._index), self._index.nbytes()
+        with suppress(OSError):
+            sizes = entry_files(self._folder).values()
             return len(sizes), sum(sizes)
+        return 0, 0
 
     def most(self, namespace: str) -> int:
         """The largest entry of a namespace that can be kept, in bytes."""
@@ -106,52 +70,40 @@ class EntryFiles:
         return self._budget if quota is None else min(self._budget, quota)
 
     def put(self, digest: str, namespace: str, image: EntryImage) -> None:
-        """Evict for an entry, write it, and give it its name.
-
-        Nobody else changes the folder meanwhile, so that the budget holds, a temporary file whose writer
-        does not hold the lock is an orphan, and a ``forget`` finds either no entry or a whole one.
-
-        Raises
-        ------
-        OSError, IndexFailed
-            With what was there under ``digest`` unchanged.
-        """
+        """Evict for an entry and write it; OSError or IndexFailed leaves an older file unchanged."""
         with self._index.session():
-            self._write_notes()
+            self._write_accesses()
             held = self._evict(digest, namespace, image.nbytes)
             self._at("room made")
-            with temp_file(self._folder) as temp:
+            with temp_file(self._folder) as (path, file):
                 self._at("created")
-                image.write(temp.fd, self._at)
+                image.write(file.fd, self._at)
                 try:
                     # The larger of both sizes counts until the old file is gone.
                     self._index.add(digest, namespace, max(held, image.nbytes))
                     self._at("indexed")
                     self._index.commit()
                     self._at("committed")
-                    temp.rename(self.name(digest))
+                    file.close()  # Windows renames no open file
+                    os.replace(path, self.name(digest))
                     self._at("renamed")
                 finally:
-                    if held > image.nbytes or not temp.named:
-                        self._settle(digest)
+                    self._settle(digest)
 
     def make_space(self, nbytes: int, but: str) -> bool:
-        """Delete the least recently used entries of ``nbytes`` together, as the volume is full.
+        """Evict least recently used entries of ``nbytes`` together, as the volume is full.
 
-        False, with nothing deleted, if all of them but ``but`` are smaller than that. Where the index cannot
-        be read, the least recently written ones go.
+        False, with nothing deleted, if all of them but ``but`` are smaller. Where the index cannot be read,
+        the least recently written ones go.
         """
-        sizes = {digest: size for digest, size in self.files().items() if digest != but}
+        sizes = {digest: size for digest, size in entry_files(self._folder).items() if digest != but}
         if sum(sizes.values()) < nbytes:
             return False
-        rows: Mapping[str, int] = {}
+        used: Mapping[str, int] = {}
         with suppress(IndexFailed), self._index.session():
-            self._write_notes()
-            rows = self._index.rows()
-        for digest in (*(row for row in rows if row in sizes), *(size for size in sizes if size not in rows)):
-            if nbytes <= 0:
-                break
-            if self.remove(digest):
+            used = self._index.rows()
+        for digest in sorted(sizes, key=list(used).index) if sizes.keys() <= used.keys() else sizes:
+            if nbytes > 0 and self.remove(digest):
                 self._counters.count("evictions")
                 nbytes -= sizes[digest]
         return nbytes <= 0
@@ -161,42 +113,35 @@ class EntryFiles:
 
         ``seen``: only if it is still that file; a writer may have put a whole one in its place.
         """
-        path = self.path(digest)
         try:
             with suppress(IndexFailed), self._index.session():
-                if seen is None or _same(path, seen):
-                    path.unlink(missing_ok=True)
+                if self._unlink(digest, seen):
                     self._at("removed")
                     self._index.remove(digest)
                 return True
-            if seen is None or _same(path, seen):
-                path.unlink(missing_ok=True)
+            self._unlink(digest, seen)
         except OSError as error:
-            self._say_stuck(error)
+            self._warn_undeleted(error)
             return False
         return True
 
-    def note(self, digest: str) -> None:
-        """Remember that an entry was used; written down with the next change.
-
-        A use costs no transaction that way. In a crash, the order of the last uses is lost, no more.
-        """
-        if not self._access_log.add(digest):
-            return
+    def record_access(self, digest: str) -> None:
+        """Remember a use; many are written to the index at once, and a crash loses those since."""
+        with self._accesses_lock:
+            self._accesses.pop(digest, None)
+            self._accesses[digest] = None
+            if len(self._accesses) < _ACCESSES:
+                return
         with suppress(IndexFailed, OSError):
             try:
                 with self._index.session(seconds=0.0):
-                    self._write_notes()
-                    self._shrink(self._budget)
-            except IndexDamaged:  # a process that only reads would never be told otherwise
+                    self._write_accesses()
+            except IndexDamaged:
                 self.rebuild(0.0)
+        self._take_accesses()  # if they could not be written, an order of use is lost
 
     def rebuild(self, seconds: float = SECONDS_TO_LOCK, *, anew: bool = False) -> None:
-        """Bring the index to agree with the files, from nothing if it is damaged; drop what is no entry.
-
-        ``anew``: trust no row. OSError or IndexFailed if the folder cannot be listed, or not be locked within
-        ``seconds``, or the index cannot be written.
-        """
+        """Make the index agree with the files; start from nothing if it is damaged or ``anew``."""
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
             if anew:
@@ -209,24 +154,20 @@ class EntryFiles:
                 self._reconcile()
 
     def wait_for_writers(self, seconds: float) -> None:
-        """Have every put that is being written end, and remove what dead writers left; raises as the lock."""
+        """Wait for puts under way, and remove what dead writers left."""
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
 
-    def sync(self) -> None:
-        """Make deletions survive a power failure."""
-        sync_folder(self._folder)
-
     def close(self) -> None:
-        """Write down the order of use and close the index."""
+        """Write the order of use and close the index."""
         with suppress(IndexFailed, OSError), self._index.session():
-            self._write_notes()
+            self._write_accesses()
         self._index.close()
 
     def _reconcile(self) -> None:
         with self._index.session(create=True):
             self._index.check()
-            files, rows = self.files(), self._index.rows()
+            files, rows = entry_files(self._folder), self._index.rows()
             for digest, nbytes in rows.items():
                 if files.get(digest) != nbytes:
                     self._index.remove(digest)
@@ -239,46 +180,46 @@ class EntryFiles:
                     self._shrink(quota, namespace)
             self._shrink(self._budget)
 
-    def _write_notes(self) -> None:
-        used = self._access_log.take()
+    def _take_accesses(self) -> list[str]:
+        with self._accesses_lock:
+            taken, self._accesses = list(self._accesses), {}
+        return taken
+
+    def _write_accesses(self) -> None:
+        used = self._take_accesses()
         if used:
             self._index.touch(used)
-            self._at("uses noted")
+            self._at("accesses written")
 
     def _settle(self, digest: str) -> None:
-        """Make the row of an entry agree with its file."""
+        """Make the row of an entry agree with its file; a damaged file is deleted."""
         try:
             nbytes = os.lstat(self.name(digest)).st_size
             if self._index.size(digest) != nbytes:
-                self._index.add(digest, self._whose(self.path(digest)), nbytes)
+                self._index.add(digest, self._namespace(digest), nbytes)
         except FileNotFoundError:
             self._index.remove(digest)
 
-    def _whose(self, path: Path) -> str:
-        """The namespace of an entry, nobody's if that cannot be told; a damaged file is deleted."""
+    def _namespace(self, digest: str) -> str:
         try:
-            return read_key(path).namespace
+            return read_key(self.path(digest)).namespace
         except FileNotFoundError:
             raise
-        except EntryDamaged as error:  # nobody could ever read it
+        except EntryDamaged as error:
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            if self._deleted(path):
-                raise FileNotFoundError from error
+            try:
+                self._unlink(digest)
+            except OSError as failure:
+                self._warn_undeleted(failure)
+                return _NOBODY
+            raise FileNotFoundError from error
         except OSError as error:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
-        return _NOBODY
-
-    def _deleted(self, path: Path) -> bool:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            self._say_stuck(error)
-            return False
-        return True
+            return _NOBODY
 
     def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
-        """Evict until ``nbytes`` under ``digest``, in place of what it has now, fit; returns what that is."""
+        """Evict until ``nbytes`` under ``digest`` fit; returns the bytes of the file that they replace."""
         held, quota = self._index.size(digest), quota_of(self._quotas, namespace)
         if quota is not None:
             self._shrink(quota - nbytes + held, namespace, but=digest)
@@ -286,23 +227,31 @@ class EntryFiles:
         return held
 
     def _shrink(self, most: int, namespace: str | None = None, but: str = "") -> None:
-        stuck: set[str] = set()
+        stuck = 0
         while self._index.nbytes(namespace) > most:
             victim = self._index.oldest(but, namespace)
             try:
-                self.path(victim).unlink(missing_ok=True)
+                self._unlink(victim)
             except OSError as error:
-                if victim in stuck or len(stuck) == _MOST_STUCK:
+                stuck += 1
+                if stuck > _MOST_STUCK:
                     raise
-                self._say_stuck(error)
-                stuck.add(victim)
+                self._warn_undeleted(error)
                 self._index.touch([victim])  # the next one's turn, also the next time
                 continue
             self._at("evicted")
             self._index.remove(victim)
             self._counters.count("evictions")
 
-    def _say_stuck(self, error: OSError) -> None:
+    def _unlink(self, digest: str, seen: os.stat_result | None = None) -> bool:
+        """Delete a file; False if another one has replaced ``seen``."""
+        path = self.path(digest)
+        if seen is not None and not _same(path, seen):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+
+    def _warn_undeleted(self, error: OSError) -> None:
         self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
 
 
@@ -312,7 +261,7 @@ def entry_files(folder: Path) -> dict[str, int]:
     with os.scandir(folder) as entries:
         for entry in entries:
             match = _ENTRY_NAME.fullmatch(entry.name)
-            if match:
+            if match and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # another process evicted it just now
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime_ns, match[1], status.st_size))

@@ -1,4 +1,4 @@
-"""The disk tier's folder: who may use it, the lock around changes, files that appear whole or not at all."""
+"""The disk tier's folder: who may use it, the lock around changes, and temporary files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, OpenFile, belongs_to_another, make_folder, others_may_write
 
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
-_LOCK_POLL = 0.001  # seconds
+_LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
 
 
 class IndexFailed(StoreError):
@@ -29,14 +29,7 @@ class FolderBusy(IndexFailed):
 
 
 def claim_folder(path: Path) -> None:
-    """Create ``path`` with mode 0700, or check that an existing one is ours alone to write.
-
-    Raises
-    ------
-    StoreError
-        If it cannot be created, is not a folder, belongs to another user, or others may write to it. Where
-        files have no POSIX owners and modes, the last two are not checked.
-    """
+    """Create ``path`` with mode 0700; StoreError if it is no folder or, on POSIX, not ours alone to write."""
     try:
         make_folder(path)
         status = path.stat()
@@ -57,7 +50,7 @@ def claim_folder(path: Path) -> None:
 
 
 def not_writable(folder: Path, error: OSError | StoreError) -> StoreError:
-    """The error of a folder that cannot be written to; says what to do."""
+    """The error for a folder that cannot be written to."""
     return StoreError(
         f"cannot write to the cache folder {folder}: {error}; "
         "make it writable, free some space, choose another disk_path, or use disk_path=None"
@@ -65,33 +58,19 @@ def not_writable(folder: Path, error: OSError | StoreError) -> StoreError:
 
 
 class FolderLock:
-    """A lock file that processes share; its holder may enter again, and the system frees it if that dies.
+    """A lock file shared by processes; its holder may enter again, and a dead holder frees it.
 
-    A forked child has a lock of its own.
-
-    Parameters
-    ----------
-    path : Path
-        The lock file; its folder is made where it is missing.
+    The folder of ``path`` is made where it is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mutex = RLock()
-        # A finite wait between tries, as no system has a lock with a deadline.
         self._file = FileLock(path, mode=0o600, thread_local=False, poll_interval=_LOCK_POLL)
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Keep all other threads and processes out.
-
-        Raises
-        ------
-        FolderBusy
-            If somebody else has held the lock for ``seconds``.
-        IndexFailed
-            If the lock file cannot be opened or locked.
-        """
+        """Keep other threads and processes out; FolderBusy after ``seconds``, else IndexFailed."""
         mutex, file = self._mutex, self._file
         try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
             if not mutex.acquire(timeout=seconds):
@@ -126,45 +105,19 @@ class FolderLock:
             raise IndexFailed(f"cannot lock {self._path}: {error}") from error
 
 
-class TempFile:
-    """A file that is being written, inside the context of :func:`temp_file`."""
-
-    def __init__(self, path: str) -> None:
-        self._file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW)
-        self.path, self.named = path, False
-
-    @property
-    def fd(self) -> int:
-        """Its descriptor."""
-        return self._file.fd
-
-    def close(self) -> None:
-        """Close it; also twice."""
-        self._file.close()
-
-    def rename(self, name: str) -> None:
-        """Close it and give it its final name, in place of what has that now."""
-        self.close()  # Windows renames no open file
-        os.replace(self.path, name)
-        self.named = True
-
-
 @contextmanager
-def temp_file(folder: str | os.PathLike[str]) -> Iterator[TempFile]:
-    """A new file of mode 0600, removed on leaving unless it was renamed.
+def temp_file(folder: Path) -> Iterator[tuple[str, OpenFile]]:
+    """Name and descriptor of a new file of mode 0600, removed on leaving unless it was renamed.
 
-    Whoever makes one holds the folder's lock: :func:`sweep_orphans` takes any other for a dead writer's.
+    The caller holds the folder's lock: without it :func:`sweep_orphans` would remove the file.
     """
-    path, temp = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}.tmp"), None
+    path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
     try:
-        temp = TempFile(path)
-        yield temp
+        with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
+            yield path, file
     finally:
-        if temp is None or not temp.named:
-            with suppress(OSError):
-                if temp is not None:
-                    temp.close()
-                os.unlink(path)  # if the medium fails, the next start sweeps it
+        with suppress(OSError):  # if the medium fails, the next start sweeps it
+            os.unlink(path)
 
 
 def orphans(folder: Path) -> Iterator[Path]:
@@ -172,11 +125,8 @@ def orphans(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if _TEMP_NAME.fullmatch(path.name) and not path.is_dir())
 
 
-def sweep_orphans(folder: Path) -> int:
-    """Remove temporary files of dead writers, while the folder's lock is held; returns how many."""
-    swept = 0
+def sweep_orphans(folder: Path) -> None:
+    """Remove temporary files of dead writers; the folder's lock is held."""
     for path in orphans(folder):
         with suppress(OSError):
             path.unlink()
-            swept += 1
-    return swept

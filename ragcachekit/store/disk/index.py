@@ -1,12 +1,10 @@
-"""The disk tier's index: which entries there are, whose, how large, in which order they were last used.
+"""The disk tier's index: sizes, namespaces and order of use, in a SQLite file that may be lost at any time.
 
-It is a SQLite file that can be lost at any time: the entry files are the truth, and
-``entry_files`` rebuilds it from them. Its journal is therefore never flushed to
-the medium, and is a plain rollback journal: WAL maps a file into memory (cut short, that is a SIGBUS) and
-does not work on network file systems.
+``entry_files`` rebuilds it from the entry files. It is therefore never flushed to the medium. Its journal is
+a rollback journal, as WAL maps a file into memory and does not work on network file systems.
 
-Not diskcache: its rows would be values in an order of insertion, so that each use deletes and inserts
-one, quotas have no query, and its default is pickle (CVE-2025-69872).
+Not diskcache: each use would delete and insert a row, quotas have no query, and its default is pickle
+(CVE-2025-69872).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ragcachekit.files import NO_FOLLOW, make_folder, open_regular
 from ragcachekit.store.disk.folder import FolderLock, IndexFailed
 
 SECONDS_TO_LOCK = 5.0
-"""How long work that changes the folder waits for others who do."""
+"""Longest wait for others who change the folder."""
 
 _NAME = "cache.db"
 _SUFFIXES = ("", "-journal", "-wal", "-shm")
@@ -33,67 +31,67 @@ _SETTINGS = (
     "PRAGMA synchronous = OFF",
 )
 _SCHEMA = (
-    # The order of use is the row id: the oldest row is the first, and any index on a column has it behind.
+    # The order of use is the row id, which any index on a column has behind it.
     "CREATE TABLE entries (used INTEGER PRIMARY KEY, digest TEXT NOT NULL, namespace TEXT NOT NULL, "
     "nbytes INTEGER NOT NULL)",
     "CREATE UNIQUE INDEX by_digest ON entries (digest)",
     "CREATE INDEX by_namespace ON entries (namespace)",
     "CREATE TABLE totals (namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL, nbytes INTEGER NOT NULL) "
     "WITHOUT ROWID",
+    "CREATE TRIGGER added AFTER INSERT ON entries BEGIN "
+    "INSERT INTO totals VALUES (NEW.namespace, 1, NEW.nbytes) "
+    "ON CONFLICT DO UPDATE SET entries = entries + 1, nbytes = nbytes + excluded.nbytes; END",
+    "CREATE TRIGGER removed AFTER DELETE ON entries BEGIN "
+    "UPDATE totals SET entries = entries - 1, nbytes = nbytes - OLD.nbytes "
+    "WHERE namespace = OLD.namespace; END",
 )
 _NEXT = "(SELECT IFNULL(MAX(used), 0) + 1 FROM entries)"
 
-# Operational errors that a flipped bit brings up as well; the others (full, busy) are the machine's.
+# Operational errors that a flipped bit causes as well; the others (full, busy) are the machine's.
 _ALSO_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY}
 
-# The second, if a damaged schema is no text: sqlite3 cannot even decode the message that says so.
+# The second where a damaged schema is no text: sqlite3 cannot decode the message about it.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 
 
 class IndexDamaged(IndexFailed):
-    """The index is gone, or is not what was written to it: it has to be rebuilt."""
+    """The index is missing or damaged and has to be rebuilt."""
 
 
 class EntryIndex:
-    """Digest → namespace and file size, oldest use first.
+    """Digest → namespace and file size, least recently used first.
 
-    All but ``session``, ``discard`` and ``close`` belongs inside a session, which holds ``lock``: SQLite has
-    locks of its own, but they cannot guard :meth:`discard`.
+    All but ``session``, ``discard`` and ``close`` belongs inside a session, which holds ``lock``: SQLite's
+    own locks cannot guard :meth:`discard`.
     """
 
     def __init__(self, folder: Path, lock: FolderLock) -> None:
         self._path = folder / _NAME
         self._lock = lock
         self._connection: sqlite3.Connection | None = None
-        self._of: tuple[int, int, int] | None = None  # process and file that it belongs to
-        self._inherited: list[sqlite3.Connection] = []
+        self._file: tuple[int, int] | None = None
         self._closed = False
 
     @contextmanager
     def session(self, *, create: bool = False, seconds: float = SECONDS_TO_LOCK) -> Iterator[None]:
-        """A transaction that no other thread or process can come between.
+        """A transaction under the folder's lock; raises IndexDamaged or IndexFailed.
 
-        It is committed even if the body raises: rows follow what happened to files, and files have no
-        rollback. Sessions do not nest. ``create``: begin an index where there is none, which is damage
-        otherwise. IndexDamaged or IndexFailed for whatever goes wrong; nothing is changed then.
+        It is committed even if the body raises: rows follow files, and files have no rollback. Sessions do
+        not nest. ``create``: begin an index where there is none, which is damage otherwise.
         """
         with self._lock.held(seconds):
             try:
                 self._begin(create)
                 try:
                     yield
-                except _FAILURES:
-                    raise
-                except BaseException:
+                finally:
                     self._finish()
-                    raise
-                self._finish()
             except _FAILURES as error:
-                self._disconnect()  # takes back what was not committed
+                self._disconnect()
                 raise _failure(error) from error
 
     def commit(self) -> None:
-        """Commit what was changed so far, and go on."""
+        """Commit the changes so far, and go on."""
         self._finish()
         self._execute("BEGIN IMMEDIATE")
 
@@ -109,14 +107,14 @@ class EntryIndex:
         self._disconnect()
 
     def check(self) -> None:
-        """Raise unless it can be written, and tables and indexes agree."""
+        """Raise unless the file can be written, and tables and indexes agree."""
         self._execute("PRAGMA user_version = 0")
         for (found,) in self._execute("PRAGMA integrity_check(1)"):
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found))
 
     def sum_up(self) -> list[str]:
-        """Make the sums from the rows; returns the namespaces."""
+        """Compute the totals anew; returns the namespaces."""
         self._execute("DELETE FROM totals")
         self._execute("INSERT INTO totals SELECT namespace, COUNT(*), SUM(nbytes) FROM entries GROUP BY 1")
         return [name for (name,) in self._execute("SELECT namespace FROM totals")]
@@ -125,12 +123,8 @@ class EntryIndex:
         """Digest → file size, least recently used first."""
         return dict(self._execute("SELECT digest, nbytes FROM entries ORDER BY used").fetchall())
 
-    def owners(self) -> dict[str, str]:
-        """Digest → namespace."""
-        return dict(self._execute("SELECT digest, namespace FROM entries").fetchall())
-
     def nbytes(self, namespace: str | None = None) -> int:
-        """Sum of all sizes, or of those of one namespace."""
+        """Bytes of all entries, or of one namespace."""
         return self._number(
             "SELECT IFNULL(SUM(nbytes), 0) FROM totals WHERE ?1 IS NULL OR namespace = ?1", namespace
         )
@@ -143,7 +137,7 @@ class EntryIndex:
         return self._number("SELECT IFNULL(SUM(nbytes), 0) FROM entries WHERE digest = ?", digest)
 
     def oldest(self, but: str, namespace: str | None = None) -> str:
-        """The least recently used entry (of a namespace) but one; there is one unless the sums are wrong."""
+        """The least recently used entry (of a namespace) except ``but``."""
         whose, values = ("", (but,)) if namespace is None else ("AND namespace = ?", (but, namespace))
         row = self._execute(
             f"SELECT digest FROM entries WHERE digest != ? {whose} ORDER BY used LIMIT 1", values
@@ -159,32 +153,16 @@ class EntryIndex:
             f"INSERT INTO entries (used, digest, namespace, nbytes) VALUES ({_NEXT}, ?, ?, ?)",
             (digest, namespace, nbytes),
         )
-        self._execute(
-            "INSERT INTO totals VALUES (?, 1, ?) "
-            "ON CONFLICT DO UPDATE SET entries = entries + 1, nbytes = nbytes + excluded.nbytes",
-            (namespace, nbytes),
-        )
 
     def touch(self, digests: Sequence[str]) -> None:
-        """Make entries, in this order, the most recently used ones; those without a row are left out."""
+        """Make entries, in this order, the most recently used ones; unknown digests are ignored."""
         (first,) = self._execute(f"SELECT {_NEXT}").fetchone()
         numbered = [(first + n, digest) for n, digest in enumerate(digests)]
         self._connected().executemany("UPDATE entries SET used = ? WHERE digest = ?", numbered)
 
     def remove(self, digest: str) -> None:
-        """Forget an entry; no error if there is none."""
-        row = self._execute(
-            "SELECT used, namespace, nbytes FROM entries WHERE digest = ?", (digest,)
-        ).fetchone()
-        if row is None:
-            return
-        used, namespace, nbytes = row
-        if self._execute("DELETE FROM entries WHERE used = ? AND digest = ?", (used, digest)).rowcount != 1:
-            raise sqlite3.DatabaseError("an index whose parts disagree")
-        self._execute(
-            "UPDATE totals SET entries = entries - 1, nbytes = nbytes - ? WHERE namespace = ?",
-            (nbytes, namespace),
-        )
+        """Remove an entry, if there is one."""
+        self._execute("DELETE FROM entries WHERE digest = ?", (digest,))
 
     def _number(self, statement: str, *values: str | None) -> int:
         (number,) = self._execute(statement, values).fetchone()
@@ -208,17 +186,14 @@ class EntryIndex:
         if self._closed:
             raise IndexFailed("the index is closed")
         status = self._status(create)
-        of = (os.getpid(), status.st_dev, status.st_ino)
-        if self._connection is None or self._connection.in_transaction or of != self._of:
-            self._connect(of, create)  # the first time, interrupted, forked, or another file
+        file = (status.st_dev, status.st_ino)
+        if self._connection is None or self._connection.in_transaction or file != self._file:
+            self._connect(file, create)  # the first time, interrupted, or another process replaced the file
         else:
             self._execute("BEGIN IMMEDIATE")
 
-    def _connect(self, of: tuple[int, int, int], create: bool) -> None:
+    def _connect(self, file: tuple[int, int], create: bool) -> None:
         self._disconnect()
-        for suffix in _SUFFIXES:  # SQLite would wait for a FIFO
-            if _is_odd(self._path.with_name(_NAME + suffix)):
-                raise IndexDamaged(f"{_NAME + suffix} is not a regular file")
         self._connection = sqlite3.connect(
             self._path, timeout=SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
         )
@@ -231,15 +206,17 @@ class EntryIndex:
                 self._execute(statement)
         elif found != list(_SCHEMA):
             raise sqlite3.DatabaseError("an index of another kind")
-        self._of = of  # last: until then the next session begins anew
+        self._file = file  # last: until then the next session connects anew
 
     def _status(self, create: bool) -> os.stat_result:
-        # SQLite gives its files the mode of the database, so that exists, with 0600, before it.
         with suppress(FileNotFoundError):
-            return os.lstat(self._path)
+            status = os.lstat(self._path)
+            if not stat.S_ISREG(status.st_mode):  # SQLite would wait for a FIFO
+                raise IndexDamaged(f"{_NAME} is not a regular file")
+            return status
         if not create:
             raise IndexDamaged("the index is gone")
-        try:
+        try:  # with mode 0600, which SQLite gives to its other files, too
             make_folder(self._path.parent)
             with open_regular(self._path, os.O_RDWR | NO_FOLLOW | os.O_CREAT) as file:
                 return os.fstat(file.fd)
@@ -247,28 +224,10 @@ class EntryIndex:
             raise IndexFailed(f"the index cannot be created: {error}") from error
 
     def _disconnect(self) -> None:
-        connection, self._connection, of, self._of = self._connection, None, self._of, None
-        if connection is not None and of is not None and of[0] != os.getpid():
-            self._inherited.append(connection)  # closing it would end the parent's locks: it is left alone
-        elif connection is not None:
+        connection, self._connection, self._file = self._connection, None, None
+        if connection is not None:
             with suppress(sqlite3.Error):
                 connection.close()
-
-
-def is_index(path: Path) -> bool:
-    """Whether a file is an index of ours, by the schema in its first page."""
-    try:
-        with open_regular(path) as file:
-            return _SCHEMA[1].encode() in os.read(file.fd, 4096)
-    except OSError:
-        return False
-
-
-def _is_odd(path: Path) -> bool:
-    try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _failure(error: sqlite3.Error | UnicodeDecodeError) -> IndexFailed:

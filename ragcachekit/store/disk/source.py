@@ -1,4 +1,4 @@
-"""An entry of the disk tier that is read layer by layer."""
+"""Reading an entry of the disk tier layer by layer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from ragcachekit.store.entry.header import EntryDamaged
 
 
 class DiskSource:
-    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file.
+    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file; closes ``reader``.
 
-    Parameters
-    ----------
-    reader : EntryReader
-        Closed together with this.
-    ended : callable
-        Called once with None when all was read and verified, or with the error that ended the reading.
-        Never called for a source that is closed early: neither a hit nor a miss.
+    ``ended`` is called once: with None when all was read, or with the error that ended the reading. A source
+    that is closed early does not call it, and is neither a hit nor a miss.
     """
 
     tier: str = "disk"
@@ -35,15 +30,6 @@ class DiskSource:
         self.sums: Mapping[str, torch.Tensor] = reader.sums
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, verified, in memory of their own.
-
-        Raises
-        ------
-        EntryDamaged
-            If a byte is not as it was written; the entry has been dropped.
-        OSError
-            If it cannot be read.
-        """
         try:
             return self._reader.layer(number)
         except (EntryDamaged, OSError) as error:
@@ -51,11 +37,9 @@ class DiskSource:
             raise
 
     def finished(self, kv: ChunkKV) -> None:
-        """Count the hit and note the use."""
         self._end(None)
 
     def close(self) -> None:
-        """Close the file; also twice."""
         self._reader.close()
 
     def _end(self, error: EntryDamaged | OSError | None) -> None:

@@ -1,4 +1,4 @@
-"""The contract of eviction policies: a number per entry, and the lowest one leaves first."""
+"""The contract of eviction policies: a number per entry, and the lowest one is evicted first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ class Access:
     hit : bool
         False if the entry was not there and had to be computed.
     seconds : float
-        What having missed costs: estimated prefill time of the whole request, or of reloading. 0 where
-        nobody knows.
+        Cost of a miss: estimated prefill time of the whole request, or of reloading. 0 where unknown.
     new_tokens : int
         Tokens that this time was spent on.
-    worth : float
-        How useful the use was, for policies that weigh uses (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
+    weight : float
+        How useful the use was (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
     times : int
-        Uses that this stands for. 0 ranks an entry anew by uses that were counted before.
+        Number of uses. 0 ranks an entry anew by uses that were counted before.
     """
 
     hit: bool = True
@@ -38,45 +37,20 @@ MISS = Access(hit=False)
 
 @dataclass(slots=True)
 class Record:
-    """What is remembered about an entry, for some time also after it was evicted.
-
-    Attributes
-    ----------
-    nbytes, tokens : int
-    group : str
-        Its namespace.
-    priority : float
-        The policy's number.
-    frequency : float
-        Accesses within the policy's window, as of the last access.
-    current, previous : float
-        What that is made of where the window slides: accesses in its two buckets.
-    bucket : int
-        Number of the window's bucket that ``current`` counts in.
-    at : int
-        Number of the last access, counted over all entries.
-    missed : int
-        Accesses that missed and whose cost was known.
-    cost : float
-        Sum over these of seconds per new token.
-    worth : float
-        Sum of the accesses' worth, as the policy ages it.
-    holds : int
-        How often it is held now: then it does not leave, whatever its priority.
-    """
+    """State of one entry, kept for some time after its eviction."""
 
     nbytes: int
     tokens: int
-    group: str = ""
+    group: str = ""  # its namespace
     priority: float = 0.0
-    frequency: float = 0.0
-    current: float = 0.0
-    previous: float = 0.0
+    frequency: float = 0.0  # accesses within the policy's window, as of the last access
+    current: float = 0.0  # accesses in the bucket of the window with the number ``bucket``
+    previous: float = 0.0  # accesses in the bucket before
     bucket: int = 0
-    at: int = 0
-    missed: int = 0
-    cost: float = 0.0
-    weight: float = 0.0
+    at: int = 0  # number of the last access, counted over all entries
+    missed: int = 0  # misses of known cost
+    cost: float = 0.0  # sum over these of seconds per new token
+    weight: float = 0.0  # sum of the accesses' weights, as the policy ages it
     holds: int = 0
 
 
@@ -84,21 +58,16 @@ class Record:
 class EvictionPolicy(Protocol):
     """Ranks the entries of one tier. Implementations promise:
 
-    - both methods take constant time and touch nothing but ``record`` and the policy's own clock;
+    - both methods take constant time and change nothing but ``record`` and the policy's own clock;
     - they are called under the tier's lock, with ``now`` growing by one per access.
 
-    A policy object belongs to one tier (PGDSF keeps a clock per tier).
+    A policy object belongs to one tier.
     """
 
-    @property
-    def name(self) -> str:
-        """As the user writes it: ``lru``, ``pgdsf``."""
-        ...
-
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Set ``record.priority``, and whatever it is made of, after an access."""
+        """Set ``record.priority``, and what it depends on, after an access."""
         ...
 
     def evicted(self, record: Record) -> None:
-        """Hear that this entry was the lowest and has left."""
-        ...
+        """Called when this entry had the lowest priority and was evicted; nothing by default."""
+        return

@@ -11,24 +11,16 @@ from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy, R
 
 K = TypeVar("K", bound=Hashable)
 
-_REMEMBERED = 4096
-"""Evicted entries that are remembered at least; where a tier holds more, as many as it holds."""
+_REMEMBERED = 4096  # evicted entries at least; where a tier holds more, as many as it holds
 
 
 class Ranking(Generic[K]):
-    """Who is in a tier, how large, and who leaves next. Every operation is O(log n), amortised.
+    """The entries of a tier, their sizes and their order of eviction; O(log n) per operation, amortised.
 
-    Not thread safe: it belongs to a tier and its lock. An entry that is held (in use by a request, or
-    with children in a tree) keeps its place but is passed over. What a policy knew of an entry survives
-    its eviction for a while (RAGCache section 5.1 counts retrievals of documents, cached or not), but not
-    its removal.
-
-    Parameters
-    ----------
-    policy : EvictionPolicy
-        This ranking's own.
-    groups : bool
-        Whether anything will be asked about single groups: who is lowest in one, or its bytes.
+    Not thread safe. A held entry (in use by a request, or with children in a tree) keeps its place but is
+    skipped. An entry's record survives its eviction for a while (RAGCache section 5.1 counts retrievals of
+    documents, cached or not), but not its removal. ``groups`` enables :meth:`nbytes_of`, and ``lowest`` and
+    ``evict`` of one group.
     """
 
     def __init__(self, policy: EvictionPolicy, *, groups: bool = False) -> None:
@@ -41,7 +33,6 @@ class Ranking(Generic[K]):
         self._members: Counter[str] = Counter()
         self._heaps: defaultdict[str | None, list[tuple[float, int, K]]] = defaultdict(list)
         self.nbytes = 0
-        """Bytes of all entries."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -54,7 +45,6 @@ class Ranking(Generic[K]):
 
     def nbytes_of(self, group: str) -> int:
         """Bytes of one group's entries."""
-        self._check_groups()
         return self._sizes.get(group, 0)
 
     def size(self, item: K) -> int:
@@ -62,7 +52,7 @@ class Ranking(Generic[K]):
         return self._live[item].nbytes
 
     def priority(self, item: K) -> float:
-        """The policy's number of an entry; KeyError if it is not here."""
+        """The policy's number for an entry; KeyError if it is not here."""
         return self._live[item].priority
 
     def add(
@@ -75,7 +65,7 @@ class Ranking(Generic[K]):
         *,
         hold: bool = False,
     ) -> None:
-        """Take an entry in, or set its size anew; counts as an access. ``hold``: as :meth:`hold` after it."""
+        """Add an entry, or set its size; counts as an access. ``hold``: as :meth:`hold` after it."""
         record = self._live.get(item)
         if record is None:
             record = self._past.pop(item, None) or Record(0, 0)
@@ -88,13 +78,13 @@ class Ranking(Generic[K]):
         self._accessed(item, record, access)
 
     def touch(self, item: K, access: Access = HIT) -> None:
-        """Count an access to an entry; one that is not here is let pass."""
+        """Count an access to an entry that is here."""
         record = self._live.get(item)
         if record is not None:
             self._accessed(item, record, access)
 
     def note(self, item: K, access: Access) -> None:
-        """Count an access to an entry, also while it is not here: it counts when the entry comes in."""
+        """Count an access to an entry, also while it is not here."""
         if item in self._live:
             self.touch(item, access)
             return
@@ -102,12 +92,12 @@ class Ranking(Generic[K]):
         self._count_access(record, access)
         self._remember(item, record)
 
-    def knows(self, item: K) -> bool:
-        """Whether accesses to this entry were counted and not forgotten; it need not be here now."""
+    def has_record(self, item: K) -> bool:
+        """Whether there is a record of this entry, which need not be here now."""
         return item in self._live or item in self._past
 
     def remove(self, item: K) -> None:
-        """Forget an entry and all that was known of it."""
+        """Remove an entry and its record."""
         self._past.pop(item, None)
         record = self._live.pop(item, None)
         if record is not None:
@@ -120,7 +110,7 @@ class Ranking(Generic[K]):
             record.holds += 1
 
     def release(self, item: K) -> None:
-        """Undo one :meth:`hold`; lets entries pass that have been removed since."""
+        """Undo one :meth:`hold`; nothing if the entry has been removed since."""
         record = self._live.get(item)
         if record is None or not record.holds:
             return
@@ -129,18 +119,16 @@ class Ranking(Generic[K]):
             self._push(item, record)
 
     def lowest(self, group: str | None = None) -> K | None:
-        """Who would leave next (of one group, where one is named); None if nobody can."""
-        if group is not None:
-            self._check_groups()
+        """The next entry to be evicted (of one group); None if all are held."""
         heap = self._heaps.get(group, [])
         while heap:
-            if self._may_leave(heap[0]):
+            if self._is_evictable(heap[0]):
                 return heap[0][2]
             heapq.heappop(heap)  # outdated, or held: then its release puts it back
         return None
 
     def evict(self, group: str | None = None) -> K | None:
-        """Take out who leaves next; None if nobody can."""
+        """Remove and return the next entry to be evicted; None if all are held."""
         item = self.lowest(group)
         if item is None:
             return None
@@ -152,7 +140,7 @@ class Ranking(Generic[K]):
         return item
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries and records."""
         for table in (self._live, self._past, self._sizes, self._members, self._heaps):
             table.clear()
         self.nbytes = 0
@@ -185,15 +173,15 @@ class Ranking(Generic[K]):
         if len(heap) > 2 * live + 64:
             self._rebuild(group)
 
-    def _may_leave(self, entry: tuple[float, int, K]) -> bool:
-        """Whether what a heap says of an entry is still so, and nobody holds it."""
+    def _is_evictable(self, entry: tuple[float, int, K]) -> bool:
+        """Whether an entry of a heap is up to date and not held."""
         priority, at, item = entry
         record = self._live.get(item)
         return record is not None and not record.holds and record.at == at and record.priority == priority
 
     def _rebuild(self, group: str | None) -> None:
-        """Drop what is outdated, held (its release puts it back) or there twice."""
-        heap = list({entry for entry in self._heaps[group] if self._may_leave(entry)})
+        """Drop what is outdated, held or there twice."""
+        heap = list({entry for entry in self._heaps[group] if self._is_evictable(entry)})
         heapq.heapify(heap)
         self._heaps[group] = heap
 
@@ -212,7 +200,3 @@ class Ranking(Generic[K]):
         if not self._members[record.group]:
             for table in (self._members, self._sizes, self._heaps):
                 table.pop(record.group, None)
-
-    def _check_groups(self) -> None:
-        if not self._groups:
-            raise ValueError("this ranking keeps nothing about groups; make it with groups=True")

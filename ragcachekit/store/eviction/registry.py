@@ -25,17 +25,17 @@ _WITH_WINDOW = frozenset({"lfu", "gdsf", "pgdsf"})
 
 
 def known_evictions() -> tuple[str, ...]:
-    """The names that :func:`open_eviction` knows."""
+    """The names that :func:`open_eviction` accepts."""
     return tuple(_POLICIES)
 
 
 def weighs_cost(name: str) -> bool:
-    """Whether a policy of this name makes use of what entries cost."""
+    """Whether a policy of this name uses the cost of entries."""
     return name.partition(":")[0] == "pgdsf"
 
 
-def open_eviction(name: str, clock: Callable[[], float] | None = None) -> EvictionPolicy:
-    """A new policy object, for one tier.
+def open_eviction(name: str) -> EvictionPolicy:
+    """A new policy object for one tier.
 
     Parameters
     ----------
@@ -43,8 +43,6 @@ def open_eviction(name: str, clock: Callable[[], float] | None = None) -> Evicti
         ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number behind a colon:
         the window of the frequency in accesses of the tier (``pgdsf:20000``) or in seconds
         (``pgdsf:600s``), for ``f_r`` its half-life in accesses.
-    clock : callable
-        Seconds, for a window of time; default the monotonic clock.
 
     Raises
     ------
@@ -59,13 +57,8 @@ def open_eviction(name: str, clock: Callable[[], float] | None = None) -> Evicti
     if kind in _WITHOUT_NUMBER:
         raise ValueError(f"eviction policy {name!r}: {kind} takes no number; write {kind!r}")
     if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
-        return _POLICIES[kind](Seconds(int(number[:-1]), clock or time.monotonic))
+        return _POLICIES[kind](Seconds(int(number[:-1]), time.monotonic))
     if not number.isdecimal():
-        raise ValueError(
-            f"eviction policy {name!r}: {number!r} is no whole number of accesses{_or_seconds(kind)}"
-        )
+        unit = "accesses, nor of seconds such as 600s" if kind in _WITH_WINDOW else "accesses"
+        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of {unit}")
     return _POLICIES[kind](int(number))
-
-
-def _or_seconds(kind: str) -> str:
-    return ", nor of seconds such as 600s" if kind in _WITH_WINDOW else ""

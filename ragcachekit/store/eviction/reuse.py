@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import math
 
-from ragcachekit.store.eviction.base import Access, Record
+from ragcachekit.store.eviction.base import Access, EvictionPolicy, Record
 
 HALF_LIFE = 1000
 
 
-class FrequencyReuse:
-    """The entry with the lowest f_r leaves first; every use adds its worth, 1 / max(CCI (1 - β'), 0.05).
+class FrequencyReuse(EvictionPolicy):
+    """The entry with the lowest f_r is evicted first; every use adds its weight, 1 / max(CCI (1 - β'), 0.05).
 
-    f_r halves in ``half_life`` accesses of the tier (the paper lets it grow for ever; then what was
-    popular once stays for good). All entries shrink by the same factor, so their order changes only by
-    accesses: ranking by log2(f_r) + last access / half_life keeps it without touching the others.
-
-    Parameters
-    ----------
-    half_life : int
-        In accesses of the tier.
+    f_r halves in ``half_life`` accesses of the tier, where the paper lets it grow for ever. All entries
+    shrink by the same factor: ranking by log2(f_r) + last access / half_life needs no update of the others.
     """
-
-    name = "f_r"
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
         if half_life < 1:
@@ -30,7 +22,6 @@ class FrequencyReuse:
         self._half_life = half_life
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        """Age what there is and add the use's worth."""
         record.frequency += access.times
         aged = record.weight * 0.5 ** ((now - record.at) / self._half_life)
         record.weight = aged + access.times * access.weight
@@ -38,6 +29,3 @@ class FrequencyReuse:
             record.priority = math.log2(record.weight) + now / self._half_life
         else:
             record.priority = -math.inf
-
-    def evicted(self, record: Record) -> None:
-        """Nothing to learn."""

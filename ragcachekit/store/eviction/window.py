@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,24 +10,24 @@ from ragcachekit.store.eviction.base import Access, Record
 
 @dataclass(frozen=True)
 class Seconds:
-    """A window's length in seconds, and the clock that they are read from."""
+    """A window's length in seconds, and the clock."""
 
     length: float
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
 
 
 class Window:
     """Counts an entry's accesses within the last ``length``, by two buckets.
 
-    Accesses of the tier, or time, are cut into buckets of that length; what an entry had in the bucket
-    before counts by the share of it that the window still covers. This is exact for an entry that is used
-    evenly, never counts what is older than two buckets, and unlike a true sliding window needs no list
-    of times. A frequency is that of the entry's last access, as the priority in RAGCache's Algorithm 1.
+    Accesses of the tier, or time, are divided into buckets of that length. The bucket before counts by the
+    share of it that the window still covers. This is exact for even use and needs no list of times. A
+    frequency is that of the entry's last access, as in RAGCache's Algorithm 1.
 
     Parameters
     ----------
     length : int, Seconds or None
-        Accesses of the tier, or a time; None counts since the entry last came in.
+        Accesses of the tier, or a time, also from before the entry was evicted; None counts accesses since
+        the entry last came in.
     """
 
     def __init__(self, length: int | Seconds | None = None) -> None:
@@ -40,7 +39,7 @@ class Window:
         self.length = length
 
     def count(self, record: Record, access: Access, now: int) -> float:
-        """Count the access, number ``now`` of the tier, and set ``record.frequency``, which is returned."""
+        """Count access number ``now`` of the tier; sets and returns ``record.frequency``."""
         if self.length is None:
             record.frequency = record.frequency + access.times if access.hit else float(access.times)
             return record.frequency
@@ -54,7 +53,7 @@ class Window:
         return record.frequency
 
     def _place(self, now: int) -> tuple[int, float]:
-        """Which bucket it is, and the share of it that has passed."""
+        """Number of the bucket, and the share of it that has passed."""
         assert self.length is not None
         if isinstance(self.length, Seconds):
             bucket, into = divmod(self.length.clock(), self.length.length)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ragcachekit import files
+from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import entry_files as disk_shelf
 from ragcachekit.store.disk import folder
 from ragcachekit.store.disk.disk_store import DiskStore
@@ -99,17 +100,19 @@ def test_a_failing_read_is_a_miss_that_deletes_nothing(
     store.close()
 
 
-def test_a_file_that_cannot_be_deleted_is_not_counted_as_forgotten(
+def test_a_file_that_cannot_be_deleted_is_reported_by_forget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", failing(errno.EPERM))
-        assert store.forget("acme/docs") == 0
+        patch.setattr(Path, "unlink", undeletable(key_of(1)))
+        with pytest.raises(StoreError, match="1 entries could not be read or deleted; forget again"):
+            store.forget("acme/docs")
+    assert [holds(store, n) for n in range(4)] == [False] * 4
     assert agrees_with_files(store, path)
-    assert store.forget("acme/docs") == 4
+    assert store.forget("acme/docs") == 1
     store.close()
 
 
@@ -190,11 +193,11 @@ def test_an_unwritable_index_is_asked_now_and_then_and_notes_do_not_pile_up(
     with monkeypatch.context() as patch:
         patch.setattr(folder.FileLock, "acquire", busy)
         for number in range(6000):
-            store._files.note(key_of(number).digest())
+            store._files.record_access(key_of(number).digest())
     assert 15 <= len(tries) <= 6000 // 256
-    assert len(store._files._notes) <= 16 * 256
+    assert len(store._files._accesses) < 256
     assert agrees_with_files(store, path)
-    assert len(store._files._notes) == 0
+    assert len(store._files._accesses) == 0
     store.close()
 
 
@@ -204,9 +207,9 @@ def test_a_process_that_only_reads_rebuilds_a_damaged_index(tmp_path: Path) -> N
     store = opened(path)
     (path / "index" / "cache.db").write_bytes(b"this is no database" * 500)
     for number in range(4, 600):
-        store._files.note(key_of(number).digest())
+        store._files.record_access(key_of(number).digest())
     assert all(holds(store, number) for number in range(4))
     assert (path / "index" / "cache.db").read_bytes().startswith(b"SQLite format 3")
-    assert len(store._files._notes) < 256
+    assert len(store._files._accesses) < 256
     assert agrees_with_files(store, path)
     store.close()

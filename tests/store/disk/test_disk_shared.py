@@ -14,7 +14,6 @@ import pytest
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import disk_store as disk
 from ragcachekit.store.disk import folder
-from ragcachekit.store.disk import forgets as disk_forget
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.disk.folder import FolderLock
 from ragcachekit.store.entry.header import EntryDamaged
@@ -128,7 +127,7 @@ def test_a_forget_that_cannot_wait_for_a_writer_says_so(
     path = tmp_path / "kv"
     filled(path)
     forgetter = opened(path)
-    monkeypatch.setattr(disk_forget, "SECONDS_TO_OPEN", 0.0)
+    monkeypatch.setattr(disk, "SECONDS_TO_OPEN", 0.0)
     monkeypatch.setattr(folder.FileLock, "acquire", stopped)
     with pytest.raises(StoreError, match=r"forget again .* is it stopped"):
         forgetter.forget("acme/docs", frozenset({"chunk-1"}))
@@ -142,7 +141,7 @@ def stopped(lock: folder.FileLock, timeout: float) -> None:
     raise folder.Timeout(lock.lock_file)
 
 
-def test_an_open_file_that_cannot_be_deleted_goes_later(
+def test_an_open_file_that_cannot_be_deleted_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Windows, where an open file can be neither deleted nor replaced."""
@@ -165,12 +164,12 @@ def test_an_open_file_that_cannot_be_deleted_goes_later(
     in_use |= {file_of(path, key_of(n)).name for n in (1, 2)}
     assert store.put(key_of(2), kv_of(5)) is False, "the older one is read meanwhile"
     assert holds(store, 2)
-    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 0
-    assert [holds(store, n) for n in range(4)] == [True, False, True, True]
-    assert file_of(path, key_of(1)).exists()
+    with pytest.raises(StoreError, match="forget again: cannot delete"):
+        store.forget("acme/docs", frozenset({"chunk-0", "chunk-1"}))
+    assert [holds(store, n) for n in range(4)] == [False, False, True, True]
     in_use.clear()
-    assert store.put(key_of(7), kv_of(7))
-    assert not file_of(path, key_of(1)).exists(), "the next put deletes it"
+    assert store.forget("acme/docs", frozenset({"chunk-0", "chunk-1"})) == 1
+    assert [holds(store, n) for n in range(4)] == [False, False, True, True]
     assert agrees_with_files(store, path)
     store.close()
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks
 
 def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(writers), str(seed), how]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     totals: dict[str, Any] = json.loads(run.stdout)
     figures("kill", how=how, writers=writers, **totals)

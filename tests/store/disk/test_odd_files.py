@@ -98,7 +98,7 @@ def test_a_fifo_is_replaced_by_the_next_put(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["lock", "index/cache.db", "index/cache.db-journal", "temp"])
+@pytest.mark.parametrize("name", ["lock", "index/cache.db", "temp"])
 def test_under_other_names_of_the_folder(tmp_path: Path, odd: Callable[[Path], object], name: str) -> None:
     path = tmp_path / "kv"
     filled(path)

@@ -32,7 +32,8 @@ DESCRIPTORS = 0
 def test_many_at_work_in_one_folder(tmp_path: Path, processes: int, threads: int, operations: int) -> None:
     folder = tmp_path / "kv"
     command = [sys.executable, str(SCRIPT), str(folder), *map(str, (processes, threads, operations))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     reports = json.loads(run.stdout)
     assert len(reports) == processes

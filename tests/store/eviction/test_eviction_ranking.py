@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -201,10 +200,3 @@ class _Counting(Given):
     def accessed(self, record, access, now):
         record.frequency += 1
         record.priority = record.frequency
-
-
-def test_groups_must_be_asked_for():
-    ranking = Ranking(Lru())
-    ranking.add("a", 1, group="acme")
-    with pytest.raises(ValueError, match="groups=True"):
-        ranking.evict("acme")
