@@ -1,4 +1,4 @@
-"""Types of the knowledge tree: a root, a step below it, and the result of a look-up."""
+"""Types of the knowledge tree: roots, steps, and the result of a look-up."""
 
 from __future__ import annotations
 

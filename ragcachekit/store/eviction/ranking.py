@@ -102,10 +102,6 @@ class Ranking(Generic[K]):
         self._count_access(record, access)
         self._remember(item, record)
 
-    def knows(self, item: K) -> bool:
-        """Whether accesses to this entry were counted and not forgotten; it need not be here now."""
-        return item in self._live or item in self._past
-
     def remove(self, item: K) -> None:
         """Forget an entry and all that was known of it."""
         self._past.pop(item, None)
