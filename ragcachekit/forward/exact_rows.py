@@ -70,7 +70,7 @@ def turn_of(
     if sum(t.numel() * t.element_size() for t in sides) > most:
         return None
     exact = exact_rows(plan)
-    traces = (id for chunk in plan.placed for id in chunk.behind)
+    traces = (id for chunk in plan.placed for id in chunk.context)
     (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
     return Turn(
         beginning.match.root,

@@ -1,4 +1,4 @@
-"""One prompt as it is planned: its segments, and everything that belongs to the request and not to a plan."""
+"""One prompt with everything that belongs to the request and not to a plan."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ragcachekit.store.null import NullStore
 
 @dataclass(frozen=True, eq=False)
 class PromptRequest:
-    """A segmented prompt with all that planning it needs, also where it is planned again.
+    """A segmented prompt with all that its plans need.
 
     Attributes
     ----------
     segments : tuple of TokenSegment
-        The whole prompt, in order.
+        The whole prompt.
     wanted : tuple of Wanted
-        What may come from the chunk store: cacheable segments behind ``beginning``.
-    beginning : Beginning or None
-        What the knowledge tree has of the prompt; None without a tree.
+        Cacheable segments after ``beginning``, for the chunk store.
+    beginning : PrefixMatch or None
+        The prompt's match in the knowledge tree; None without a tree.
     fetch : Fetch
-        Looks entries up, each once for all plans of the request.
+        Look-ups, shared by all plans of the request.
     label : str
-        Name of the policy in the report, where that is not its own (``budget:0.01 -> lego:4``).
+        Name of the policy in the report, if not its own (``budget:0.01 -> lego:4``).
     notes, fallback
-        What the report says beside the figures, and why the prompt is prefilled in full, where it is.
+        For the report; a ``fallback`` is the reason for a prefill in full.
     epoch : int
-        The number of forgets when the prompt came; 0 is before all of them.
+        Number of forgets when the prompt came.
     waited_ms : float
-        Milliseconds that earlier plans waited for entries that did not come.
+        Milliseconds that earlier plans waited in vain.
     """
 
     segments: tuple[TokenSegment, ...]
@@ -66,8 +66,7 @@ class PromptRequest:
     ) -> Self:
         """The request of a prompt whose cached rows may be used.
 
-        What ``tree`` has of the prompt's beginning is exact. Only what stands behind it is looked up
-        chunk by chunk (FusionRAG section 4.1, alternative path).
+        Only chunks after the match in ``tree`` are looked up in the store (FusionRAG 4.1, alternative path).
         """
         wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
         beginning = None
