@@ -9,6 +9,7 @@ from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.prefix_tree.conversations import Turn
 
 
@@ -20,7 +21,7 @@ def exact_rows(plan: LinkPlan) -> int:
     fewer from layer to layer.
     """
     computed = set(plan.rows)
-    layerwise = plan.beginning is not None and plan.beginning.layerwise
+    layerwise = plan.request is not None and isinstance(plan.request.policy, LayerwisePolicy)
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
         if chunk.is_exact and piece.kv.start is not None and not piece.kv.quantised:
             continue

@@ -20,8 +20,8 @@ def apply_selection(
 ) -> LinkPlan:
     """The plan with these cached positions recomputed, and its report.
 
-    ``per_layer`` is the number of cached rows that each of the ``layers`` layers recomputed, if it differs from
-    the number chosen. ValueError for positions outside the cached chunks.
+    ``per_layer`` is the number of cached rows that each of the ``layers`` layers recomputed, if it differs
+    from the number chosen. ValueError for positions outside the cached chunks.
     """
     # One flag per token: sets of tens of thousands of positions take longer than a GPU's whole forward.
     length, placed = len(plan.token_ids), plan.placed

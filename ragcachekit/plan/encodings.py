@@ -1,4 +1,4 @@
-"""Encodings of a prompt's chunks: in which context each is encoded, under which key, and where that is exact."""
+"""Encodings of a prompt's chunks: their contexts, their keys, and where they are exact."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Encodings:
     ----------
     name : str
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: after n BOS tokens whose KV is
-        dropped (EPIC section 5.4, n = 4). ``system``: after the text before the first chunk (FusionRAG eq. 5).
-        ``similar:n``: after that text and up to n similar chunks that fit, the most similar one last
+        dropped (EPIC section 5.4, n = 4). ``system``: after the text before the first chunk (FusionRAG eq.
+        5). ``similar:n``: after that text and up to n similar chunks that fit, the most similar one last
         (FusionRAG eq. 10). ``in-prompt``: after all that precedes it in the prompt (Cache-Craft).
     rope : Rope
         Frequencies that depend on the prompt's length become part of the key.

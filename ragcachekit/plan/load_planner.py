@@ -32,8 +32,8 @@ TIE = 0.01
 class Candidate:
     """An entry in a slow tier.
 
-    ``reads`` layers remain to be read, ``nbytes`` each. Using it spares ``rows`` and recomputes ``recomputed``.
-    ``is_exact``: no policy selects among its rows.
+    ``reads`` layers remain to be read, ``nbytes`` each. Using it spares ``rows`` and recomputes
+    ``recomputed``. ``is_exact``: no policy selects among its rows.
     """
 
     tier: str
@@ -79,8 +79,8 @@ class _Skipped:
 class LoadPlanner:
     """Planner with measured speeds of tiers and model. Thread safe.
 
-    A slow tier may have become fast, which only reads can show: now and then an entry of a tier without recent
-    reads is loaded all the same, at a cost limited by :data:`TRYING`.
+    A slow tier may have become fast, which only reads can show: now and then an entry of a tier without
+    recent reads is loaded all the same, at a cost limited by :data:`TRYING`.
 
     Parameters
     ----------
@@ -129,9 +129,9 @@ class LoadPlanner:
         """Which candidates to load, and how many layers to preload.
 
         All subsets of up to :data:`MOST_SUBSETS` are compared. More are sorted by load time per spared row,
-        every prefix of that order is tried, and the best is improved by single changes and exchanges. ``total``
-        are the prompt's rows, ``computed`` those computed in any case; ``guide`` is the policy's pass before
-        the forward, if any.
+        every prefix of that order is tried, and the best is improved by single changes and exchanges.
+        ``total`` are the prompt's rows, ``computed`` those computed in any case; ``guide`` is the policy's
+        pass before the forward, if any.
         """
         if self.profile is None or not candidates or self.load_seconds(candidates) is None:
             return [True] * len(candidates), 1
@@ -155,7 +155,10 @@ class LoadPlanner:
         return [i in best.loaded for i in everyone], depth
 
     def _with_trials(
-        self, candidates: Sequence[Candidate], best: _Schedule, schedule: Callable[[frozenset[int]], _Schedule]
+        self,
+        candidates: Sequence[Candidate],
+        best: _Schedule,
+        schedule: Callable[[frozenset[int]], _Schedule],
     ) -> _Schedule:
         """``best``, with one more entry of each tier that is due for a trial."""
         for tier in {c.tier for c in candidates} - {candidates[i].tier for i in best.loaded}:
@@ -196,9 +199,7 @@ class LoadPlanner:
         return _Schedule(loaded, load, compute, pipelined_twice(load, watch, compute, layers, seen))
 
 
-def _improved(
-    best: _Schedule, count: int, schedule: Callable[[frozenset[int]], _Schedule]
-) -> _Schedule:
+def _improved(best: _Schedule, count: int, schedule: Callable[[frozenset[int]], _Schedule]) -> _Schedule:
     """``best`` after single changes and exchanges, as long as one of them is quicker."""
     while True:
         inside, outside = best.loaded, frozenset(range(count)) - best.loaded

@@ -34,8 +34,8 @@ class Entry:
 class Decision:
     """Entries to use, None where rows are computed.
 
-    ``skipped`` are quicker to compute than to load; ``resident`` layers should be loaded before the forward, so
-    that it then never waits.
+    ``skipped`` are quicker to compute than to load; ``resident`` layers should be loaded before the forward,
+    so that it then never waits.
     """
 
     entries: tuple[Entry | None, ...]

@@ -42,8 +42,6 @@ class PrefixMatch:
         Of the prompt's path.
     ms : float
         Milliseconds that the look-up took.
-    layerwise : bool
-        Whether the request's policy drops rows from layer to layer.
     past : tuple of TurnRows
         Rows of the last turn after the match, in order.
     members : frozenset of str
@@ -54,7 +52,6 @@ class PrefixMatch:
 
     match: Match
     ms: float = 0.0
-    layerwise: bool = False
     past: tuple[TurnRows, ...] = ()
     members: frozenset[str] = frozenset()
     epoch: int = 0
@@ -108,8 +105,6 @@ class PrefixMatcher:
         wanted: Sequence[Wanted],
         fingerprint: str,
         namespace: str,
-        *,
-        layerwise: bool = False,
     ) -> PrefixMatch:
         """Look up a prompt; ``wanted`` are all its cacheable segments."""
         begun = time.perf_counter()
@@ -120,29 +115,21 @@ class PrefixMatcher:
         past, former = self._past(match, segments, namespace)
         members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
-        return PrefixMatch(match, ms, layerwise, past, members, epoch)
+        return PrefixMatch(match, ms, past, members, epoch)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
         """The tree's match, without nodes of another layout, which are deleted if possible."""
         match = self.tree.match(root, path)
-        if (wrong := self._first_misfit(match)) is None:
-            return match
-        try:
-            self.tree.discard(root, path[: wrong + 1])
-        except Exception:
-            log.warning("a node of another shape cannot be dropped from the knowledge tree", exc_info=True)
-        match = self.tree.match(root, path)
-        wrong = self._first_misfit(match)  # one that cannot be deleted is found again
-        return match if wrong is None else replace(match, found=match.found[:wrong])
-
-    def _first_misfit(self, match: Match) -> int | None:
-        if self._layout is None:
-            return None
-        for number, reused in enumerate(match.found):
+        for number, reused in enumerate(match.found if self._layout is not None else ()):
+            assert self._layout is not None
             if reason := self._layout.misfit(reused.kv, reused.step.tokens):
                 log.warning("a node of the knowledge tree is not used: %s", reason)
-                return number
-        return None
+                try:
+                    self.tree.discard(root, path[: number + 1])
+                except Exception:
+                    log.warning("the node could not be deleted", exc_info=True)
+                return replace(match, found=match.found[:number])
+        return match
 
     def _past(
         self, match: Match, segments: Sequence[TokenSegment], namespace: str
@@ -180,8 +167,8 @@ def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:
 def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted]) -> tuple[Step, ...]:
     """The prompt as steps of the tree: the system text, then every chunk with the fixed text before it.
 
-    The question after the last chunk is in no step. Segment ids come from ``wanted``: hashing again would cost
-    more than the look-up.
+    The question after the last chunk is in no step. Segment ids come from ``wanted``: hashing again would
+    cost more than the look-up.
     """
     if not any(segment.is_chunk and segment.token_ids for segment in segments):
         return ()

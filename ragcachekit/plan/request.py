@@ -12,7 +12,7 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.plan.segments import TokenSegment, Wanted
-from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.null import NullStore
 
 
@@ -71,8 +71,7 @@ class PromptRequest:
         wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
         beginning = None
         if tree is not None:
-            layerwise = isinstance(policy, LayerwisePolicy)
-            beginning = tree.read(segments, wanted, fingerprint, namespace, layerwise=layerwise)
+            beginning = tree.read(segments, wanted, fingerprint, namespace)
             wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
         return cls(tuple(segments), policy, encodings.name, namespace, wanted, beginning, fetch)
 

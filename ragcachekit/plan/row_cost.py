@@ -23,8 +23,8 @@ class RowCost:
 class ScoringPass:
     """A pass over the linked cache before the forward, in which a policy observes the question.
 
-    It runs ``rows``, those of which nothing is cached, up to the last ``watched`` layer (:attr:`.Look.layers`);
-    ``always``: also if nothing is loaded, as other cached chunks are not exact.
+    It runs ``rows``, those of which nothing is cached, up to the last ``watched`` layer
+    (:attr:`.Look.layers`); ``always``: also if nothing is loaded, as other cached chunks are not exact.
     """
 
     rows: int

@@ -15,8 +15,8 @@ MOST_TIMES = 8.0
 class TierSpeed:
     """Seconds of a read as ``latency + (nbytes + beside) * slope``: least squares with fading weights.
 
-    ``beside`` are bytes of other reads in flight: reads share the bandwidth and wait for their latencies at the
-    same time. Reads of one size are attributed to bandwidth alone.
+    ``beside`` are bytes of other reads in flight: reads share the bandwidth and wait for their latencies at
+    the same time. Reads of one size are attributed to bandwidth alone.
     """
 
     def __init__(self) -> None:

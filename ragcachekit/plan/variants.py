@@ -1,4 +1,4 @@
-"""Pool of the ``in-prompt`` variants of every chunk, and the look-up of a prompt's entries (Cache-Craft 3.3)."""
+"""Pool of ``in-prompt`` variants of chunks, and the look-up of a prompt's entries (Cache-Craft 3.3)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class VariantPool:
         Called with each variant that is evicted, to delete its KV.
     """
 
-    def __init__(self, *, budget: int | None = None, free: Callable[[KVKey], object] = lambda _: None) -> None:
+    def __init__(
+        self, *, budget: int | None = None, free: Callable[[KVKey], object] = lambda _: None
+    ) -> None:
         self._budget = math.inf if budget is None else budget
         self._nbytes = 0
         self._free = free

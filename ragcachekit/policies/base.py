@@ -73,35 +73,30 @@ class Observer(Protocol):
         options: AttentionOptions,
     ) -> None:
         """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``."""
-        ...
 
 
 @runtime_checkable
 class SelectionPolicy(Protocol):
     """Chooses which cached rows a prompt recomputes; rows that are not cached are always computed.
 
-    ``select`` is thread safe, and the same chunks give the same positions: each at most once, in any order, and
-    only in chunks that are not exact.
+    ``select`` is thread safe, and the same chunks give the same positions: each at most once, in any order,
+    and only in chunks that are not exact.
     """
 
     @property
     def name(self) -> str:
         """Name with arguments, e.g. ``lego:16``."""
-        ...
 
     @property
     def encoder(self) -> str | None:
         """The encoder that this policy requires, if any (``lego0``: ``sinks:4``)."""
-        ...
 
     @property
     def reads_cache(self) -> bool:
         """False if nothing cached is used (``full``)."""
-        ...
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Positions to recompute."""
-        ...
 
 
 @runtime_checkable
@@ -111,7 +106,6 @@ class ExactPolicy(SelectionPolicy, Protocol):
     @property
     def exact_only(self) -> bool:
         """True."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,7 +134,6 @@ class GuidedPolicy(SelectionPolicy, Protocol):
     @property
     def look(self) -> Look:
         """Which attention to record."""
-        ...
 
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
         """Positions to recompute, as :meth:`select`.
@@ -148,7 +141,6 @@ class GuidedPolicy(SelectionPolicy, Protocol):
         ``attention``, per recorded layer: ``[tokens]`` float32, the attention of the question's rows to each
         key, summed over heads and rows.
         """
-        ...
 
 
 Deviation = Callable[[], torch.Tensor]
@@ -168,7 +160,6 @@ class LayerwisePolicy(SelectionPolicy, Protocol):
         Called before every layer but the first, in order. ``total`` is the number of rows at layer 0;
         ``deviation`` is called at most once.
         """
-        ...
 
 
 @runtime_checkable
@@ -176,8 +167,7 @@ class WatchingPolicy(LayerwisePolicy, Protocol):
     """A layer-wise policy that observes the forward's attention."""
 
     def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowWatch:
-        """The state of one request; ``chunks`` are all of the prompt, ``question`` the positions of its rows."""
-        ...
+        """The state of one request, of all ``chunks`` and the positions of the ``question``."""
 
 
 class RowWatch(Observer, Protocol):
@@ -187,7 +177,6 @@ class RowWatch(Observer, Protocol):
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
         """As :meth:`LayerwisePolicy.narrow`, after the layers before ``layer`` were observed."""
-        ...
 
 
 class WantedChunk(Protocol):
@@ -212,7 +201,6 @@ class VariantPolicy(SelectionPolicy, Protocol):
 
     def choose_variants(self, wanted: Sequence[WantedChunk], pool: Variants) -> Mapping[int, KVKey]:
         """Entries to use, by index into ``wanted``; for others the best variant is used."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class GuidedUnion(Union):
 
 
 def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:
-    """Compose policies; ValueError for ``full``, budgets, layer-wise ones, and different encoders or looks."""
+    """Compose policies; ValueError for ``full``, budgets, layer-wise ones, different encoders or looks."""
     if any(not part.reads_cache for part in parts):
         raise ValueError("full recomputes everything; there is nothing to add to it")
     if any(isinstance(part, Budget) for part in parts):

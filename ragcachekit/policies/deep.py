@@ -14,9 +14,9 @@ from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, open_posit
 class Deep(RatioPolicy):
     """Recomputes the share ``ratio`` of cached tokens that the question's rows attend to in any layer.
 
-    Differs from :class:`~ragcachekit.policies.query.Query` in three ways. All layers count. Each layer's sums are
-    scaled to a total of 1 and added as square roots, so that no layer or token decides alone. The first token of
-    every chunk comes first, as an attention sink encoded at position 0 misleads every later token.
+    Differs from :class:`~ragcachekit.policies.query.Query` in three ways. All layers count. Each layer's sums
+    are scaled to a total of 1 and added as square roots, so that no layer or token decides alone. The first
+    token of every chunk comes first, as an attention sink encoded at position 0 misleads every later token.
     """
 
     kind = "deep"

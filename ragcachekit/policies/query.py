@@ -14,8 +14,8 @@ from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, open_posit
 class Query(RatioPolicy):
     """Recomputes the share ``ratio`` of cached tokens that the question's rows attend to most.
 
-    In the last layer each row has one softmax per chunk; weights are summed over heads and rows, and the highest
-    of all chunks together win.
+    In the last layer each row has one softmax per chunk; weights are summed over heads and rows, and the
+    highest of all chunks together win.
     """
 
     kind = "query"

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path as FolderPath
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
+from ragcachekit.prefix_tree.forget_log import ForgetLog, Ids
 from ragcachekit.store.base import KVStore, StoreStats, concerns
 from ragcachekit.types import KVKey
-
-if TYPE_CHECKING:
-    from ragcachekit.prefix_tree.forget_log import ForgetLog
 
 DISK = "tree:disk"
 FOLDER = "tree"
@@ -24,22 +20,20 @@ FOLDER = "tree"
 FORGETS = "forgets"
 """Folder of the log of forgets, beside the entries."""
 
-Ids = frozenset[str] | None
-"""Forgotten segment ids, or None for the whole namespace."""
-
 
 class TreeDisk:
     """Store of evicted nodes, written outside ``lock``, the tree's, which look-ups take.
 
-    ``drop`` forgets in memory, :meth:`drop_pending` included; it returns the keys of the dropped nodes and the
-    number of turns dropped.
+    ``drop`` forgets in memory, :meth:`drop_pending` included; it returns the keys of the dropped nodes and
+    the number of turns dropped.
     """
 
     def __init__(
         self, store: KVStore | None, lock: RLock, drop: Callable[[str, Ids], tuple[list[KVKey], int]]
     ) -> None:
         self.store = store
-        self._log = _log_of(store)
+        folder = getattr(store, "folder", None)  # which other processes may share
+        self._log = ForgetLog(folder / FORGETS) if folder is not None else None
         self._drop = drop
         self._pending: list[tuple[Root, Path, ChunkKV]] = []
         self._lock = lock
@@ -121,16 +115,3 @@ class TreeDisk:
         self.write()
         if self.store is not None:
             self.store.close()
-
-
-@runtime_checkable
-class _OnFolder(Protocol):
-    folder: FolderPath
-
-
-def _log_of(disk: KVStore | None) -> ForgetLog | None:
-    if not isinstance(disk, _OnFolder):
-        return None
-    from ragcachekit.prefix_tree.forget_log import ForgetLog
-
-    return ForgetLog(disk.folder / FORGETS)

@@ -12,6 +12,7 @@ from ragcachekit.prefix_tree.base import Cost
 from ragcachekit.prefix_tree.disk import FOLDER
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.eviction.registry import open_eviction
 
 
@@ -29,8 +30,6 @@ def open_tree(
     if config.disk_bytes:
         if folder is None:
             raise ValueError("the tree's disk_bytes need a StoreConfig with a disk_path")
-        from ragcachekit.store.disk.disk_store import DiskStore  # POSIX only; a tree in memory works anywhere
-
         disk = DiskStore(folder / FOLDER, config.disk_bytes)
     on_gpu = device.type != "cpu"
     return KnowledgeTree(

@@ -43,8 +43,9 @@ class _Position:
 class ForgetLog:
     """One file per namespace: a random name, then a line per ``forget``. Not thread safe.
 
-    ``forget`` holds the folder's lock while it deletes and appends its line, a writer while it reads new lines
-    and writes: in either order, forgotten entries are gone afterwards. StoreError if ``folder`` cannot be made.
+    ``forget`` holds the folder's lock while it deletes and appends its line, a writer while it reads new
+    lines and writes: in either order, forgotten entries are gone afterwards. StoreError if ``folder`` cannot
+    be made.
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
@@ -160,7 +161,7 @@ def _line(by: str, ids: Ids) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[str, Ids]:
-    """Process and ids of a line; a line that cannot be read stands for the whole namespace."""
+    """Process and ids of a line; an unreadable line counts as the whole namespace."""
     try:
         entry = parse_json(line)
         ids = entry["ids"]

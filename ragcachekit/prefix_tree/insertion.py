@@ -66,7 +66,7 @@ def insert_nodes(
 def _insert(
     levels: Levels, root: Root, parent: Node | None, step: Step, kv: ChunkKV, missed: Access | None
 ) -> tuple[Node | None, bool]:
-    """Pinned node of a step (None without room), and whether it is new; ``missed`` is None if it was found."""
+    """Pinned node of a step (None without room), and whether it is new; no ``missed`` if it was found."""
     node = levels.child(root, parent, step)
     if node is None:
         node = levels.admit(root, parent, step, kv, missed or HIT)

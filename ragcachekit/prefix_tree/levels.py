@@ -103,10 +103,9 @@ class Levels:
             if node not in self.gpu and not self._take(self.gpu, node, self.copy(node)[0]):
                 break
 
-    def drop(self, top: Node, *, forgotten: bool = True) -> int:
-        """Remove a node and its subtree from the tree; returns how many nodes."""
-        nodes = list(top.subtree())
-        for node in reversed(nodes):
+    def drop(self, top: Node, *, forgotten: bool = True) -> None:
+        """Remove a node and its subtree from the tree."""
+        for node in reversed(list(top.subtree())):
             # A tier keeps the uses of an evicted node, unless the node is forgotten.
             here = [tier for tier in self.tiers if forgotten or node in tier]
             if here and not forgotten:
@@ -115,7 +114,6 @@ class Levels:
                 tier.remove(node)
             node.children.clear()
         self._unlink(top)
-        return len(nodes)
 
     def clear(self) -> None:
         """Evict all nodes."""

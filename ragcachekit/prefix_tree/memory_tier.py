@@ -29,8 +29,8 @@ class _Copy:
 class MemoryTier:
     """Copies on ``device`` within ``budget`` bytes; only those without children here are evicted.
 
-    ``name`` is ``gpu`` or ``host``. Clocks are per tier (RAGCache section 5.1), so each has its own ``policy``.
-    Not thread safe: the tree's lock protects it.
+    ``name`` is ``gpu`` or ``host``. Clocks are per tier (RAGCache section 5.1), so each has its own
+    ``policy``. Not thread safe: the tree's lock protects it.
     """
 
     def __init__(self, name: str, budget: int, policy: EvictionPolicy, device: torch.device | str) -> None:

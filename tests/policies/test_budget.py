@@ -17,8 +17,8 @@ from ragcachekit.policies.budgets.calibrated import Budgets
 from ragcachekit.policies.budgets.calibration import (
     Calibration,
     CurvePoint,
-    cheapest,
     _parsed,
+    cheapest,
     read_record,
     record_path,
     write_record,

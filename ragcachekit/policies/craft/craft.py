@@ -20,9 +20,9 @@ WINDOW = 3
 class Craft:
     """Recomputes ``ceil(CFO * tokens)`` tokens of every chunk, CFO = alpha CCI (1 - β').
 
-    These are the tokens with the highest attention to other segments, which the encoder ``in-prompt`` records.
-    Other encodings count as having no context, and the first tokens are taken. The least ``alpha`` that meets a
-    quality target is found on a validation set.
+    These are the tokens with the highest attention to other segments, which the encoder ``in-prompt``
+    records. Other encodings count as having no context, and the first tokens are taken. The least ``alpha``
+    that meets a quality target is found on a validation set.
     """
 
     alpha: float
@@ -40,7 +40,7 @@ class Craft:
         return f"{self._kind}:{self.alpha:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The share that each chunk needs where it stands."""
+        """The share of each chunk that its context requires."""
         return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
 
     def _of(self, chunk: PlacedChunk) -> list[int]:
@@ -54,8 +54,9 @@ class Craft:
 class CraftFocused(Craft):
     """:class:`Craft` that stops recomputing chunks outside the question's focus.
 
-    The attention of the question's rows is summed layer by layer. When more than ``window`` layers have run, and
-    the last ``window`` of them focus on the same chunks (:func:`~.scores.focused`), the rows of other chunks stop.
+    The attention of the question's rows is summed layer by layer. When more than ``window`` layers have run,
+    and the last ``window`` of them focus on the same chunks (:func:`~.scores.focused`), the rows of other
+    chunks stop.
     """
 
     window: int = WINDOW

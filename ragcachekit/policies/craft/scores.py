@@ -21,8 +21,8 @@ NO_IMPACT = 0.5
 class Impact:
     """How much one entry's KV depends on its context.
 
-    ``inter`` is the attention from the chunk to each segment of ``context``, summed over heads and rows, mean over
-    layers; ``cci`` the cache context impact, 0.5 to 1.
+    ``inter`` is the attention from the chunk to each segment of ``context``, summed over heads and rows, mean
+    over layers; ``cci`` the cache context impact, 0.5 to 1.
     """
 
     context: tuple[str, ...] = ()
@@ -33,8 +33,8 @@ class Impact:
     def of(cls, context: Sequence[str], sums: Mapping[str, torch.Tensor], tokens: int) -> Impact:
         """From the sums of an ``in-prompt`` entry of ``tokens`` tokens; others count as without context.
 
-        ``sums`` has ``inter`` ``[layers, segments]``, ``intra`` ``[layers]`` and ``behind`` ``[segments]`` (their
-        lengths); see :class:`ragcachekit.model.kv.ChunkKV`.
+        ``sums`` has ``inter`` ``[layers, segments]``, ``intra`` ``[layers]`` and ``behind`` ``[segments]``
+        (their lengths); see :class:`ragcachekit.model.kv.ChunkKV`.
         """
         if "inter" not in sums:
             return cls()
@@ -87,8 +87,8 @@ def fix_overhead(alpha: float, cost: float) -> float:
 def focused(scores: Sequence[float]) -> frozenset[int]:
     """Indices of the chunks in the question's focus (paper algorithm 1, lines 4 to 9).
 
-    Gaps between descending scores, as shares of their sum, have a running entropy; the cut is where it grows most.
-    All chunks if there are fewer than three, or no gap.
+    Gaps between descending scores, as shares of their sum, have a running entropy; the cut is where it grows
+    most. All chunks if there are fewer than three, or no gap.
     """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     gaps = [scores[a] - scores[b] for a, b in pairwise(order)]

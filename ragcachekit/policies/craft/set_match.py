@@ -14,8 +14,8 @@ from ragcachekit.types import KVKey
 class SetMatch:
     """Reuses the longest beginning whose segments, in any order, began one past prompt.
 
-    Their ``in-prompt`` KV is permuted to the present order; all that follows is recomputed. The first segment must
-    be the same.
+    Their ``in-prompt`` KV is permuted to the present order; all that follows is recomputed. The first segment
+    must be the same.
     """
 
     encoder: str | None = "in-prompt"
