@@ -51,51 +51,21 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class LinkPlan:
-    """The complete plan of one prompt.
+    """The complete plan of one prompt."""
 
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The whole prompt.
-    pieces : tuple of Piece
-        Cached KV, in order, not overlapping.
-    rows : tuple of int
-        Ascending positions to compute: recomputed, missing and new ones, always including the last.
-    missing : tuple of Missing
-        Entries to encode after the answer.
-    report : LinkReport
-        With a ``policy``: as if that selected nothing more.
-    placed : tuple of PlacedChunk
-        The cached chunks of ``pieces``.
-    policy : SelectionPolicy or None
-        Selects among the cached rows during the forward; None once everything is selected.
-    question : tuple of int
-        With a ``policy``: positions of the question, which is what is computed after the last chunk.
-    request : PromptRequest or None
-        The planned request; None for a plan made by hand, which cannot be planned again.
-    without : frozenset of KVKey
-        Entries that counted as not found.
-    skipped : tuple of KVKey
-        Entries that were found, but are quicker to compute than to load.
-    resident : int
-        Layers to load before a forward on an accelerator begins.
-    cold : tuple of PlacedChunk
-        Chunks that are computed: missing or skipped.
-    """
-
-    token_ids: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    rows: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the whole prompt
+    pieces: tuple[Piece, ...]  # in order, not overlapping
+    rows: tuple[int, ...]  # ascending positions to compute: recomputed, missing, new, and always the last
     missing: tuple[Missing, ...]
-    report: LinkReport
-    placed: tuple[PlacedChunk, ...] = ()
-    policy: SelectionPolicy | None = None
-    question: tuple[int, ...] = ()
-    request: PromptRequest | None = None
-    without: frozenset[KVKey] = frozenset()
-    skipped: tuple[KVKey, ...] = ()
-    resident: int = 0
-    cold: tuple[PlacedChunk, ...] = ()
+    report: LinkReport  # with a policy: as if that selected nothing more
+    placed: tuple[PlacedChunk, ...] = ()  # the cached chunks of the pieces
+    policy: SelectionPolicy | None = None  # selects during the forward; None once everything is selected
+    question: tuple[int, ...] = ()  # with a policy: positions that are computed after the last chunk
+    request: PromptRequest | None = None  # None for a plan made by hand, which cannot be planned again
+    without: frozenset[KVKey] = frozenset()  # entries that counted as not found
+    skipped: tuple[KVKey, ...] = ()  # found, but quicker to compute than to load
+    resident: int = 0  # layers to load before a forward on an accelerator begins
+    cold: tuple[PlacedChunk, ...] = ()  # chunks that are computed: missing or skipped
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:

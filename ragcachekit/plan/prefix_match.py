@@ -34,27 +34,13 @@ class TurnRows:
 
 @dataclass(frozen=True, eq=False)
 class PrefixMatch:
-    """The known beginning of one prompt: exact nodes, pinned by this object, then rows of its last turn.
-
-    Attributes
-    ----------
-    match : Match
-        Of the prompt's path.
-    ms : float
-        Milliseconds that the look-up took.
-    past : tuple of TurnRows
-        Rows of the last turn after the match, in order.
-    members : frozenset of str
-        Ids of the prompt's segments up to its last chunk, and of the turn's.
-    epoch : int
-        Of the turns, at the look-up.
-    """
+    """The known beginning of one prompt: exact nodes, pinned by this object, then rows of its last turn."""
 
     match: Match
-    ms: float = 0.0
-    past: tuple[TurnRows, ...] = ()
-    members: frozenset[str] = frozenset()
-    epoch: int = 0
+    ms: float = 0.0  # of the look-up
+    past: tuple[TurnRows, ...] = ()  # rows of the last turn after the match, in order
+    members: frozenset[str] = frozenset()  # ids of segments up to the last chunk, and of the turn's
+    epoch: int = 0  # of the turns, at the look-up
 
     @property
     def tokens(self) -> int:

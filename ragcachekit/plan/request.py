@@ -18,40 +18,20 @@ from ragcachekit.store.null import NullStore
 
 @dataclass(frozen=True, eq=False)
 class PromptRequest:
-    """A segmented prompt with all that its plans need.
-
-    Attributes
-    ----------
-    segments : tuple of TokenSegment
-        The whole prompt.
-    wanted : tuple of Wanted
-        Cacheable segments after ``beginning``, for the chunk store.
-    beginning : PrefixMatch or None
-        The prompt's match in the knowledge tree; None without a tree.
-    fetch : Fetch
-        Look-ups, shared by all plans of the request.
-    label : str
-        Name of the policy in the report, if not its own (``budget:0.01 -> lego:4``).
-    notes, fallback
-        For the report; a ``fallback`` is the reason for a prefill in full.
-    epoch : int
-        Number of forgets when the prompt came.
-    waited_ms : float
-        Milliseconds that earlier plans waited in vain.
-    """
+    """A segmented prompt with all that its plans need."""
 
     segments: tuple[TokenSegment, ...]
     policy: SelectionPolicy
     encoder: str
     namespace: str
-    wanted: tuple[Wanted, ...] = ()
-    beginning: PrefixMatch | None = None
+    wanted: tuple[Wanted, ...] = ()  # cacheable segments after the beginning
+    beginning: PrefixMatch | None = None  # in the knowledge tree, if there is one
     fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
-    label: str = ""
-    notes: tuple[str, ...] = ()
-    fallback: str | None = None
-    epoch: int = 0
-    waited_ms: float = 0.0
+    label: str = ""  # name of the policy in the report, if not its own (budget:0.01 -> lego:4)
+    notes: tuple[str, ...] = ()  # for the report
+    fallback: str | None = None  # reason for a prefill in full
+    epoch: int = 0  # number of forgets when the prompt came
+    waited_ms: float = 0.0  # by earlier plans, in vain
 
     @classmethod
     def of(

@@ -23,62 +23,32 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A measured candidate.
-
-    Attributes
-    ----------
-    ratio : float
-        Recomputed / cached rows, mean over the questions.
-    f1 : float
-        Mean F1.
-    loss : float
-        Mean F1 of ``full`` minus ``f1``, paired by question.
-    doubt : float
-        Probability lost by the first token of full's answer, mean.
-    upper : float
-        The higher of the one-sided 90 % upper bounds of ``loss`` and ``doubt``; budgets are compared with it.
-    """
+    """A measured candidate."""
 
     policy: str
-    ratio: float
-    f1: float
-    loss: float
-    doubt: float
-    upper: float
+    ratio: float  # recomputed / cached rows, mean over the questions
+    f1: float  # mean
+    loss: float  # mean F1 of full minus f1, paired by question
+    doubt: float  # probability lost by the first token of full's answer, mean
+    upper: float  # the higher of the one-sided 90 % upper bounds of loss and doubt
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of ``ragcachekit calibrate`` for one model, namespace and encoder.
-
-    Attributes
-    ----------
-    policy, ratio
-        The cheapest candidate within ``budget``, and its recompute ratio.
-    curve : tuple of CurvePoint
-        All candidates by ratio; ``full`` is the last.
-    n : int
-        Questions.
-    quality : str
-        ``answers`` (F1 against right answers) or ``agreement`` (generated probes: against full's answer).
-    seed : int
-        Of probes and bootstrap.
-    date : str
-        ISO 8601, UTC.
-    """
+    """Result of ``ragcachekit calibrate`` for one model, namespace and encoder."""
 
     fingerprint: str
     namespace: str
     encoder: str
     budget: float
-    policy: str
-    ratio: float
-    curve: tuple[CurvePoint, ...]
-    n: int
-    quality: str
-    seed: int
+    policy: str  # the cheapest candidate within the budget
+    ratio: float  # of that candidate
+    curve: tuple[CurvePoint, ...]  # all candidates by ratio; full is the last
+    n: int  # questions
+    quality: str  # answers (F1 against right answers) or agreement (generated probes, full's answer)
+    seed: int  # of probes and bootstrap
     versions: dict[str, str]
-    date: str
+    date: str  # ISO 8601, UTC
 
     def cheapest(self, loss: float) -> CurvePoint:
         """As :func:`cheapest`, of this curve."""
