@@ -52,7 +52,7 @@ class Turns:
     """Turns within a byte budget, evicted least recently used first. Thread safe.
 
     Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none. A
-    look-up compares the prompt with every turn, some 0.4 µs each: no index, as KV of a turn takes megabytes.
+    look-up compares the prompt with every turn, some 2 µs each: no index, as KV of a turn takes megabytes.
     """
 
     def __init__(self, budget: int) -> None:
@@ -77,17 +77,21 @@ class Turns:
             return None
         asked = _packed(token_ids)
         with self._lock:
-            best, shared = 0, asked[: LEAST_TOKENS * _ITEM]
-            if len(token_ids) >= LEAST_TOKENS:
-                for number, (turn, known) in self._turns.items():
-                    if turn.root == root and known.startswith(shared):
-                        longer = asked[: _common(known, asked) * _ITEM]
-                        best, shared = number if longer != shared else max(best, number), longer
+            best, tokens = 0, LEAST_TOKENS
+            shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
+            for number, (turn, known) in self._turns.items() if len(token_ids) >= tokens else ():
+                if not known.startswith(shared) or turn.root != root:
+                    continue
+                if len(one_more) == len(shared) or not known.startswith(one_more):
+                    best = max(best, number)
+                    continue
+                best, tokens = number, _common(known, asked)
+                shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
             self._counters.count("hits" if best else "misses")
             if not best:
                 return None
             self._turns.move_to_end(best)
-            return Past(self._turns[best][0], len(shared) // _ITEM)
+            return Past(self._turns[best][0], tokens)
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""

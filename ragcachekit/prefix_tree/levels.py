@@ -99,7 +99,9 @@ class Levels:
 
     def promote(self, path: Sequence[Node]) -> None:
         """Copy pinned nodes to GPU memory while there is room, from the top."""
-        for node in path if self.gpu is not None else ():
+        if self.gpu is None:
+            return
+        for node in path:
             if node not in self.gpu and not self._take(self.gpu, node, self.copy(node)[0]):
                 break
 
