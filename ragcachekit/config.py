@@ -155,8 +155,7 @@ class TreeConfig:
     - ``keep_first``: Keep only this many documents at the start of each prompt; None for all.
     - ``eviction``: Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window:
       ``pgdsf:600s``), ``gdsf``, ``lfu``, ``lru``.
-    - ``replicate_bytes``: Part of ``host_bytes`` for copies of the most used upper GPU nodes, which survive a
-      lost GPU.
+    - ``replicate_bytes``: No effect any more.
     - ``turns_bytes``: Host memory for the last turns of conversations, whose rows the next turn reuses: exact
       rows stay exact, approximate ones approximate. 0 (the default): off.
     """
@@ -174,11 +173,8 @@ class TreeConfig:
         _check_numbers(self, ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"))
         if self.keep_first is not None and self.keep_first < 0:
             raise ValueError(f"keep_first must be >= 0 or None for all, got {self.keep_first}")
-        if self.replicate_bytes > self.host_bytes or (self.replicate_bytes and not self.gpu_bytes):
-            raise ValueError(
-                "replicate_bytes is the part of host_bytes for copies of GPU nodes: it needs gpu_bytes and "
-                "must not exceed host_bytes"
-            )
+        if self.replicate_bytes:
+            warnings.warn("replicate_bytes has no effect any more", DeprecationWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

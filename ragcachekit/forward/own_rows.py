@@ -115,7 +115,7 @@ def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
     """
     computed = set(plan.rows)
     layerwise = isinstance(plan.policy, LayerwisePolicy)
-    layerwise |= plan.beginning is not None and plan.beginning.layerwise
+    layerwise |= plan.request is not None and isinstance(plan.request.policy, LayerwisePolicy)
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
         if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
             continue
@@ -165,7 +165,7 @@ def turn_of(
     if sum(t.numel() * t.element_size() for t in sides) > most:
         return None
     exact = exact_rows(plan)
-    traces = (id for chunk in plan.placed for id in chunk.behind)
+    traces = (id for chunk in plan.placed for id in chunk.context)
     (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
     return Turn(
         beginning.match.root,

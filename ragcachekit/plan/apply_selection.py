@@ -1,4 +1,4 @@
-"""A plan once it is known which cached rows are recomputed: its rows, and what the report says of them."""
+"""Rows and report of a plan, once it is known which cached rows are recomputed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ragcachekit.plan.link_plan import COMPUTED, LinkPlan
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.reports import ChunkUse
 
-Flags = npt.NDArray[np.bool_]
-"""One per token of a prompt."""
+Flags = npt.NDArray[np.bool_]  # one per token of a prompt
 
 
 def apply_selection(
@@ -21,13 +20,8 @@ def apply_selection(
 ) -> LinkPlan:
     """The plan with these cached positions recomputed, and its report.
 
-    ``per_layer`` says how many cached rows each of the ``layers`` layers recomputed, where that differs
-    from the number chosen.
-
-    Raises
-    ------
-    ValueError
-        If positions lie outside the cached chunks.
+    ``per_layer`` is the number of cached rows that each of the ``layers`` layers recomputed, if it differs
+    from the number chosen. ValueError for positions outside the cached chunks.
     """
     # One flag per token: sets of tens of thousands of positions take longer than a GPU's whole forward.
     length, placed = len(plan.token_ids), plan.placed
@@ -39,7 +33,7 @@ def apply_selection(
         picked[positions] = True
     if outside or (picked & ~cached).any():
         raise ValueError(f"policy {plan.report.policy} chose positions outside the cached chunks")
-    # The last row gives the next token's logits, so it is computed whatever the policy says.
+    # The last row gives the next token's logits: it is always computed.
     picked[-1:] = cached[-1:]
     kept, total = cached & ~picked, int(cached.sum())
     recomputed = int(picked.sum())
@@ -59,7 +53,6 @@ def apply_selection(
 
 
 def _spread(chunks: Iterable[PlacedChunk], length: int) -> Flags:
-    """Which positions of the prompt these chunks hold."""
     out = np.zeros(length, dtype=bool)
     for chunk in chunks:
         out[chunk.start : chunk.stop] = True

@@ -1,4 +1,4 @@
-"""Encoders: what each chunk of a prompt is (or would be) encoded behind, and where that makes it exact."""
+"""Encodings of a prompt's chunks: their contexts, their keys, and where they are exact."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "in-prompt")
 DEFAULT_NEIGHBOURS = 10
-"""What ``similar`` means without a number: what FusionRAG's top-n analysis recommends."""
+"""Neighbours of ``similar`` without a number, from FusionRAG's top-n analysis."""
+
+IN_PROMPT = "in-prompt"
 
 _ARGUMENT = {
     "standalone": "none",
     "sinks": "needed",
     "system": "none",
     "similar": "optional",
-    "in-prompt": "none",
+    IN_PROMPT: "none",
 }
-
-IN_PROMPT = "in-prompt"
 
 
 class Encodings:
@@ -32,24 +32,20 @@ class Encodings:
     Parameters
     ----------
     name : str
-        ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: behind n BOS tokens
-        whose KV is dropped (EPIC section 5.4, n = 4). ``system``: behind the text before the
-        prompt's first chunk (FusionRAG eq. 5). ``similar:n``: behind that text and up to n most similar
-        other chunks, as many as fit into the context, the most similar one nearest (FusionRAG eq. 10);
-        without any it is ``system``. ``in-prompt``: behind all that stands before it in the prompt that
-        misses it (Cache-Craft).
+        ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: after n BOS tokens whose KV is
+        dropped (EPIC section 5.4, n = 4). ``system``: after the text before the first chunk (FusionRAG eq.
+        5). ``similar:n``: after that text and up to n similar chunks that fit, the most similar one last
+        (FusionRAG eq. 10). ``in-prompt``: after all that precedes it in the prompt (Cache-Craft).
     rope : Rope
-        Says whether the prompt's length changes frequencies, which then become part of the key.
+        Frequencies that depend on the prompt's length become part of the key.
     bos : int or None
     neighbours : callable
-        Token ids of a chunk to those of the chunks most similar to it, most similar first. Only asked
-        under ``similar:n``.
+        For ``similar:n``: token ids of a chunk to those of other chunks, most similar first.
 
     Raises
     ------
     ValueError
-        For an unknown name or a bad number; for ``similar:n`` on a model whose rotation depends on
-        the prompt's length.
+        For an unknown name or a bad number; for ``similar:n`` where frequencies depend on the length.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class Encodings:
 
     @property
     def behind_system(self) -> bool:
-        """Whether chunks are encoded behind the prompt's system text."""
+        """Whether chunks are encoded after the prompt's system text."""
         return self.name in ("system", IN_PROMPT) or self.similar > 0
 
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
@@ -90,13 +86,13 @@ class Encodings:
             if ids and (segment.is_chunk or (start == 0 and system)):
                 encoding, context = self._encoding(ids if segment.is_chunk else None, start, system, before)
                 behind = len(encoding.behind)
-                # The ids of what stands before are known already: hashing it again for every chunk adds up.
+                # The ids of preceding segments: hashing them again for every chunk adds up.
                 known = tuple(names) if encoding.name == IN_PROMPT else None
                 yield Wanted(
                     start,
                     ids,
                     self.key(ids, encoding, context, fingerprint, namespace, length, known),
-                    self._stretch(encoding, behind + len(ids), length),
+                    self._with_frequencies(encoding, behind + len(ids), length),
                     exact=start == 0 or (encoding.name in ("system", IN_PROMPT) and behind == start),
                     before=tuple(names),
                 )
@@ -106,7 +102,7 @@ class Encodings:
             start += len(ids)
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
-        """The encoding of a chunk that will not stand at position 0, and what is in its context."""
+        """The encoding of a chunk that is not at position 0, and the token ids of its context."""
         return self._encoding(ids, 1, system, (system,) if system else ())
 
     def key(
@@ -117,34 +113,34 @@ class Encodings:
         fingerprint: str,
         namespace: str,
         length: int,
-        behind: tuple[str, ...] | None = None,
+        context_ids: tuple[str, ...] | None = None,
     ) -> KVKey:
         """The store key of ``ids`` under ``encoding`` in prompts of ``length`` tokens.
 
-        ``behind`` are the ids of ``context``, where they are known.
+        ``context_ids`` are those of ``context``, if they are known.
         """
         name = encoding.name
         if self._rope.depends_on_length:
             name = f"{name}@{self._rope.regime(length)}"
-        if behind is None:
-            behind = tuple(chunk_id(c, namespace) for c in context)
-        return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, behind)
+        if context_ids is None:
+            context_ids = tuple(chunk_id(c, namespace) for c in context)
+        return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, context_ids)
 
     def _encoding(
         self, chunk: Ids | None, start: int, system: Ids, before: Sequence[Ids]
     ) -> tuple[Encoding, tuple[Ids, ...]]:
-        """Of a chunk, or (None) of the text at the prompt's start."""
+        """Encoding of a chunk, or (None) of the text at the prompt's start."""
         if chunk is None:
             return Encoding(ENCODING_PREFIX), ()
         if start == 0:
-            # Nothing stands before it: whatever the encoder, its exact encoding is standalone.
+            # Without any context, its exact encoding is standalone, whatever the encoder.
             return Encoding("standalone"), ()
         if self.name == IN_PROMPT and before:
             behind = tuple(token for ids in before for token in ids)
             return InPromptEncoding(IN_PROMPT, behind, segments=tuple(map(len, before))), tuple(before)
         near = self._fitting(chunk, len(system)) if self.similar else ()
         if near:
-            # An empty system text keeps its place: behind it a neighbour is not a system text.
+            # An empty system text stays first in the key: else a neighbour would pass for one.
             return NeighbourEncoding(self.name, system, neighbours=near), (system, *near)
         if self.behind_system and system:
             return Encoding("system", system), (system,)
@@ -153,7 +149,7 @@ class Encodings:
         return Encoding("standalone"), ()
 
     def _fitting(self, chunk: Ids, system: int) -> tuple[Ids, ...]:
-        """Up to n neighbours, the most similar last, while all of it fits into the context."""
+        """Up to n neighbours that fit into the model's context, the most similar last."""
         others = (ids for ids in dict.fromkeys(self._neighbours(chunk)) if ids and ids != chunk)
         room = self._rope.context - system - len(chunk)
         near: list[Ids] = []
@@ -164,15 +160,15 @@ class Encodings:
             near.append(ids)
         return tuple(reversed(near))
 
-    def _stretch(self, encoding: Encoding, width: int, length: int) -> Encoding:
-        """Encode with the frequencies of the whole prompt, where they differ from the chunk's own."""
+    def _with_frequencies(self, encoding: Encoding, width: int, length: int) -> Encoding:
+        """The encoding at the frequencies of the whole prompt, if they differ from the chunk's own."""
         if self._rope.depends_on_length and self._rope.regime(width) != self._rope.regime(length):
             return replace(encoding, length=length)
         return encoding
 
     @staticmethod
     def system_of(segments: Sequence[TokenSegment]) -> Ids:
-        """The text before the first chunk; empty if there is no chunk or it stands first."""
+        """The text before the first chunk; empty if there is none."""
         filled = [segment for segment in segments if segment.token_ids]
         if not any(segment.is_chunk for segment in filled) or filled[0].is_chunk:
             return ()
@@ -180,7 +176,7 @@ class Encodings:
 
 
 def _parse(name: str) -> tuple[str, int]:
-    """``sinks:4`` to its kind and number; 0 where the kind has none."""
+    """``sinks:4`` to its kind and number, 0 for a kind without one."""
     kind, colon, count = name.partition(":")
     argument = _ARGUMENT.get(kind)
     if argument is None or (colon and argument == "none") or (not colon and argument == "needed"):

@@ -13,15 +13,15 @@ from ragcachekit.store.loading.load import AnyKV, LoadingKV
 from ragcachekit.types import KVKey
 
 COMPUTED = "computed"
-"""The source of what is not cached."""
+"""Source of chunks that are not cached."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """An entry that this prompt would have used: what to encode, and under which key to keep it.
+    """A missing entry: what to encode, and under which key to store it.
 
-    ``epoch`` is the number of forgets when the work on it began (:class:`ForgetEpochs`): a later one that
-    concerns its key keeps it from being stored. 0 is before all of them.
+    ``epoch`` is the number of forgets when its request began (:class:`ForgetEpochs`); after a later one that
+    concerns its key it is not stored.
     """
 
     key: KVKey
@@ -32,7 +32,7 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A cached stretch of the prompt: ``kv``, or its first ``keep`` tokens, belongs at ``start``."""
+    """Cached KV for a part of the prompt: ``kv``, or its first ``keep`` tokens, belongs at ``start``."""
 
     start: int
     kv: AnyKV
@@ -51,50 +51,21 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class LinkPlan:
-    """One prompt with its rows; complete as it is, and never changed.
+    """The complete plan of one prompt."""
 
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The whole prompt, in order.
-    pieces : tuple of Piece
-        Cached stretches, in order, not overlapping.
-    rows : tuple of int
-        Ascending positions to compute: recomputed, missing and new ones. The last position of the
-        prompt is always among them.
-    report : LinkReport
-        Of a plan that has a ``policy``, as if that selected nothing more.
-    placed : tuple of PlacedChunk
-        The cached chunks that ``pieces`` hold.
-    policy : SelectionPolicy or None
-        Selects among the cached rows during a forward; None once everything is selected.
-    cold : tuple of PlacedChunk
-        Chunks that are computed as they were not found, or not worth loading.
-    question : tuple of int
-        Positions of the question: what is computed behind the last chunk. Only for such a policy.
-    request : PromptRequest or None
-        What this is a plan of; None for one made by hand, which cannot be planned again.
-    without : frozenset of KVKey
-        Entries that were given up for it.
-    skipped : tuple of KVKey
-        Entries that were found and not taken, as computing their rows is quicker than loading them.
-    resident : int
-        Layers that should be there before a forward on an accelerator begins.
-    """
-
-    token_ids: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    rows: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the whole prompt
+    pieces: tuple[Piece, ...]  # in order, not overlapping
+    rows: tuple[int, ...]  # ascending positions to compute: recomputed, missing, new, and always the last
     missing: tuple[Missing, ...]
-    report: LinkReport
-    placed: tuple[PlacedChunk, ...] = ()
-    policy: SelectionPolicy | None = None
-    question: tuple[int, ...] = ()
-    request: PromptRequest | None = None
-    without: frozenset[KVKey] = frozenset()
-    skipped: tuple[KVKey, ...] = ()
-    resident: int = 0
-    cold: tuple[PlacedChunk, ...] = ()
+    report: LinkReport  # with a policy: as if that selected nothing more
+    placed: tuple[PlacedChunk, ...] = ()  # the cached chunks of the pieces
+    policy: SelectionPolicy | None = None  # selects during the forward; None once everything is selected
+    question: tuple[int, ...] = ()  # with a policy: positions that are computed after the last chunk
+    request: PromptRequest | None = None  # None for a plan made by hand, which cannot be planned again
+    without: frozenset[KVKey] = frozenset()  # entries that counted as not found
+    skipped: tuple[KVKey, ...] = ()  # found, but quicker to compute than to load
+    resident: int = 0  # layers to load before a forward on an accelerator begins
+    cold: tuple[PlacedChunk, ...] = ()  # chunks that are computed: missing or skipped
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:
@@ -103,12 +74,12 @@ class LinkPlan:
 
     @property
     def beginning(self) -> PrefixMatch | None:
-        """What the knowledge tree has of the prompt; None without a tree."""
+        """The prompt's match in the knowledge tree; None without a tree."""
         return None if self.request is None else self.request.beginning
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:
-        """The entries among its pieces that are, or were, read while it is at work."""
+        """Entries among its pieces that are loaded during the forward."""
         return tuple(piece.kv for piece in self.pieces if isinstance(piece.kv, LoadingKV))
 
     @property
@@ -117,11 +88,11 @@ class LinkPlan:
         return len(self.token_ids) - len(self.rows)
 
     def with_note(self, note: str) -> LinkPlan:
-        """The plan with one more note in its report."""
+        """The plan with another note in its report."""
         return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
 
     def without_last(self) -> LinkPlan:
-        """The same plan for the prompt without its last token (linked ahead of generate, not inside it)."""
+        """The plan for the prompt without its last token, for a forward ahead of ``generate``."""
         last = len(self.token_ids) - 1
         pieces = tuple(
             piece if piece.stop <= last else replace(piece, keep=last - piece.start)

@@ -1,4 +1,4 @@
-"""Load a chunk's KV or compute its rows: whichever ends the prefill sooner."""
+"""Choice between loading a chunk's KV and computing its rows: whichever ends the prefill sooner."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ragcachekit.plan.tier_speed import TierSpeed
 from ragcachekit.store.loading.load import LoadingKV
 
 LEAST_READS = 8
-"""Reads of a tier before its speed is believed; until then it is loaded from, which measures it."""
+"""Reads before a tier's speed is trusted; until then everything is loaded, which measures it."""
 
 MOST_SUBSETS = 8
 
-LEAST_LEFT = 16
-"""Plans in a row that leave a tier alone before one tries it again."""
+LEAST_SKIPPED = 16
+"""Plans in a row without a read of a tier before one tries it again."""
 
 TRYING = 0.02
-"""What such tries may cost, as a part of the time that prompts take meanwhile."""
+"""Cost limit of such trials, as a share of the prefill time of the plans between them."""
 
 TIE = 0.01
-"""Ways whose times differ by less are equal; then the one that computes more is taken, as it is exact."""
+"""Relative difference below which times are equal; then the choice that computes more, as it is exact."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """An entry in a slow tier.
 
-    ``reads`` layers are still to be read, ``nbytes`` each. ``rows`` are not computed if it is used, and
-    ``recomputed`` are even so. ``is_exact``: no policy chooses among its rows.
+    ``reads`` layers remain to be read, ``nbytes`` each. Using it spares ``rows`` and recomputes
+    ``recomputed``. ``is_exact``: no policy selects among its rows.
     """
 
     tier: str
@@ -46,7 +46,7 @@ class Candidate:
 
     @classmethod
     def of(cls, kv: LoadingKV, uses: Sequence[RowCost]) -> Candidate:
-        """Of an entry that was opened, or that is being prefetched, and all its uses in a prompt."""
+        """From an opened entry and all its uses in a prompt."""
         return cls(
             kv.tier,
             kv.layers - kv.ready,
@@ -59,8 +59,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A subset of candidates: which to load, and how long that and the computing take."""
+class _Schedule:
+    """A set of candidates to load, and its times in seconds."""
 
     loaded: frozenset[int]
     load: float
@@ -69,18 +69,18 @@ class _Way:
 
 
 @dataclass
-class _Left:
-    """Plans that left a tier alone since it was last read from, and what they took together."""
+class _Skipped:
+    """Plans since the last read of a tier, and their prefill time together."""
 
     plans: int = 0
     seconds: float = 0.0
 
 
 class LoadPlanner:
-    """Knows how fast tiers and model are, from all that was loaded and prefilled. Thread safe.
+    """Planner with measured speeds of tiers and model. Thread safe.
 
-    A tier that was slow may be quick again, which only reads can show: now and then one entry of a tier
-    that was left alone for long is loaded all the same, see :data:`TRYING`.
+    A slow tier may have become fast, which only reads can show: now and then an entry of a tier without
+    recent reads is loaded all the same, at a cost limited by :data:`TRYING`.
 
     Parameters
     ----------
@@ -94,28 +94,28 @@ class LoadPlanner:
         self.profile = profile
         self._readers = readers
         self._speeds: dict[str, TierSpeed] = {}
-        self._left: dict[str, _Left] = {}
+        self._skipped: dict[str, _Skipped] = {}
         self._lock = threading.Lock()
 
     def observe_read(self, tier: str, nbytes: int, seconds: float, beside: int = 0) -> None:
-        """A layer was read while other reads were about ``beside`` bytes."""
+        """Record the read of a layer while ``beside`` bytes of other reads were in flight."""
         with self._lock:
             self._speeds.setdefault(tier, TierSpeed()).observe(nbytes, seconds, beside)
-            self._left.pop(tier, None)
+            self._skipped.pop(tier, None)
 
     def observe_prefill(self, cached: int, new: int, seconds: float) -> None:
-        """A prefill of ``new`` rows over ``cached`` ones took this long, without waiting for loads."""
+        """Record a prefill of ``new`` rows over ``cached`` ones that did not wait for loads."""
         if self.profile is not None and new > 0 and seconds > 0:
             with self._lock:
                 self.profile.observed(cached, new, seconds)
 
     def load_seconds(self, candidates: Sequence[Candidate]) -> float | None:
-        """What is left to read of all of them together; None if a tier is not known yet."""
-        left = [candidate for candidate in candidates if candidate.reads]
-        at_once = min(self._readers, len(left))
+        """Time of all remaining reads together; None if a tier's speed is unknown."""
+        remaining = [candidate for candidate in candidates if candidate.reads]
+        at_once = min(self._readers, len(remaining))
         seconds = 0.0
         with self._lock:
-            for candidate in left:
+            for candidate in remaining:
                 speed = self._speeds.get(candidate.tier)
                 if speed is None or speed.reads < LEAST_READS:
                     return None
@@ -126,121 +126,106 @@ class LoadPlanner:
     def choose(
         self, candidates: Sequence[Candidate], total: int, computed: int, guide: ScoringPass | None = None
     ) -> tuple[list[bool], int]:
-        """Which candidates to load, and the preloading depth of what is loaded.
+        """Which candidates to load, and how many layers to preload.
 
-        Up to :data:`MOST_SUBSETS` every subset is looked at. Beyond, they are sorted by load time per row
-        spared, every beginning of that order is tried, and the best one is improved by single changes
-        and exchanges: how well loading and computing balance depends on which lengths come together.
-
-        ``total`` are the prompt's rows, ``computed`` those that are computed in any case, and ``guide`` is
-        the pass before the forward, of a policy that watches the question.
+        All subsets of up to :data:`MOST_SUBSETS` are compared. More are sorted by load time per spared row,
+        every prefix of that order is tried, and the best is improved by single changes and exchanges.
+        ``total`` are the prompt's rows, ``computed`` those computed in any case; ``guide`` is the policy's
+        pass before the forward, if any.
         """
         if self.profile is None or not candidates or self.load_seconds(candidates) is None:
             return [True] * len(candidates), 1
         everyone = range(len(candidates))
 
-        def way(loaded: frozenset[int]) -> _Way:
-            return self._way(candidates, loaded, total, computed, guide)
+        def schedule(loaded: frozenset[int]) -> _Schedule:
+            return self._schedule(candidates, loaded, total, computed, guide)
 
         if len(candidates) <= MOST_SUBSETS:
             subsets = (c for n in range(len(candidates) + 1) for c in itertools.combinations(everyone, n))
-            ways = [way(frozenset(subset)) for subset in subsets]
+            schedules = [schedule(frozenset(subset)) for subset in subsets]
         else:
-            alone = [way(frozenset([i])).load / max(candidates[i].rows, 1) for i in everyone]
+            alone = [schedule(frozenset([i])).load / max(candidates[i].rows, 1) for i in everyone]
             order = sorted(everyone, key=alone.__getitem__)
-            ways = [way(frozenset(order[:count])) for count in range(len(order) + 1)]
-            ways.append(_improved(min(ways, key=lambda w: w.end), len(candidates), way))
-        least = min(w.end for w in ways)
-        best = max((w for w in ways if w.end <= least * (1 + TIE)), key=lambda w: (w.compute, -w.end))
-        best = self._trying(candidates, best, way)
+            schedules = [schedule(frozenset(order[:count])) for count in range(len(order) + 1)]
+            schedules.append(_improved(min(schedules, key=lambda s: s.end), len(candidates), schedule))
+        least = min(s.end for s in schedules)
+        best = max((s for s in schedules if s.end <= least * (1 + TIE)), key=lambda s: (s.compute, -s.end))
+        best = self._with_trials(candidates, best, schedule)
         depth = preload_depth(candidates[0].layers, best.compute, best.load)
         return [i in best.loaded for i in everyone], depth
 
-    def _trying(
-        self, candidates: Sequence[Candidate], best: _Way, way: Callable[[frozenset[int]], _Way]
-    ) -> _Way:
-        """``best``, or the one that loads an entry more, of a tier that is due to be tried again."""
+    def _with_trials(
+        self,
+        candidates: Sequence[Candidate],
+        best: _Schedule,
+        schedule: Callable[[frozenset[int]], _Schedule],
+    ) -> _Schedule:
+        """``best``, with one more entry of each tier that is due for a trial."""
         for tier in {c.tier for c in candidates} - {candidates[i].tier for i in best.loaded}:
             entries = [i for i, c in enumerate(candidates) if c.tier == tier and c.reads]
             if not entries:
                 continue
-            least = min(entries, key=lambda i: candidates[i].reads * candidates[i].nbytes)
-            trial = way(best.loaded | {least})
+            smallest = min(entries, key=lambda i: candidates[i].reads * candidates[i].nbytes)
+            trial = schedule(best.loaded | {smallest})
             with self._lock:
-                left = self._left.setdefault(tier, _Left())
-                left.plans += 1
-                left.seconds += best.end
-                if left.plans < LEAST_LEFT or trial.end - best.end > TRYING * left.seconds:
+                skipped = self._skipped.setdefault(tier, _Skipped())
+                skipped.plans += 1
+                skipped.seconds += best.end
+                if skipped.plans < LEAST_SKIPPED or trial.end - best.end > TRYING * skipped.seconds:
                     continue
-                self._left.pop(tier)
+                self._skipped.pop(tier)
                 self._speeds[tier].fade(LEAST_READS)
             best = trial
         return best
 
-    def _way(
+    def _schedule(
         self,
         candidates: Sequence[Candidate],
         loaded: frozenset[int],
         total: int,
         computed: int,
         guide: ScoringPass | None,
-    ) -> _Way:
+    ) -> _Schedule:
         assert self.profile is not None
-        used, left = _split(candidates, loaded)
+        used = [c for i, c in enumerate(candidates) if i in loaded]
+        others = [c for i, c in enumerate(candidates) if i not in loaded]
         load, layers = self.load_seconds(used) or 0.0, candidates[0].layers
-        rows = computed + sum(c.recomputed for c in candidates) + sum(c.rows for c in left)
+        rows = computed + sum(c.recomputed for c in candidates) + sum(c.rows for c in others)
         compute = self.profile.seconds(total - rows, rows)
         if guide is None or not (guide.always or any(not c.is_exact for c in used)):
-            return _Way(loaded, load, compute, pipelined(load, compute, layers))
-        rows, seen = guide.rows + sum(c.rows + c.recomputed for c in left), guide.layers(layers)
+            return _Schedule(loaded, load, compute, pipelined(load, compute, layers))
+        rows, seen = guide.rows + sum(c.rows + c.recomputed for c in others), guide.layers(layers)
         watch = self.profile.seconds(total - rows, rows) * seen / layers
-        return _Way(loaded, load, compute, pipelined_twice(load, watch, compute, layers, seen))
+        return _Schedule(loaded, load, compute, pipelined_twice(load, watch, compute, layers, seen))
 
 
-def _split(
-    candidates: Sequence[Candidate], loaded: frozenset[int]
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that are loaded, and the others."""
-    used = [c for i, c in enumerate(candidates) if i in loaded]
-    return used, [c for i, c in enumerate(candidates) if i not in loaded]
-
-
-def _improved(best: _Way, count: int, way: Callable[[frozenset[int]], _Way]) -> _Way:
-    """The way after the first single changes and exchanges that make it quicker, until none does."""
+def _improved(best: _Schedule, count: int, schedule: Callable[[frozenset[int]], _Schedule]) -> _Schedule:
+    """``best`` after single changes and exchanges, as long as one of them is quicker."""
     while True:
         inside, outside = best.loaded, frozenset(range(count)) - best.loaded
         changes = itertools.chain(
             (inside ^ {i} for i in range(count)),
             (inside - {i} | {j} for i in inside for j in outside),
         )
-        better = next((w for w in map(way, changes) if w.end < best.end * (1 - TIE / 2)), None)
+        better = next((s for s in map(schedule, changes) if s.end < best.end * (1 - TIE / 2)), None)
         if better is None:
             return best
         best = better
 
 
 def pipelined(load: float, compute: float, layers: int) -> float:
-    """Seconds of a prefill that computes layer by layer while later layers load.
-
-    The slower of the two runs through, and the other has one layer more before or behind it.
-    """
+    """Seconds of a prefill that computes layer by layer while later layers load."""
     return max(compute + load / layers, load + compute / layers)
 
 
 def pipelined_twice(load: float, watch: float, compute: float, layers: int, seen: int) -> float:
-    """As :func:`pipelined`, behind a pass of ``watch`` seconds over the first ``seen`` layers.
-
-    That pass is the one that waits for layers; the forward waits for those behind them.
-    """
+    """As :func:`pipelined`, after a pass of ``watch`` seconds over the first ``seen`` layers."""
     watched = max(watch + load / layers, load * seen / layers + watch / seen)
     return max(watched + compute, load + compute / layers)
 
 
 def preload_depth(layers: int, prefill: float, load: float) -> int:
-    """Layers to have before layer 0 computes, so that none is waited for later (Cache-Craft eq. 16).
-
-    ``ceil((layers - 1) (1 - prefill / load)) + 1``, at least 1.
-    """
+    """Layers to load before layer 0 computes, so that no later one is waited for (Cache-Craft eq. 16)."""
     if load <= prefill:
         return 1
     return max(1, math.ceil((layers - 1) * (1 - prefill / load)) + 1)

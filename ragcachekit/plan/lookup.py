@@ -1,4 +1,4 @@
-"""Find one prompt's entries, and begin to load those in slow tiers that are worth it."""
+"""Look-up of one prompt's entries, and the start of loads from slow tiers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ragcachekit.types import KVKey
 log = logging.getLogger(__name__)
 
 MEMORY_TIERS = ("gpu", "host")
-"""Tiers whose entries are there when they are found."""
+"""Tiers whose entries need no loading."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the store has for a wanted chunk: ``found`` under ``key``; ``renew``: encode it here as well."""
+    """A stored entry for a wanted chunk; ``renew``: encode the chunk in the present context as well."""
 
     key: KVKey
     found: Hit
@@ -32,10 +32,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the entries of a prompt: None where rows are computed.
+    """Entries to use, None where rows are computed.
 
-    ``skipped`` were found and are quicker to compute than to load; ``resident`` layers should be there before
-    the forward begins, so that it then runs without gaps.
+    ``skipped`` are quicker to compute than to load; ``resident`` layers should be loaded before the forward,
+    so that it then never waits.
     """
 
     entries: tuple[Entry | None, ...]
@@ -44,21 +44,20 @@ class Decision:
 
 
 class Fetch:
-    """Looks entries up for one prompt, each once for all of its plans.
+    """Look-ups for one prompt, each done once for all of its plans.
 
-    All look-ups together wait at most three deadlines for a remote service; what would be asked of it
-    after that is a miss.
+    Together they wait at most three deadlines for a remote service; later ones are misses.
 
     Parameters
     ----------
     store : KVStore or Loader
-        From a bare store everything is read while it is looked up.
+        A bare store reads everything during the look-up.
     planner : LoadPlanner, optional
-        Says what is not worth loading; without one everything found is used.
-    patience : Patience, optional
-        What look-ups for this prompt may still take.
+        Without one everything found is used.
+    lookup_budget : LookupBudget, optional
+        Remaining time for look-ups.
     layout : KVLayout, optional
-        What KV of the model looks like: what does not look so is no hit, and leaves the store.
+        KV of another layout is a miss, and deleted from the store.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class Fetch:
         self._layout = layout
         self._store = store
         self._planner = planner
-        self._patience = lookup_budget or LookupBudget()
+        self._budget = lookup_budget or LookupBudget()
         self._known: dict[KVKey, Hit | None] = {}
         self._lost: frozenset[KVKey] = frozenset()
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
-        """What there is under ``key`` for that many tokens; layers in a slow tier are not being read yet.
+        """The entry under ``key`` for that many tokens; loads from slow tiers have not begun.
 
-        ``weight`` says how useful it would be, for eviction.
+        ``weight`` is its usefulness, for eviction.
         """
         if key in self._lost:
             return None
@@ -87,10 +86,10 @@ class Fetch:
         return self._known[key]
 
     def without(self, lost: frozenset[KVKey]) -> Fetch:
-        """The same, where these are not found; both share what they look up."""
+        """A view in which these are not found; both share their results."""
         if not lost:
             return self
-        other = Fetch(self._store, self._planner, self._patience, self._layout)
+        other = Fetch(self._store, self._planner, self._budget, self._layout)
         other._known, other._lost = self._known, lost
         return other
 
@@ -102,10 +101,10 @@ class Fetch:
         computed: int,
         guide: ScoringPass | None = None,
     ) -> Decision:
-        """Begin to load what is quicker to load than to compute; leave out the rest.
+        """Begin the loads that are quicker than computing; skip the others.
 
-        ``use`` says what using the entry with this index means. ``total`` are the prompt's rows,
-        ``computed`` those of which nothing is cached. ``guide`` is the policy's pass before the forward.
+        ``use`` gives the row cost of an entry by index; ``total``, ``computed`` and ``guide`` are those of
+        :meth:`.LoadPlanner.choose`.
         """
         slow: dict[LoadingKV, list[int]] = {}
         for number, entry in enumerate(entries):
@@ -127,7 +126,7 @@ class Fetch:
         self._store.begin(kv for kv in slow if kv not in unwanted)
         self._store.release(unwanted)
         for kv in unwanted:
-            self._known.pop(kv.key, None)  # given back: a later plan opens it anew
+            self._known.pop(kv.key, None)  # released: a later plan opens it again
         left = [None if entry is not None and entry.found.kv in unwanted else entry for entry in entries]
         return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
 
@@ -137,14 +136,14 @@ class Fetch:
             return hit
         log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
         try:
-            with self._patience.held():
+            with self._budget.held():
                 self._store.discard(key)
-        except Exception:  # a store of the user's own may fail, or be older than this method
+        except Exception:  # a user's own store may fail, or lack this method
             log.warning("the entry could not be dropped", exc_info=True)
         return None
 
     def _look(self, key: KVKey, weight: float) -> Hit | None:
-        with self._patience.held():
+        with self._budget.held():
             if isinstance(self._store, Loader):
                 return self._store.open(key, weight)
             found = self._store.get(key, weight)

@@ -1,4 +1,4 @@
-"""Decide, for one prompt, which rows are kept, which are recomputed and which were never cached."""
+"""Planning of one prompt: which rows are kept, recomputed, or computed because they are not cached."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey
 def make_plan(
     request: PromptRequest, variants: VariantPool | None = None, without: Collection[KVKey] = ()
 ) -> LinkPlan:
-    """Look every cacheable segment up, decide what to load, and let the policy select among cached rows.
+    """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
 
     Parameters
     ----------
+    request : PromptRequest
     variants : VariantPool, optional
-        What chunks of the encoder ``in-prompt`` may use in other contexts than their own.
+        For the encoder ``in-prompt``: entries to use in other contexts.
     without : collection of KVKey
-        Entries that count as not found: those that an earlier plan of this request waited for in vain.
+        Entries that count as not found, as an earlier plan waited for them in vain.
     """
     if not request.reads_cache:
         return plain_plan(request)
@@ -61,10 +62,10 @@ def make_plan(
 
 
 def _serving(request: PromptRequest) -> list[bool]:
-    """Per wanted segment, whether an entry of the chunk store can be of use to the policy.
+    """Per wanted segment, whether the policy can use an entry of the chunk store.
 
-    Not to one that keeps exact rows alone where it would not be exact. With a tree, not where its keys
-    were rotated back and forth: computed in place it goes into the tree, with all behind it.
+    A policy that keeps only exact rows needs exact entries; with a tree, only the prompt's first text: chunks
+    computed in place go into the tree unrotated, with all that follows.
     """
     if not isinstance(request.policy, ExactPolicy):
         return [True] * len(request.wanted)
@@ -73,7 +74,6 @@ def _serving(request: PromptRequest) -> list[bool]:
 
 
 def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | None], total: int) -> Decision:
-    """What to load, and what to compute although it is there."""
     wanted, beginning = request.wanted, request.beginning
     found = sum(len(want.token_ids) for want, entry in zip(wanted, entries, strict=True) if entry)
     new = total - found - (beginning.tokens if beginning is not None else 0)
@@ -89,8 +89,6 @@ def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | No
 
 @dataclass
 class _Parts:
-    """What became of the segments that were looked up, in order."""
-
     placed: list[PlacedChunk]
     pieces: list[Piece]
     missing: dict[KVKey, Missing]
@@ -99,7 +97,7 @@ class _Parts:
 
 
 def _parts(request: PromptRequest, decision: Decision) -> _Parts:
-    """Place what was found. What is in the store and was skipped is not missing there."""
+    """The looked-up segments in order; skipped entries are not missing."""
     out, beginning = _Parts([], [], {}, [], []), request.beginning
     if beginning is not None:
         out.placed += beginning.placed
@@ -129,13 +127,13 @@ def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
         want.exact and entry.key == want.key and not kv.quantised,
         attended=kv.sums.get("attended"),
         before=want.before,
-        behind=entry.key.context,
+        context=entry.key.context,
         sums=kv.sums,
     )
 
 
 def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
-    """The report before any selection; a request that loads from a slow tier waited to open it."""
+    """The report before any selection; opening entries of a slow tier counts as waiting."""
     sources = [use.source for use in parts.uses if use.source != COMPUTED]
     slow = {
         id(piece.kv): piece.kv.nbytes
@@ -167,9 +165,9 @@ def _begins_with_prefix(segments: Sequence[TokenSegment], uses: Sequence[ChunkUs
 
 
 def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
-    """The plan with its rows; with the policy in it, where that has more to say during a forward."""
+    """The plan with its rows, and with the policy if that selects during the forward."""
     length, policy = len(plan.token_ids), request.policy
-    # The turn before this one may hold the beginning of the question: those rows do not run again.
+    # A past turn may hold the beginning of the question: those rows do not run again.
     begin = max([_end_of_chunks(request.segments), *(piece.stop for piece in plan.pieces)])
     question = tuple(range(begin, length)) or (length - 1,)
     if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in plan.placed):

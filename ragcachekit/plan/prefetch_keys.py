@@ -1,4 +1,4 @@
-"""Which entries a prompt will look up, before there is a prompt: for prefetching."""
+"""Keys of the entries that a future prompt will look up, for prefetching."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class LastPrompts:
-    """The system text last seen in each namespace; those seen least recently are forgotten."""
+    """The last system text of each namespace, for the most recent :data:`MOST_NAMESPACES`."""
 
     def __init__(self) -> None:
         self._last: dict[str, Ids] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, segments: Sequence[TokenSegment]) -> None:
-        """A prompt came."""
+        """Record a prompt."""
         with self._lock:
             self._last.pop(namespace, None)
             self._last[namespace] = Encodings.system_of(segments)
@@ -33,18 +33,18 @@ class LastPrompts:
                 del self._last[next(iter(self._last))]
 
     def last(self, namespace: str) -> Ids:
-        """Its ids; empty before any."""
+        """Token ids of the system text; empty before any prompt."""
         with self._lock:
             return self._last.get(namespace, ())
 
     def forget(self, namespace: str) -> None:
-        """Forget a namespace's."""
+        """Forget the namespace's system text."""
         with self._lock:
             self._last.pop(namespace, None)
 
 
 def is_chunk_id(chunk: str) -> bool:
-    """Whether a string is a chunk id and not a chunk's text."""
+    """Whether a string is a chunk id, and not text."""
     return _ID.fullmatch(chunk) is not None
 
 
@@ -56,10 +56,9 @@ def prefetch_keys(
     namespace: str,
     variants: VariantPool,
 ) -> list[KVKey]:
-    """Keys of the system text and of chunks (token ids, or chunk ids) in this order behind it.
+    """Keys of the system text and of chunks (token ids, or chunk ids) in this order after it.
 
-    Of a chunk that is known by its id alone, neighbours are not known. Where chunks are encoded behind
-    all that stands before them, the variant that fits best is taken.
+    A chunk given by id has no known neighbours. Under ``in-prompt`` the best variant is taken.
     """
     length = max(1, len(system) + sum(len(chunk) for chunk in chunks if not isinstance(chunk, str)))
     keys, before = list[KVKey](), list[str]()

@@ -1,4 +1,4 @@
-"""What the knowledge tree knows of a prompt: its exact beginning, up to where the alternative path begins."""
+"""Match of a prompt with the knowledge tree: its exact beginning, then rows of its last turn."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ragcachekit.types import chunk_id
 log = logging.getLogger(__name__)
 
 TURN = "turn"
-"""The source of rows that come from the turn before this one."""
+"""Source of rows of the conversation's last turn."""
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class TurnRows:
     """Rows of an earlier turn, all of them exact or none."""
 
     kv: ChunkKV
@@ -34,52 +34,33 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class PrefixMatch:
-    """The known beginning of one prompt: exact nodes, then rows of its last turn.
-
-    The nodes are pinned as long as this is held.
-
-    Attributes
-    ----------
-    match : Match
-        Of the prompt's path; empty where the tree knows nothing of it.
-    ms : float
-        Milliseconds that the look-up took.
-    layerwise : bool
-        Whether the request's rows get fewer from layer to layer.
-    past : tuple of Stretch
-        What the turn before this one has behind that, in order.
-    members : frozenset of str
-        Ids of the prompt's segments up to its last chunk, and the members of the turn that ``past`` is of.
-    epoch : int
-        Of the turns, when this was read.
-    """
+    """The known beginning of one prompt: exact nodes, pinned by this object, then rows of its last turn."""
 
     match: Match
-    ms: float = 0.0
-    layerwise: bool = False
-    past: tuple[Stretch, ...] = ()
-    members: frozenset[str] = frozenset()
-    epoch: int = 0
+    ms: float = 0.0  # of the look-up
+    past: tuple[TurnRows, ...] = ()  # rows of the last turn after the match, in order
+    members: frozenset[str] = frozenset()  # ids of segments up to the last chunk, and of the turn's
+    epoch: int = 0  # of the turns, at the look-up
 
     @property
     def tokens(self) -> int:
-        """Rows that are here: chunks behind them come from the chunk store, if at all."""
-        return self.match.tokens + sum(stretch.kv.tokens for stretch in self.past)
+        """Known rows; only chunks after them are looked up in the chunk store."""
+        return self.match.tokens + sum(past.kv.tokens for past in self.past)
 
     @property
     def kvs(self) -> list[ChunkKV]:
-        """Nodes and stretches, in order; ``start`` says where they belong."""
-        return [reused.kv for reused in self.match.found] + [stretch.kv for stretch in self.past]
+        """KV in order; ``start`` is its position."""
+        return [reused.kv for reused in self.match.found] + [past.kv for past in self.past]
 
     @property
     def placed(self) -> list[PlacedChunk]:
-        """Nodes and stretches as chunks; no policy recomputes the exact ones."""
+        """Its parts as chunks; no policy recomputes the exact ones."""
         out: list[PlacedChunk] = []
         before: tuple[str, ...] = ()
         for reused in self.match.found:
             ids, start = reused.step.ids, reused.kv.start or 0
-            behind = (*before, *ids[:-1])
-            out.append(PlacedChunk(ids[-1], start, reused.step.tokens, True, before=behind, behind=behind))
+            context = (*before, *ids[:-1])
+            out.append(PlacedChunk(ids[-1], start, reused.step.tokens, True, before=context, context=context))
             before = (*before, *ids)
         for past in self.past:
             placed = PlacedChunk(past.chunk_id, past.kv.start or 0, past.kv.tokens, past.exact, before=before)
@@ -89,7 +70,7 @@ class PrefixMatch:
 
     @property
     def uses(self) -> list[ChunkUse]:
-        """Nodes and stretches as the report names them."""
+        """Its parts as reported."""
         return [
             ChunkUse(reused.step.ids[-1], reused.step.tokens, reused.tier, exact=True)
             for reused in self.match.found
@@ -97,7 +78,7 @@ class PrefixMatch:
 
 
 class PrefixMatcher:
-    """Asks one tree about the prompts of one model; ``layout`` is as of :class:`.lookup.Fetch`."""
+    """Look-ups in one tree for one model; ``layout`` as for :class:`.lookup.Fetch`."""
 
     def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
         self._layout = layout
@@ -110,10 +91,8 @@ class PrefixMatcher:
         wanted: Sequence[Wanted],
         fingerprint: str,
         namespace: str,
-        *,
-        layerwise: bool = False,
     ) -> PrefixMatch:
-        """Look a prompt up; ``wanted`` is all of it that could come from the chunk store."""
+        """Look up a prompt; ``wanted`` are all its cacheable segments."""
         begun = time.perf_counter()
         epoch = self.tree.turns.epoch
         length = sum(len(segment.token_ids) for segment in segments)
@@ -122,35 +101,27 @@ class PrefixMatcher:
         past, former = self._past(match, segments, namespace)
         members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
-        return PrefixMatch(match, ms, layerwise, past, members, epoch)
+        return PrefixMatch(match, ms, past, members, epoch)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
-        """What the tree knows, without nodes that cannot be this model's; those leave it if they can."""
+        """The tree's match, without nodes of another layout, which are deleted if possible."""
         match = self.tree.match(root, path)
-        if (wrong := self._first_misfit(match)) is None:
-            return match
-        try:
-            self.tree.discard(root, path[: wrong + 1])
-        except Exception:
-            log.warning("a node of another shape cannot be dropped from the knowledge tree", exc_info=True)
-        match = self.tree.match(root, path)
-        wrong = self._first_misfit(match)  # one that cannot be deleted is found again
-        return match if wrong is None else replace(match, found=match.found[:wrong])
-
-    def _first_misfit(self, match: Match) -> int | None:
-        if self._layout is None:
-            return None
-        for number, reused in enumerate(match.found):
+        for number, reused in enumerate(match.found if self._layout is not None else ()):
+            assert self._layout is not None
             if reason := self._layout.misfit(reused.kv, reused.step.tokens):
                 log.warning("a node of the knowledge tree is not used: %s", reason)
-                return number
-        return None
+                try:
+                    self.tree.discard(root, path[: number + 1])
+                except Exception:
+                    log.warning("the node could not be deleted", exc_info=True)
+                return replace(match, found=match.found[:number])
+        return match
 
     def _past(
         self, match: Match, segments: Sequence[TokenSegment], namespace: str
-    ) -> tuple[tuple[Stretch, ...], frozenset[str]]:
-        """What the last turn has behind the match, its exact rows first, and that turn's members."""
-        nothing: tuple[tuple[Stretch, ...], frozenset[str]] = ((), frozenset())
+    ) -> tuple[tuple[TurnRows, ...], frozenset[str]]:
+        """Rows of the last turn after the match, exact ones first, and that turn's members."""
+        nothing: tuple[tuple[TurnRows, ...], frozenset[str]] = ((), frozenset())
         turns = self.tree.turns
         if not turns.budget or self._rope.depends_on_length:
             return nothing
@@ -161,7 +132,7 @@ class PrefixMatcher:
         stop = _not_inside_a_chunk(min(found.tokens, len(ids) - 1), segments)
         middle = min(max(found.turn.exact, match.tokens), stop)
         past = tuple(
-            Stretch(found.turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
+            TurnRows(found.turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
             for a, b, exact in ((match.tokens, middle, True), (middle, stop, False))
             if a < b
         )
@@ -169,7 +140,7 @@ class PrefixMatcher:
 
 
 def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:
-    """That position, or the beginning of the chunk that it is inside of: the store may have all of that."""
+    """That position, or the start of the chunk around it: the store may have the whole chunk."""
     start = 0
     for segment in segments:
         stop = start + len(segment.token_ids)
@@ -182,8 +153,8 @@ def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:
 def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted]) -> tuple[Step, ...]:
     """The prompt as steps of the tree: the system text, then every chunk with the fixed text before it.
 
-    What stands behind the last chunk, the question, is in no step. The segments' ids are those that were
-    hashed for ``wanted``: doing it twice would cost more than the look-up.
+    The question after the last chunk is in no step. Segment ids come from ``wanted``: hashing again would
+    cost more than the look-up.
     """
     if not any(segment.is_chunk and segment.token_ids for segment in segments):
         return ()

@@ -1,4 +1,4 @@
-"""One prompt as it is planned: its segments, and everything that belongs to the request and not to a plan."""
+"""One prompt with everything that belongs to the request and not to a plan."""
 
 from __future__ import annotations
 
@@ -12,46 +12,26 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.plan.segments import TokenSegment, Wanted
-from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.null import NullStore
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRequest:
-    """A segmented prompt with all that planning it needs, also where it is planned again.
-
-    Attributes
-    ----------
-    segments : tuple of TokenSegment
-        The whole prompt, in order.
-    wanted : tuple of Wanted
-        What may come from the chunk store: cacheable segments behind ``beginning``.
-    beginning : Beginning or None
-        What the knowledge tree has of the prompt; None without a tree.
-    fetch : Fetch
-        Looks entries up, each once for all plans of the request.
-    label : str
-        Name of the policy in the report, where that is not its own (``budget:0.01 -> lego:4``).
-    notes, fallback
-        What the report says beside the figures, and why the prompt is prefilled in full, where it is.
-    epoch : int
-        The number of forgets when the prompt came; 0 is before all of them.
-    waited_ms : float
-        Milliseconds that earlier plans waited for entries that did not come.
-    """
+    """A segmented prompt with all that its plans need."""
 
     segments: tuple[TokenSegment, ...]
     policy: SelectionPolicy
     encoder: str
     namespace: str
-    wanted: tuple[Wanted, ...] = ()
-    beginning: PrefixMatch | None = None
+    wanted: tuple[Wanted, ...] = ()  # cacheable segments after the beginning
+    beginning: PrefixMatch | None = None  # in the knowledge tree, if there is one
     fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
-    label: str = ""
-    notes: tuple[str, ...] = ()
-    fallback: str | None = None
-    epoch: int = 0
-    waited_ms: float = 0.0
+    label: str = ""  # name of the policy in the report, if not its own (budget:0.01 -> lego:4)
+    notes: tuple[str, ...] = ()  # for the report
+    fallback: str | None = None  # reason for a prefill in full
+    epoch: int = 0  # number of forgets when the prompt came
+    waited_ms: float = 0.0  # by earlier plans, in vain
 
     @classmethod
     def of(
@@ -66,14 +46,12 @@ class PromptRequest:
     ) -> Self:
         """The request of a prompt whose cached rows may be used.
 
-        What ``tree`` has of the prompt's beginning is exact. Only what stands behind it is looked up
-        chunk by chunk (FusionRAG section 4.1, alternative path).
+        Only chunks after the match in ``tree`` are looked up in the store (FusionRAG 4.1, alternative path).
         """
         wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
         beginning = None
         if tree is not None:
-            layerwise = isinstance(policy, LayerwisePolicy)
-            beginning = tree.read(segments, wanted, fingerprint, namespace, layerwise=layerwise)
+            beginning = tree.read(segments, wanted, fingerprint, namespace)
             wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
         return cls(tuple(segments), policy, encodings.name, namespace, wanted, beginning, fetch)
 

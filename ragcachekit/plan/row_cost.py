@@ -1,4 +1,4 @@
-"""What using an entry at its place in a prompt means for the rows of the forward, and of a pass before it."""
+"""Rows that an entry spares and costs: in the forward, and in a scoring pass before it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk
 
 @dataclass(frozen=True)
 class RowCost:
-    """Rows of one entry at one place.
-
-    ``spared`` are not computed if it is used, ``recomputed`` are even so. ``is_exact``: it is exact there, so
-    no policy has to choose among its rows.
-    """
+    """Rows that using an entry spares and recomputes; ``is_exact``: no policy selects among its rows."""
 
     spared: int
     recomputed: int = 0
@@ -25,11 +21,10 @@ class RowCost:
 
 @dataclass(frozen=True)
 class ScoringPass:
-    """A pass over the linked cache before the forward, in which a policy watches the question.
+    """A pass over the linked cache before the forward, in which a policy observes the question.
 
-    It runs ``rows`` whatever is loaded, those of which nothing is cached, and ends at the last ``watched``
-    layer (:attr:`ragcachekit.policies.base.Look.layers`). ``always``: also if nothing is loaded, as there is
-    other KV to choose from.
+    It runs ``rows``, those of which nothing is cached, up to the last ``watched`` layer
+    (:attr:`.Look.layers`); ``always``: also if nothing is loaded, as other cached chunks are not exact.
     """
 
     rows: int
@@ -37,21 +32,18 @@ class ScoringPass:
     always: bool = False
 
     def layers(self, layers: int) -> int:
-        """How many of a model's layers the pass runs through."""
+        """Number of a model's layers that the pass runs through."""
         if self.watched is None:
             return layers
         return max(number % layers for number in self.watched) + 1
 
 
 def row_cost_of(policy: SelectionPolicy, chunk: PlacedChunk, layers: int) -> RowCost:
-    """What ``policy`` would make of a chunk of a model with so many layers.
-
-    How many rows a layer-wise policy drops on the way is not known before; its rows count as spared.
-    """
+    """Row cost of a chunk under ``policy``; all rows of a layer-wise one count as spared."""
     if chunk.is_exact or isinstance(policy, LayerwisePolicy):
         return RowCost(chunk.tokens, is_exact=chunk.is_exact)
     if isinstance(policy, GuidedPolicy):
-        # Which rows it will be depends on the question, how many does not.
+        # The question decides which rows, not how many.
         watched = layers if policy.look.layers is None else len(policy.look.layers)
         chosen = len(policy.choose([chunk], [torch.ones(chunk.stop)] * watched))
     else:
@@ -60,7 +52,7 @@ def row_cost_of(policy: SelectionPolicy, chunk: PlacedChunk, layers: int) -> Row
 
 
 def scoring_pass_of(policy: SelectionPolicy, rows: int, known: Iterable[PlacedChunk]) -> ScoringPass | None:
-    """The pass that ``policy`` needs, if it does; ``known`` are chunks that are there in any case."""
+    """The scoring pass of ``policy``, if it has one; ``known`` are chunks that are cached in any case."""
     if not isinstance(policy, GuidedPolicy):
         return None
     return ScoringPass(rows, policy.look.layers, any(not chunk.is_exact for chunk in known))

@@ -1,4 +1,4 @@
-"""Segments of a tokenised prompt, and those whose KV may come from the chunk store."""
+"""Segments of a tokenised prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TokenSegment:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A cacheable segment of a prompt: where it stands, its key, and whether reuse there is exact.
+    """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
 
-    ``before`` are the ids of all segments that stand before it, texts too, in order.
+    ``before`` are the ids of all preceding segments, texts too, in order.
     """
 
     start: int

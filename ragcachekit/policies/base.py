@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -15,21 +16,21 @@ from ragcachekit_kernels.dispatch import AttentionOptions
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """A cached chunk at its place in a prompt.
+    """A chunk at its position in a prompt.
 
     Attributes
     ----------
-    exempt : bool
-        Exact where it stands (behind exactly what it was encoded behind): needs no recomputation.
+    is_exact : bool
+        Preceded by exactly the context in which it was encoded: needs no recomputation.
     attended : torch.Tensor or None
-        ``[tokens]`` float32: attention that each token got while the chunk was encoded, from its own
-        tokens, summed over layers, heads and rows. None where nothing was recorded.
-    before, behind : tuple of str
-        Ids of all segments that stand before it in this prompt, and of what its KV was computed behind.
+        ``[tokens]`` float32: attention to each token while the chunk was encoded, from its own tokens, summed
+        over layers, heads and rows. None if not recorded.
+    before, context : tuple of str
+        Ids of all segments that precede it in this prompt, and in its encoding.
     sums : mapping of str to torch.Tensor
         All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     cached : bool
-        False for a chunk that the request computes, which only a :class:`WatchingPolicy` gets to see.
+        False for a chunk that the request computes; only a :class:`WatchingPolicy` sees those.
     """
 
     chunk_id: str
@@ -38,7 +39,7 @@ class PlacedChunk:
     is_exact: bool
     attended: torch.Tensor | None = field(default=None, compare=False, repr=False)
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    behind: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    context: tuple[str, ...] = field(default=(), compare=False, repr=False)
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     cached: bool = field(default=True, compare=False)
 
@@ -46,6 +47,18 @@ class PlacedChunk:
     def stop(self) -> int:
         """Position after its last token."""
         return self.start + self.tokens
+
+    @property
+    def exempt(self) -> bool:
+        """Deprecated name of ``is_exact``."""
+        warnings.warn("PlacedChunk.exempt is now is_exact", DeprecationWarning, stacklevel=2)
+        return self.is_exact
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Deprecated name of ``context``."""
+        warnings.warn("PlacedChunk.behind is now context", DeprecationWarning, stacklevel=2)
+        return self.context
 
 
 class Observer(Protocol):
@@ -60,58 +73,51 @@ class Observer(Protocol):
         options: AttentionOptions,
     ) -> None:
         """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``."""
-        ...
 
 
 @runtime_checkable
 class SelectionPolicy(Protocol):
-    """Chooses which cached rows a prompt recomputes. Implementations promise:
+    """Chooses which cached rows a prompt recomputes; rows that are not cached are always computed.
 
-    - ``select`` returns positions inside non-exempt chunks only, in any order, each at most once;
-    - the same chunks give the same positions (stateless, thread safe);
-    - what is not cached is never their business: it is always computed.
+    ``select`` is thread safe, and the same chunks give the same positions: each at most once, in any order,
+    and only in chunks that are not exact.
     """
 
     @property
     def name(self) -> str:
-        """As the user writes it, e.g. ``lego:16``."""
-        ...
+        """Name with arguments, e.g. ``lego:16``."""
 
     @property
     def encoder(self) -> str | None:
-        """The encoding this policy was designed for, where it insists on one (``lego0``: ``sinks:4``)."""
-        ...
+        """The encoder that this policy requires, if any (``lego0``: ``sinks:4``)."""
 
     @property
     def reads_cache(self) -> bool:
-        """False if nothing cached is used at all (``full``)."""
-        ...
+        """False if nothing cached is used (``full``)."""
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Positions to recompute."""
-        ...
 
 
 @runtime_checkable
 class ExactPolicy(SelectionPolicy, Protocol):
-    """A policy that keeps exact rows alone: chunks are not encoded for it where they could not be exact."""
+    """A policy that keeps only exact rows: chunks that could not be exact are not encoded for it."""
 
     @property
     def exact_only(self) -> bool:
         """True."""
-        ...
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the question's rows are watched for while they run over the linked cache.
+    """Which attention of the question is recorded.
 
     Attributes
     ----------
     layers : tuple of int or None
-        Layers to watch; negative ones count from the last. None: every layer.
+        Negative ones count from the last; None: every layer.
     per_chunk : bool
-        One softmax per chunk that is not exempt (FusionRAG); else one over all keys.
+        One softmax per chunk that is not exact (FusionRAG); else one over all keys.
     """
 
     layers: tuple[int, ...] | None = (-1,)
@@ -120,57 +126,48 @@ class Look:
 
 @runtime_checkable
 class GuidedPolicy(SelectionPolicy, Protocol):
-    """A policy that watches the question read the linked cache before it chooses.
+    """A policy that chooses by the question's attention, which costs another pass of the question's rows.
 
-    The question's rows run over the cache once more than they otherwise would; ``select`` is what
-    is recomputed where that makes no sense (nothing to choose from).
+    ``select`` is used instead if there is nothing to choose from.
     """
 
     @property
     def look(self) -> Look:
-        """What to watch."""
-        ...
+        """Which attention to record."""
 
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
-        """Positions to recompute; promises as :meth:`select`.
+        """Positions to recompute, as :meth:`select`.
 
-        ``attention`` holds, per watched layer, ``[tokens]`` float32: what each key got from the
-        question's rows, summed over heads and rows.
+        ``attention``, per recorded layer: ``[tokens]`` float32, the attention of the question's rows to each
+        key, summed over heads and rows.
         """
-        ...
 
 
 Deviation = Callable[[], torch.Tensor]
-"""Computes this layer's K and V of all rows in work, keeps them, and returns the squared deviation of V
-from the linked value per row, ``[rows]`` float32, summed over heads and dimensions."""
+"""Projects and stores this layer's K and V of the current rows; returns the squared deviation of V from the
+linked value per row, ``[rows]`` float32, summed over heads and dimensions."""
 
 
 @runtime_checkable
 class LayerwisePolicy(SelectionPolicy, Protocol):
-    """A policy whose rows get fewer from layer to layer; ``select`` gives those of layer 0."""
+    """A policy that drops rows from layer to layer; ``select`` gives those of layer 0."""
 
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
-        """Which of the recomputed ``rows`` (positions, ascending) run through ``layer`` and go on.
+        """Which of the recomputed ``rows`` (positions, ascending) run through ``layer`` and later ones.
 
-        Asked before every layer but the first, in order; ``layers`` is their number, ``total`` that of
-        the rows at layer 0. ``deviation`` is called at most once.
+        Called before every layer but the first, in order. ``total`` is the number of rows at layer 0;
+        ``deviation`` is called at most once.
         """
-        ...
 
 
 @runtime_checkable
 class WatchingPolicy(LayerwisePolicy, Protocol):
-    """A layer-wise policy that sees the forward attend before it says which rows go on."""
+    """A layer-wise policy that observes the forward's attention."""
 
     def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowWatch:
-        """What sees one request's forward and narrows it.
-
-        ``chunks`` are all of the prompt in order, also those that are not cached; ``question`` are
-        positions of its rows.
-        """
-        ...
+        """The state of one request, of all ``chunks`` and the positions of the ``question``."""
 
 
 class RowWatch(Observer, Protocol):
@@ -179,58 +176,63 @@ class RowWatch(Observer, Protocol):
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
-        """As :meth:`LayerwisePolicy.narrow`; the layers before ``layer`` have been seen."""
-        ...
+        """As :meth:`LayerwisePolicy.narrow`, after the layers before ``layer`` were observed."""
 
 
 class WantedChunk(Protocol):
-    """A cacheable segment of a prompt, as policies see it before anything is looked up."""
+    """A cacheable segment of a prompt before look-up; see :class:`ragcachekit.plan.segments.Wanted`."""
 
     @property
-    def key(self) -> KVKey:
-        """What the chunk store is asked for."""
-        ...
-
+    def key(self) -> KVKey: ...
     @property
-    def before(self) -> tuple[str, ...]:
-        """Ids of all segments that stand before it, texts too, in order."""
-        ...
+    def before(self) -> tuple[str, ...]: ...
 
 
 class Variants(Protocol):
-    """Names of the ``in-prompt`` variants that the store holds."""
+    """The ``in-prompt`` variants in the store; see :class:`ragcachekit.plan.variants.VariantPool`."""
 
-    def __contains__(self, key: KVKey) -> bool:
-        """Whether this one is known."""
-        ...
-
-    def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]:
-        """Beginnings of past prompts that end with the chunk of ``key`` and have ``length`` segments."""
-        ...
+    def __contains__(self, key: KVKey) -> bool: ...
+    def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]: ...
 
 
 @runtime_checkable
 class VariantPolicy(SelectionPolicy, Protocol):
-    """A policy that takes other variants of chunks than those that fit best."""
+    """A policy that chooses variants of chunks itself."""
 
     def choose_variants(self, wanted: Sequence[WantedChunk], pool: Variants) -> Mapping[int, KVKey]:
-        """Entries to use, by index into ``wanted``; for the others it is the usual one."""
-        ...
+        """Entries to use, by index into ``wanted``; for others the best variant is used."""
 
 
-def check_ratio(name: str, ratio: float) -> None:
-    """ValueError unless ``0 < ratio <= 1``."""
-    if not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{name}:r needs a ratio 0 < r <= 1, got {ratio:g}")
+@dataclass(frozen=True)
+class RatioPolicy:
+    """Base of policies called ``kind:r``, which recompute a share ``ratio`` (0 < r <= 1) of cached tokens."""
+
+    ratio: float
+    encoder: str | None = None
+    reads_cache = True
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio <= 1.0:
+            raise ValueError(f"{self.kind}:r needs a ratio 0 < r <= 1, got {self.ratio:g}")
+
+    @property
+    def name(self) -> str:
+        """``kind:r``."""
+        return f"{self.kind}:{self.ratio:g}"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Nothing, unless a policy can choose without the question."""
+        return []
 
 
 def share(ratio: float, count: int) -> int:
-    """``ceil(ratio * count)``, not one more because 0.1 has no exact binary form."""
+    """``ceil(ratio * count)``, not one more for 0.1 having no exact binary form."""
     return math.ceil(ratio * count - 1e-9)
 
 
 def open_positions(chunks: Sequence[PlacedChunk]) -> list[int]:
-    """All positions of chunks that are not exempt, ascending."""
+    """All positions of chunks that are not exact, ascending."""
     return [p for chunk in chunks if not chunk.is_exact for p in range(chunk.start, chunk.stop)]
 
 

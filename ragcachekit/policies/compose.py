@@ -1,4 +1,4 @@
-"""Policies put together: what any of them chooses is recomputed."""
+"""Unions of policies."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Union:
     """``lego:4+query:0.1``: the union of its parts' choices."""
 
     parts: tuple[SelectionPolicy, ...]
+    reads_cache = True
 
     @property
     def name(self) -> str:
@@ -24,13 +25,8 @@ class Union:
 
     @property
     def encoder(self) -> str | None:
-        """What the parts insist on."""
+        """The encoder that a part requires."""
         return next((part.encoder for part in self.parts if part.encoder), None)
-
-    @property
-    def reads_cache(self) -> bool:
-        """Always: see :func:`union`."""
-        return True
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """What any part selects."""
@@ -39,7 +35,7 @@ class Union:
 
 @dataclass(frozen=True)
 class GuidedUnion(Union):
-    """A union with parts that watch the question."""
+    """A union with parts that choose by the question's attention."""
 
     look: Look
 
@@ -55,14 +51,7 @@ class GuidedUnion(Union):
 
 
 def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:
-    """Compose policies.
-
-    Raises
-    ------
-    ValueError
-        For parts that cannot be composed: ``full``, layer-wise ones, ones that insist on different
-        encoders or watch different things.
-    """
+    """Compose policies; ValueError for ``full``, budgets, layer-wise ones, different encoders or looks."""
     if any(not part.reads_cache for part in parts):
         raise ValueError("full recomputes everything; there is nothing to add to it")
     if any(isinstance(part, Budget) for part in parts):

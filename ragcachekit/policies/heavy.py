@@ -7,31 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcachekit.policies.base import PlacedChunk, check_ratio, share, top
+from ragcachekit.policies.base import PlacedChunk, RatioPolicy, share, top
 
 
 @dataclass(frozen=True)
-class Heavy:
+class Heavy(RatioPolicy):
     """Recomputes in every chunk the share ``ratio`` of its tokens that were attended to most.
 
-    Causal sums favour early tokens, as those of H2O do. A chunk without recorded sums is taken
-    from its beginning.
+    Causal sums favour early tokens, as those of H2O do. Without recorded sums the first tokens are taken.
     """
 
-    ratio: float
-    encoder: str | None = None
-    reads_cache = True
-
-    def __post_init__(self) -> None:
-        check_ratio("heavy", self.ratio)
-
-    @property
-    def name(self) -> str:
-        """``heavy:r``."""
-        return f"heavy:{self.ratio:g}"
+    kind = "heavy"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The top share of every chunk that is not exempt."""
+        """The top share of every chunk that is not exact."""
         chosen: list[int] = []
         for chunk in chunks:
             if not chunk.is_exact:

@@ -10,10 +10,9 @@ from ragcachekit.policies.base import PlacedChunk
 
 @dataclass(frozen=True)
 class Lego:
-    """Recomputes the first ``k`` tokens of every non-exempt chunk.
+    """Recomputes the first ``k`` tokens of every chunk that is not exact.
 
-    A chunk encoded alone grows an attention sink on its first tokens; recomputing them lets them
-    see that they are not the start of the prompt.
+    A chunk encoded alone has an attention sink on its first tokens, which recomputation removes.
     """
 
     k: int
@@ -32,7 +31,7 @@ class Lego:
         return f"lego:{self.k}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The first ``k`` positions of each chunk that is not exempt."""
+        """The first ``k`` positions of each chunk that is not exact."""
         return [
             position
             for chunk in chunks

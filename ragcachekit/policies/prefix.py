@@ -10,7 +10,7 @@ from ragcachekit.policies.base import PlacedChunk, open_positions
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keeps what is exact where it stands and recomputes everything else: answers are those of ``full``."""
+    """Recomputes every row that is not exact: answers are those of ``full``."""
 
     encoder: str | None = None
     reads_cache = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ragcachekit.config import check_type
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
-from ragcachekit.policies.cacheblend import CacheBlend
+from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
 from ragcachekit.policies.compose import union
 from ragcachekit.policies.craft.craft import Craft, CraftFocused
 from ragcachekit.policies.craft.set_match import SetMatch
@@ -25,10 +25,8 @@ from ragcachekit.policies.reuse import Reuse
 
 @dataclass(frozen=True)
 class _Named:
-    """How a policy is made from its argument, and an example where it takes one."""
-
     make: Callable[[str], SelectionPolicy]
-    example: str | None = None
+    example: str | None = None  # None for a policy without an argument
 
 
 _POLICIES: dict[str, _Named] = {
@@ -38,7 +36,7 @@ _POLICIES: dict[str, _Named] = {
     "lego0": _Named(lambda _: Reuse("lego0", encoder="sinks:4")),
     "lego": _Named(lambda k: Lego(int(k)), "lego:16"),
     "cacheblend": _Named(lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
-    "cacheblend-gradual": _Named(lambda r: CacheBlend(float(r), gradual=True), "cacheblend-gradual:0.15"),
+    "cacheblend-gradual": _Named(lambda r: CacheBlendGradual(float(r)), "cacheblend-gradual:0.15"),
     "craft": _Named(lambda a: Craft(float(a)), "craft:1"),
     "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
     "set": _Named(lambda _: SetMatch()),
@@ -51,11 +49,11 @@ _POLICIES: dict[str, _Named] = {
 
 
 _NO_NUMBER = re.compile("invalid literal for int|could not convert string to float")
-"""What ``int`` and ``float`` say of a word: not for users."""
+"""Messages of ``int`` and ``float``, which are replaced by ours."""
 
 
 def known_policies() -> tuple[str, ...]:
-    """Names as a user would write them."""
+    """Names of all policies, with example arguments."""
     return tuple(named.example or name for name, named in _POLICIES.items())
 
 

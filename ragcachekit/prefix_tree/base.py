@@ -1,4 +1,4 @@
-"""Types of the knowledge tree: a root, a step below it, and the result of a look-up."""
+"""Types of the knowledge tree: roots, steps, and the result of a look-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.types import KVKey
 
 ENCODING_PATH = "path"
-"""Encoding of nodes in a store: behind exactly the ids of the key's context, at exactly that position."""
+"""Encoding of nodes in a store: after exactly the key's context, at exactly that position."""
 
 Cost = Callable[[int, int], float]
 """Estimated seconds of a prefill, from (cached, new) tokens (RAGCache section 5.1, T(alpha, beta))."""

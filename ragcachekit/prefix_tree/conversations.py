@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
+import numpy as np
+
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root
-from ragcachekit.prefix_tree.longest_prefix import LongestPrefixes, packed
 from ragcachekit.store.base import StoreStats
 from ragcachekit.store.counters import Counters
 
 LEAST_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
+
+_ITEM = array("q").itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +51,15 @@ class Past:
 class Turns:
     """Turns within a byte budget, evicted least recently used first. Thread safe.
 
-    Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none.
+    Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none. A
+    look-up compares the prompt with every turn, some 2 µs each: no index, as KV of a turn takes megabytes.
     """
 
     def __init__(self, budget: int) -> None:
         if budget < 0:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
-        self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()
-        self._beginnings: dict[Root, LongestPrefixes] = {}
+        self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()  # with its packed token ids
         self._nbytes = 0
         self._number = 0
         self._epoch = 0
@@ -71,34 +75,41 @@ class Turns:
         """Turn with the longest beginning in common, the latest of several; None below ``LEAST_TOKENS``."""
         if not self.budget:
             return None
-        asked = packed(token_ids)
+        asked = _packed(token_ids)
         with self._lock:
-            beginnings = self._beginnings.get(root)
-            tokens, best = beginnings.longest(asked) if beginnings is not None else (0, 0)
-            if tokens < LEAST_TOKENS:
-                self._counters.count("misses")
+            best, tokens = 0, LEAST_TOKENS
+            shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
+            for number, (turn, known) in self._turns.items() if len(token_ids) >= tokens else ():
+                if not known.startswith(shared) or turn.root != root:
+                    continue
+                if len(one_more) == len(shared) or not known.startswith(one_more):
+                    best = max(best, number)
+                    continue
+                best, tokens = number, _common(known, asked)
+                shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
+            self._counters.count("hits" if best else "misses")
+            if not best:
                 return None
-            self._counters.count("hits")
             self._turns.move_to_end(best)
             return Past(self._turns[best][0], tokens)
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
-        known = packed(turn.token_ids)
+        packed = _packed(turn.token_ids)
         with self._lock:
             if epoch != self._epoch:
                 return False
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number in list(self._beginnings.get(turn.root, LongestPrefixes()).begun_by(known)):
-                self._remove(number)
+            for number, (other, known) in list(self._turns.items()):
+                if other.root == turn.root and packed.startswith(known):
+                    self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
                 self._remove(next(iter(self._turns)))
                 self._counters.count("evictions")
             self._number += 1
-            self._turns[self._number] = (turn, known)
-            self._beginnings.setdefault(turn.root, LongestPrefixes()).add(known, self._number)
+            self._turns[self._number] = (turn, packed)
             self._nbytes += turn.kv.nbytes
             return True
 
@@ -128,12 +139,19 @@ class Turns:
         """Drop all turns."""
         with self._lock:
             self._turns.clear()
-            self._beginnings.clear()
             self._nbytes = 0
 
     def _remove(self, number: int) -> None:
-        turn, known = self._turns.pop(number)
-        self._nbytes -= turn.kv.nbytes
-        self._beginnings[turn.root].remove(known)
-        if not self._beginnings[turn.root]:
-            del self._beginnings[turn.root]
+        self._nbytes -= self._turns.pop(number)[0].kv.nbytes
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Length of the longest common beginning, in tokens."""
+    least = min(len(one), len(other)) // _ITEM
+    differ = np.frombuffer(one, np.int64, least) != np.frombuffer(other, np.int64, least)
+    first = int(differ.argmax()) if least else 0
+    return first if least and differ[first] else least

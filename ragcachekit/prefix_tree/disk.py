@@ -1,59 +1,46 @@
-"""The disk below a knowledge tree: what left its memory, and what other processes have forgotten."""
+"""Disk tier of a knowledge tree: nodes evicted from memory, and forgets of other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path as FolderPath
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
+from ragcachekit.prefix_tree.forget_log import ForgetLog, Ids
 from ragcachekit.store.base import KVStore, StoreStats, concerns
 from ragcachekit.types import KVKey
 
-if TYPE_CHECKING:
-    from ragcachekit.prefix_tree.forget_log import ForgetLog
-
 DISK = "tree:disk"
 FOLDER = "tree"
-"""Where a tree keeps its entries, in the folder of the chunk store's disk tier."""
+"""Folder of a tree's entries, in that of the chunk store's disk tier."""
 
 FORGETS = "forgets"
-"""Where it keeps beside them what was forgotten."""
-
-Ids = frozenset[str] | None
-"""What ``forget`` was told: segment ids, or None for the whole namespace."""
+"""Folder of the log of forgets, beside the entries."""
 
 
 class TreeDisk:
-    """Keeps what left memory in a store, and writes it outside the lock that look-ups take.
+    """Store of evicted nodes, written outside ``lock``, the tree's, which look-ups take.
 
-    Parameters
-    ----------
-    store : KVStore or None
-        None keeps nothing.
-    lock : RLock
-        The tree's. Methods that say so are called while it is held.
-    drop : callable
-        Has the tree forget in memory, :meth:`let_go` included; returns the keys of the nodes that went, and
-        how much else did.
+    ``drop`` forgets in memory, :meth:`drop_pending` included; it returns the keys of the dropped nodes and
+    the number of turns dropped.
     """
 
     def __init__(
         self, store: KVStore | None, lock: RLock, drop: Callable[[str, Ids], tuple[list[KVKey], int]]
     ) -> None:
         self.store = store
-        self._forgets = _forgets_of(store)
+        folder = getattr(store, "folder", None)  # which other processes may share
+        self._log = ForgetLog(folder / FORGETS) if folder is not None else None
         self._drop = drop
-        self._leaving: list[tuple[Root, Path, ChunkKV]] = []
+        self._pending: list[tuple[Root, Path, ChunkKV]] = []
         self._lock = lock
         self._writing = RLock()  # taken before the other one
 
     def read(self, root: Root, path: Path, known: int) -> Iterator[Reused]:
-        """The steps behind the first ``known``, as long as they are here."""
+        """The steps after the first ``known``, as far as they are stored."""
         if self.store is None:
             return
         start = sum(step.tokens for step in path[:known])
@@ -68,52 +55,46 @@ class TreeDisk:
             yield Reused(step, found.kv, DISK)
             start += step.tokens
 
-    def leave(self, root: Root, path: Path, kv: ChunkKV) -> None:
-        """Have KV written with the next :meth:`write`; the lock is held."""
+    def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
+        """Queue KV for the next :meth:`write`; the lock is held."""
         if self.store is not None:
-            self._leaving.append((root, path, kv))
+            self._pending.append((root, path, kv))
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the entry of a path's last node, which cannot be used; the lock is held."""
         key = key_of(root, path)
-        self._leaving = [left for left in self._leaving if key_of(*left[:2]) != key]
+        self._pending = [item for item in self._pending if key_of(*item[:2]) != key]
         if self.store is not None:
             self.store.discard(key)
 
-    def let_go(self, namespace: str, chunk_ids: Ids) -> None:
-        """Do not write what was forgotten; the lock is held."""
-        self._leaving = [
-            left for left in self._leaving if not concerns(key_of(*left[:2]), namespace, chunk_ids)
+    def drop_pending(self, namespace: str, chunk_ids: Ids) -> None:
+        """Remove what was forgotten from the queue; the lock is held."""
+        self._pending = [
+            item for item in self._pending if not concerns(key_of(*item[:2]), namespace, chunk_ids)
         ]
 
-    def hear(self, namespace: str) -> None:
+    def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
-        for ids in self._forgets.news(namespace) if self._forgets else ():
+        for ids in self._log.unread(namespace) if self._log else ():
             self._drop(namespace, ids)
 
     def write(self) -> None:
-        """Write what left memory. A ``forget`` waits for it, and it for a ``forget``, of any process."""
-        if self.store is None or not self._leaving:
+        """Write the queue. Writes and forgets exclude each other, across processes too."""
+        if self.store is None or not self._pending:
             return
-        with self._writing, self._forgets.writing() if self._forgets else nullcontext(True) as may_write:
+        with self._writing, self._log.writing() if self._log else nullcontext(True) as may_write:
             with self._lock:
-                for namespace in {root.namespace for root, _, _ in self._leaving}:
-                    self.hear(namespace)
-                leaving, self._leaving = self._leaving, []
-            for root, path, kv in leaving if may_write else ():
+                for namespace in {root.namespace for root, _, _ in self._pending}:
+                    self.apply_forgets(namespace)
+                pending, self._pending = self._pending, []
+            for root, path, kv in pending if may_write else ():
                 key = key_of(root, path)
                 if key not in self.store:
                     self.store.put(key, kv.to("cpu"))
 
     def forget(self, namespace: str, chunk_ids: Ids) -> int:
-        """Forget in memory and in the store, and have other processes hear of it; returns how much that was.
-
-        Nobody writes meanwhile.
-        """
-        with (
-            self._writing,
-            self._forgets.forgetting(namespace, chunk_ids) if self._forgets else nullcontext(),
-        ):
+        """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
+        with self._writing, self._log.forgetting(namespace, chunk_ids) if self._log else nullcontext():
             keys, others = self._drop(namespace, chunk_ids)
             if self.store is None:
                 return others + len(keys)
@@ -121,7 +102,7 @@ class TreeDisk:
             try:
                 return others + only_in_memory + self.store.forget(namespace, chunk_ids)
             finally:
-                self._drop(namespace, chunk_ids)  # what requests have found on the disk in between
+                self._drop(namespace, chunk_ids)  # what requests read from the disk meanwhile
 
     def stats(self) -> list[StoreStats]:
         """The store's records, under the tree's names."""
@@ -134,18 +115,3 @@ class TreeDisk:
         self.write()
         if self.store is not None:
             self.store.close()
-
-
-@runtime_checkable
-class _OnFolder(Protocol):
-    """A store whose folder other processes may share."""
-
-    folder: FolderPath
-
-
-def _forgets_of(disk: KVStore | None) -> ForgetLog | None:
-    if not isinstance(disk, _OnFolder):
-        return None
-    from ragcachekit.prefix_tree.forget_log import ForgetLog
-
-    return ForgetLog(disk.folder / FORGETS)

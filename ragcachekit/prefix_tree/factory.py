@@ -12,30 +12,17 @@ from ragcachekit.prefix_tree.base import Cost
 from ragcachekit.prefix_tree.disk import FOLDER
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.eviction.registry import open_eviction
 
 
 def open_tree(
     config: TreeConfig, device: torch.device, *, folder: Path | None = None, cost: Cost | None = None
 ) -> KnowledgeTree:
-    """A tree with the tiers that ``config`` asks for.
+    """A tree with the tiers that ``config`` asks for; no GPU tier where ``device`` is a CPU.
 
-    Parameters
-    ----------
-    config : TreeConfig
-    device : torch.device
-        The model's; ``gpu_bytes`` are left out where that is a CPU.
-    folder : Path, optional
-        Of the chunk store's disk tier; the tree's entries go to ``tree`` in it.
-    cost : callable, optional
-        As for :class:`~ragcachekit.prefix_tree.knowledge_tree.KnowledgeTree`.
-
-    Raises
-    ------
-    ValueError
-        For an unknown eviction policy, or a disk tier without a folder.
-    StoreError
-        If the folder cannot be used.
+    Its disk entries go to ``tree`` in ``folder``, which is that of the chunk store's disk tier. ValueError
+    for an unknown eviction policy or a disk tier without a folder, StoreError for an unusable folder.
     """
     policy = partial(open_eviction, config.eviction)
     policy()  # a typo is an error even where no tier needs one
@@ -43,8 +30,6 @@ def open_tree(
     if config.disk_bytes:
         if folder is None:
             raise ValueError("the tree's disk_bytes need a StoreConfig with a disk_path")
-        from ragcachekit.store.disk.disk_store import DiskStore  # POSIX only; a tree in memory works anywhere
-
         disk = DiskStore(folder / FOLDER, config.disk_bytes)
     on_gpu = device.type != "cpu"
     return KnowledgeTree(
@@ -55,6 +40,5 @@ def open_tree(
         policy=policy,
         cost=cost,
         keep_first=config.keep_first,
-        replicate_bytes=config.replicate_bytes if on_gpu else 0,
         turns_bytes=config.turns_bytes,
     )

@@ -1,4 +1,4 @@
-"""What was forgotten in a folder that several processes share, so that none of them brings it back."""
+"""Log of forgets in a folder shared by several processes, so that none writes forgotten entries again."""
 
 from __future__ import annotations
 
@@ -18,36 +18,34 @@ from ragcachekit.store.disk.folder import FolderBusy, FolderLock, IndexFailed
 from ragcachekit.store.disk.volume import takes_no_writes
 
 _SECONDS_TO_WRITE = 5.0
-"""A writer waits so long for a forgetter, which may be stopped; then it leaves it."""
+"""Longest wait of a writer for another process; then it writes nothing."""
 
 _SECONDS_TO_FORGET = 60.0
-"""A forgetter waits so long for a writer, which may be stopped; then it goes on, and says so."""
+"""Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
 
 _LOG = logging.getLogger(__name__)
 _MOST = 1 << 20
-"""Bytes of one namespace's file; then it begins anew, and others forget the whole namespace."""
+"""Bytes of a file at which it is started anew; other processes then forget the whole namespace."""
 
 Ids = frozenset[str] | None
-"""What ``forget`` was told: segment ids, or None for the whole namespace."""
+"""Forgotten segment ids, or None for the whole namespace."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How far a file was read: its inode, size and time, its first line, and where the next line begins."""
+class _Position:
+    """How far a file was read."""
 
-    looks: tuple[int, ...]
-    name: bytes = b""
-    offset: int = 0
+    state: tuple[int, ...]  # inode, size and time
+    name: bytes = b""  # the first line
+    offset: int = 0  # of the next line
 
 
 class ForgetLog:
-    """One file per namespace: a name of its own, then a line per ``forget``.
+    """One file per namespace: a random name, then a line per ``forget``. Not thread safe.
 
-    A forgetter holds the folder's lock while it deletes and writes its line, a writer while it looks for
-    news and writes: whichever comes first, what was forgotten is not there afterwards. Not thread safe;
-    looking for news costs one ``stat``.
-
-    ``most`` is the size of one file in bytes. StoreError if ``folder`` cannot be made.
+    ``forget`` holds the folder's lock while it deletes and appends its line, a writer while it reads new
+    lines and writes: in either order, forgotten entries are gone afterwards. StoreError if ``folder`` cannot
+    be made.
     """
 
     def __init__(self, folder: Path, most: int = _MOST) -> None:
@@ -57,22 +55,22 @@ class ForgetLog:
         except OSError as error:
             if not takes_no_writes(error):
                 raise StoreError(f"cannot make the folder {folder}: {error}") from error
-            _LOG.warning("nothing of the tree is written to the disk for now: %s", error)
+            _LOG.warning("the tree is not written to the disk for now: %s", error)
         self._lock = FolderLock(folder / "lock")
         self._token = secrets.token_hex(8)
-        self._places: dict[str, _Place] = {}
+        self._positions: dict[str, _Position] = {}
 
-    def news(self, namespace: str) -> list[Ids]:
-        """What others have forgotten since the last call; nothing the first time.
+    def unread(self, namespace: str) -> list[Ids]:
+        """What others have forgotten since the last call; nothing the first time. Costs one ``stat``.
 
-        A file that cannot be read any more, or begins anew, counts as the whole namespace.
+        A file that became unreadable, or was started anew, counts as the whole namespace.
         """
-        known, looks = self._places.get(namespace), self._looks(namespace)
-        if known is not None and known.looks == looks:
+        known, state = self._positions.get(namespace), self._state(namespace)
+        if known is not None and known.state == state:
             return []
         content = self._content(namespace)
         name, end = content[: content.find(b"\n") + 1], content.rfind(b"\n") + 1
-        self._places[namespace] = _Place(looks, name, end)
+        self._positions[namespace] = _Position(state, name, end)
         if known is None:
             return []
         if known.name and known.name != name:
@@ -82,26 +80,22 @@ class ForgetLog:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Keep others from forgetting or writing; False if that fails, and nothing must be written."""
+        """Exclude other writers and forgets; False if that fails, and nothing must be written."""
         with ExitStack() as held:
             try:
                 held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
                 may_write = True
             except IndexFailed as error:
-                _LOG.warning("nothing of the tree is written to the disk: %s", error)
+                _LOG.warning("the tree is not written to the disk: %s", error)
                 may_write = False
             yield may_write
 
     @contextmanager
     def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Keep others from writing, and note for them what was forgotten. A failing medium is only logged.
+        """Exclude writers, and append a line at the end. A failing medium is only logged.
 
-        The note comes last, as what others still find while it is being deleted has to go as well.
-
-        Raises
-        ------
-        StoreError
-            Once everything else is done, if a writer could not be waited for: it may bring something back.
+        The line comes last, as others may still read entries while they are being deleted. StoreError, after
+        all else, if the wait for a writer timed out: it may write forgotten entries again.
         """
         late: FolderBusy | None = None
         with ExitStack() as held:
@@ -114,7 +108,10 @@ class ForgetLog:
             try:
                 yield
             finally:
-                self._note(namespace, ids)
+                try:
+                    self._append(namespace, _line(self._me, ids))
+                except OSError as error:
+                    _LOG.warning("other processes are not told what was forgotten: %s", error)
         if late is not None:
             raise StoreError(
                 "another process has been writing to the tree's folder all the time and may write what was "
@@ -123,13 +120,7 @@ class ForgetLog:
 
     @property
     def _me(self) -> str:
-        return f"{self._token}-{os.getpid()}"  # a forked child is somebody else
-
-    def _note(self, namespace: str, ids: Ids) -> None:
-        try:
-            self._append(namespace, _line(self._me, ids))
-        except OSError as error:
-            _LOG.warning("other processes do not hear what was forgotten: %s", error)
+        return f"{self._token}-{os.getpid()}"  # a forked child is another process
 
     def _append(self, namespace: str, line: bytes) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_FOLLOW
@@ -146,7 +137,7 @@ class ForgetLog:
     def _path(self, namespace: str) -> Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
 
-    def _looks(self, namespace: str) -> tuple[int, ...]:
+    def _state(self, namespace: str) -> tuple[int, ...]:
         try:
             status = os.stat(self._path(namespace))
         except OSError:
@@ -170,7 +161,7 @@ def _line(by: str, ids: Ids) -> bytes:
 
 
 def _parsed(line: bytes) -> tuple[str, Ids]:
-    """Who forgot, and what; a line that cannot be read stands for everything."""
+    """Process and ids of a line; an unreadable line counts as the whole namespace."""
     try:
         entry = parse_json(line)
         ids = entry["ids"]

@@ -10,8 +10,8 @@ from ragcachekit.prefix_tree.levels import Levels
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.eviction.base import HIT, Access
 
-Left = Callable[[Root, Path, ChunkKV], object]
-"""Called with KV for which there is no room in memory."""
+Rejected = Callable[[Root, Path, ChunkKV], object]
+"""Called with KV that does not fit into memory."""
 
 
 def documents_first(path: Path, most: int | None) -> int:
@@ -38,7 +38,9 @@ def check_exact(match: Match, kvs: Sequence[ChunkKV]) -> None:
         start += step.tokens
 
 
-def take_in(levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access, left: Left) -> int:
+def insert_nodes(
+    levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access, rejected: Rejected
+) -> int:
     """Insert all steps that were found or computed; returns how many of ``kvs`` are new in memory."""
     nodes: list[Node] = []
     known, added = len(match), 0
@@ -48,11 +50,11 @@ def take_in(levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access
             if len(nodes) == number:  # else its parent is not in memory
                 parent = nodes[-1] if nodes else None
                 access = missed if number >= known else None
-                node, new = _have(levels, match.root, parent, match.path[number], kv, access)
+                node, new = _insert(levels, match.root, parent, match.path[number], kv, access)
             if node is not None:
                 nodes.append(node)
             elif number >= known:
-                left(match.root, match.path[: number + 1], kv)
+                rejected(match.root, match.path[: number + 1], kv)
             added += new and number >= known
         levels.promote(nodes)
     finally:
@@ -61,13 +63,10 @@ def take_in(levels: Levels, match: Match, kvs: Sequence[ChunkKV], missed: Access
     return added
 
 
-def _have(
+def _insert(
     levels: Levels, root: Root, parent: Node | None, step: Step, kv: ChunkKV, missed: Access | None
 ) -> tuple[Node | None, bool]:
-    """Node of a step, pinned, inserted if absent, None without room; and whether it is new.
-
-    ``missed`` is the access of a computed step, None for a found one.
-    """
+    """Pinned node of a step (None without room), and whether it is new; no ``missed`` if it was found."""
     node = levels.child(root, parent, step)
     if node is None:
         node = levels.admit(root, parent, step, kv, missed or HIT)

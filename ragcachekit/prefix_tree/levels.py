@@ -9,28 +9,23 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Path, Reused, Root, Step
 from ragcachekit.prefix_tree.memory_tier import MOVED, MemoryTier
 from ragcachekit.prefix_tree.node import Node
-from ragcachekit.prefix_tree.replicas import Replicas
 from ragcachekit.store.eviction.base import HIT, Access
 
-Leave = Callable[[Node, ChunkKV], object]
-"""Called with KV that leaves memory."""
+Evicted = Callable[[Node, ChunkKV], object]
+"""Called with KV that is evicted from memory."""
 
 
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
 
-    Invariants (:meth:`check`): every node is in some tier; a node in the GPU tier has its parent there.
-    ``replicate_bytes`` of the host tier hold copies that stay. ``leave`` is called with each node that leaves
-    memory and was not forgotten. Not thread safe: the tree's lock protects it.
+    Every node is in some tier; a node in the GPU tier has its parent there. ``evicted`` is called with each
+    node that is evicted from memory. Not thread safe: the tree's lock protects it.
     """
 
-    def __init__(
-        self, gpu: MemoryTier | None, host: MemoryTier | None, replicate_bytes: int, leave: Leave
-    ) -> None:
+    def __init__(self, gpu: MemoryTier | None, host: MemoryTier | None, evicted: Evicted) -> None:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
-        self._replicas = Replicas(replicate_bytes, host) if host is not None and replicate_bytes else None
-        self._leave = leave
+        self._evicted = evicted
         self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
     def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
@@ -47,12 +42,8 @@ class Levels:
         """Node of ``step`` below ``parent`` (None: at the start of the prompt)."""
         return self._siblings(root, parent).get(step.ids)
 
-    def holds(self, node: Node) -> bool:
-        """Whether the node is still in the tree."""
-        return self.child(node.root, node.parent, node.step) is node
-
     def copy(self, node: Node) -> tuple[ChunkKV, MemoryTier]:
-        """KV of the node in its fastest tier."""
+        """KV of the node and its fastest tier."""
         return next((kv, tier) for tier in self.tiers if (kv := tier.get(node)) is not None)
 
     def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
@@ -73,9 +64,6 @@ class Levels:
 
     def use(self, node: Node, access: Access = HIT) -> Reused:
         """Count an access and return the node's fastest copy."""
-        node.uses += 1
-        if not access.hit:
-            node.missed = access
         copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
         return Reused(node.step, *copies[0])
 
@@ -97,8 +85,7 @@ class Levels:
 
     def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
         """Insert a node, pinned, into the fastest tier with room, or None; the parent must be pinned."""
-        node = Node(root, parent, step, kv.nbytes)
-        node.uses, node.missed, node.pins = 1, access, 1
+        node = Node(root, parent, step, kv.nbytes, pins=1)
         for tier in self.tiers:
             beside = tier is self.host or parent is None or parent in tier
             if beside and self._take(tier, node, kv, access):
@@ -111,47 +98,29 @@ class Levels:
         return None
 
     def promote(self, path: Sequence[Node]) -> None:
-        """Copy pinned nodes to GPU memory while there is room, from the top, and replicate them."""
+        """Copy pinned nodes to GPU memory while there is room, from the top."""
         if self.gpu is None:
             return
         for node in path:
             if node not in self.gpu and not self._take(self.gpu, node, self.copy(node)[0]):
                 break
-        if self._replicas is None or self.host is None:
-            return
-        for node in self._replicas.choose(path):
-            if node not in self.host and not self._take(self.host, node, self.copy(node)[0]):
-                break
-            self._replicas.add(node)
 
-    def drop(self, top: Node, *, forgotten: bool = True) -> int:
-        """Remove a node and its subtree from the tree; returns how many nodes."""
-        nodes = list(top.subtree())
-        for node in reversed(nodes):
+    def drop(self, top: Node, *, forgotten: bool = True) -> None:
+        """Remove a node and its subtree from the tree."""
+        for node in reversed(list(top.subtree())):
             # A tier keeps the uses of an evicted node, unless the node is forgotten.
             here = [tier for tier in self.tiers if forgotten or node in tier]
             if here and not forgotten:
-                self._leave(node, self.copy(node)[0])
+                self._evicted(node, self.copy(node)[0])
             for tier in here:
                 tier.remove(node)
-            if self._replicas is not None:
-                self._replicas.discard(node)
             node.children.clear()
         self._unlink(top)
-        return len(nodes)
 
-    def lose(self, tier: MemoryTier) -> int:
-        """Remove all copies from a tier; returns how many nodes are left nowhere."""
-        nodes = list(tier)
-        for node in nodes:
-            tier.remove(node)
-            if tier is self.host and self._replicas is not None:
-                self._replicas.discard(node)
-        lost = 0
-        for node in nodes:
-            if not node.copies and self.holds(node):
-                lost += self.drop(node, forgotten=False)
-        return lost
+    def clear(self) -> None:
+        """Evict all nodes."""
+        for top in [node for children in self._roots.values() for node in children.values()]:
+            self.drop(top, forgotten=False)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -163,8 +132,6 @@ class Levels:
         for tier in self.tiers:
             assert set(tier) <= set(nodes)
             tier.check()
-        if self._replicas is not None:
-            self._replicas.check()
 
     def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)
@@ -188,7 +155,7 @@ class Levels:
         if host is not None and victim not in host and self._make_room(host, victim.nbytes):
             host.add(victim, kv)
         if not victim.copies:
-            self._leave(victim, kv)
+            self._evicted(victim, kv)
             for child in list(victim.children.values()):
                 self.drop(child, forgotten=False)
             self._unlink(victim)

@@ -1,9 +1,9 @@
-"""One memory tier of the tree: which nodes have a copy in it, and which of them may leave."""
+"""One memory tier of the tree: copies of nodes, and which of them may be evicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,34 +16,21 @@ from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.memory.own_memory import in_own_memory
 
 MOVED = Access(times=0)
-"""Of a copy that comes from another tier: its uses were counted here when they happened."""
+"""Access of a copy from another tier: its uses were counted here when they happened."""
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A node's copy here. ``kept``: it never leaves; ``held``: the ranking passes over it."""
-
     node: Node
     kv: ChunkKV
-    kept: bool = False
-    held: bool = False
+    held: bool = False  # the ranking passes over it
 
 
 class MemoryTier:
-    """Copies within a byte budget; those without children here leave first, the lowest priority first.
+    """Copies on ``device`` within ``budget`` bytes; only those without children here are evicted.
 
-    Not thread safe: it belongs to a tree and its lock.
-
-    Parameters
-    ----------
-    name : str
-        ``gpu`` or ``host``.
-    budget : int
-        Bytes.
-    policy : EvictionPolicy
-        Its own: clocks are kept per tier (RAGCache section 5.1).
-    device : torch.device or str
-        Whose memory it is.
+    ``name`` is ``gpu`` or ``host``. Clocks are per tier (RAGCache section 5.1), so each has its own
+    ``policy``. Not thread safe: the tree's lock protects it.
     """
 
     def __init__(self, name: str, budget: int, policy: EvictionPolicy, device: torch.device | str) -> None:
@@ -53,7 +40,7 @@ class MemoryTier:
         self.counters = Counters(self.name)
         self._ranking: Ranking[bytes] = Ranking(policy)
         self._copies: dict[bytes, _Copy] = {}
-        self._children: dict[bytes, int] = {}  # copies here below a node, which itself may be elsewhere
+        self._children: dict[bytes, int] = {}  # copies here below a node, which may be elsewhere
 
     def __contains__(self, node: Node) -> bool:
         return node.digest in self._copies
@@ -75,15 +62,14 @@ class MemoryTier:
         return None if copy is None else copy.kv
 
     def use(self, node: Node, access: Access) -> ChunkKV | None:
-        """The node's copy here, if there is one; the use counts in any case (RAGCache 5.1: retrievals)."""
+        """The node's copy here, if any; the use counts in any case (RAGCache 5.1: retrievals)."""
         self._ranking.note(node.digest, access)
         return self.get(node)
 
     def add(self, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
-        """Take a copy in, made of ``kv`` where that is elsewhere; there must be room (:meth:`spare`).
+        """Store a copy of ``kv``; there must be room (:meth:`spare`). False if the device is out of memory.
 
-        ``access`` is the use that computed the node, where this is its first copy.
-        False if the device has less memory left than the budget says.
+        ``access`` is the use that computed the node, if this is its first copy.
         """
         name, parent = node.digest, node.parent
         assert name not in self._copies
@@ -95,9 +81,7 @@ class MemoryTier:
             return False
         self._copies[name] = copy
         node.copies += 1
-        copy.held = self._has_to_stay(copy)
-        if not access.times and not self._ranking.has_record(name):  # forgotten here, or lost with this tier
-            access = replace(node.missed, times=node.uses)
+        copy.held = self._is_held(copy)
         self._ranking.add(name, node.nbytes, node.tokens, access=access, hold=copy.held)
         if parent is not None:
             siblings = self._children.get(parent.digest, 0)
@@ -106,44 +90,34 @@ class MemoryTier:
                 self.settle(parent)
         return True
 
-    def keep(self, node: Node, keep: bool = True) -> None:
-        """Never let this copy go, or let it go again."""
-        self._copies[node.digest].kept = keep
-        self.settle(node)
-
     def settle(self, node: Node) -> None:
-        """Have the ranking pass over the node exactly while it is pinned, kept or has children here."""
+        """Exclude the node from eviction exactly while it is pinned or has children here."""
         copy = self._copies.get(node.digest)
-        if copy is None or copy.node is not node:  # gone from here, even if the same path is back by now
+        if copy is None or copy.node is not node:  # evicted, even if the same path was inserted again
             return
-        held = self._has_to_stay(copy)
+        held = self._is_held(copy)
         if held != copy.held:
             copy.held = held
             (self._ranking.hold if held else self._ranking.release)(node.digest)
 
     def spare(self, nbytes: int) -> bool:
-        """Whether so many bytes more fit the budget."""
+        """Whether so many more bytes fit."""
         return self._ranking.nbytes + nbytes <= self.budget
 
-    def lowest(self) -> Node | None:
-        """Who leaves next; None if nobody can."""
-        name = self._ranking.lowest()
-        return None if name is None else self._copies[name].node
-
     def evict(self) -> tuple[Node, ChunkKV] | None:
-        """Let go of the lowest copy; None if nobody can leave. What it was used for is remembered a while."""
+        """Evict the copy of lowest priority, None if there is none; its uses are remembered for a while."""
         name = self._ranking.evict()
         if name is None:
             return None
         self.counters.count("evictions")
-        copy = self._let_go(name)
+        copy = self._drop(name)
         return copy.node, copy.kv
 
     def remove(self, node: Node) -> None:
-        """Let go of a copy, pinned or not, and of all that was known of it."""
+        """Remove a copy, pinned or not, and its uses."""
         self._ranking.remove(node.digest)
         if node in self:
-            self._let_go(node.digest)
+            self._drop(node.digest)
 
     def stats(self) -> StoreStats:
         """The counters and the present content."""
@@ -156,12 +130,12 @@ class MemoryTier:
         for name, copy in self._copies.items():
             children = sum(child in self for child in copy.node.children.values())
             assert children == self._children.get(name, 0)
-            assert copy.held == self._has_to_stay(copy)
+            assert copy.held == self._is_held(copy)
 
-    def _has_to_stay(self, copy: _Copy) -> bool:
-        return bool(copy.node.pins) or copy.kept or copy.node.digest in self._children
+    def _is_held(self, copy: _Copy) -> bool:
+        return bool(copy.node.pins) or copy.node.digest in self._children
 
-    def _let_go(self, name: bytes) -> _Copy:
+    def _drop(self, name: bytes) -> _Copy:
         copy = self._copies.pop(name)
         copy.node.copies -= 1
         parent = copy.node.parent

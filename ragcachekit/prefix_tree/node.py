@@ -1,4 +1,4 @@
-"""Node of the tree: its step and relatives; the tiers hold its KV."""
+"""Nodes of the tree; the tiers hold their KV."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from ragcachekit.prefix_tree.base import Root, Step
-from ragcachekit.store.eviction.base import MISS, Access
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One step at its place in the tree."""
+    """One step at its position in the tree."""
 
     root: Root
     parent: Node | None  # None exactly at the start of a prompt
@@ -22,8 +21,6 @@ class Node:
     children: dict[tuple[str, ...], Node] = field(default_factory=dict)  # by the ids of their steps
     copies: int = 0  # tiers that have its KV now
     pins: int = 0  # requests that use it now
-    uses: int = 0  # requests that used it so far
-    missed: Access = MISS  # the last time that it was computed
     digest: bytes = field(init=False)  # of its path, chained: equal after eviction and recomputation
 
     def __post_init__(self) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.plan import variants
+from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.craft.scores import Impact
 from ragcachekit.policies.registry import open_policy
@@ -36,8 +38,8 @@ def kv(context, tokens=4):
     return ChunkKV(rows, rows, None, sums)
 
 
-def filled(*entries, **options):
-    pool = VariantPool(**options)
+def filled(*entries, budget=None):
+    pool = VariantPool(budget=budget)
     for chunk, context in entries:
         pool.add(key(chunk, context), kv(context))
     return pool
@@ -57,19 +59,27 @@ def test_the_variant_whose_context_is_most_like_this_one_comes_first():
     assert pool.ranked(key("x", encoding="in-prompt@long"), tuple("sab")) == []
 
 
-def test_the_bound_is_one_for_all_chunks():
-    pool = VariantPool(2, 3)
+def test_the_budget_is_one_for_all_chunks_and_evicts_in_its_own_namespace():
+    freed = []
+    pool = VariantPool(budget=6 * kv("sa").nbytes, free=freed.append)
     for number in range(20):
-        pool.add(key("x", f"s{number}"), kv(f"s{number}"))
+        pool.add(key("x", f"s{'abcdefghijklmnopqrst'[number]}"), kv("sa"))
         assert len(pool) == min(6, number + 1)
-    pool.add(key("y"), kv("s"))
-    assert (len(pool), key("y") in pool) == (6, True)
-    pool.add(key("x", namespace="two"), kv("s"))
-    assert len(pool) == 7, "another tenant has a pool of its own"
+    pool.add(key("y", "sa"), kv("sa"))
+    assert (len(pool), key("y", "sa") in pool, len(freed)) == (6, True, 15)
+    pool.add(key("x", "sa", namespace="two"), kv("sa"))
+    assert len(pool) == 7, "another tenant's variants stay"
+
+
+def test_what_is_added_without_eviction_needs_room():
+    pool = VariantPool(budget=2 * kv("sa").nbytes)
+    added = [pool.add(key("x", context), kv(context), evict=False) for context in ("sa", "sb", "sc", "sa")]
+    assert added == [True, True, False, True]
+    assert len(pool) == 2
 
 
 def test_the_least_used_goes():
-    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), chunks=1, variants=3)
+    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), budget=3 * kv("sa").nbytes)
     pool.used(key("x", "sa"), tuple("sa"))
     pool.used(key("y", "sc"), tuple("tz"))
     pool.add(key("z", "sd"), kv("sd"))
@@ -79,8 +89,9 @@ def test_the_least_used_goes():
     assert key("z", "sd") not in pool, "used less than the others, though it came later"
 
 
-def test_a_use_counts_by_what_it_saved():
-    pool = filled(("x", "sa"), half_life=10**9)
+def test_a_use_counts_by_what_it_saved(monkeypatch):
+    monkeypatch.setattr(variants, "HALF_LIFE", 10**9)
+    pool = filled(("x", "sa"))
     pool.used(key("x", "sa"), tuple("sa"))
     assert pool.weight(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
     cost = pool.ranked(key("x"), ("t",))[0].cost
@@ -89,8 +100,9 @@ def test_a_use_counts_by_what_it_saved():
     assert pool.weight(key("y")) == 0.0
 
 
-def test_what_was_popular_once_does_not_stay():
-    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), chunks=1, variants=3, half_life=4)
+def test_what_was_popular_once_does_not_stay(monkeypatch):
+    monkeypatch.setattr(variants, "HALF_LIFE", 4)
+    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), budget=3 * kv("sa").nbytes)
     for _ in range(50):
         pool.used(key("x", "sa"), tuple("sa"))
     before = pool.weight(key("x", "sa"))
@@ -102,11 +114,6 @@ def test_what_was_popular_once_does_not_stay():
         pool.used(key("y", "sc"), tuple("sc"))
     pool.add(key("z"), kv("s"))
     assert key("x", "sa") not in pool
-
-
-def test_bad_sizes():
-    with pytest.raises(ValueError, match="at least 1"):
-        VariantPool(chunks=0)
 
 
 class Wanted:
@@ -128,7 +135,7 @@ class TestLookUp:
         return store, pool
 
     def find(self, store, pool, chunk, before, policy="reuse"):
-        return look_up([Wanted(chunk, before)], open_policy(policy), store, pool)[0]
+        return look_up([Wanted(chunk, before)], open_policy(policy), Fetch(store), pool)[0]
 
     def test_its_very_context_wins_and_enters_the_pool(self):
         store, _ = self.store(("x", "sa"), ("x", "sb"))
@@ -174,20 +181,26 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool, self.model, self.uses = VariantPool(2, 2, half_life=3), {}, {"one": 0, "two": 0}
+        self.pool, self.model, self.budget = VariantPool(budget=600), {}, 600
+        self.half_life, variants.HALF_LIFE = variants.HALF_LIFE, 3
+
+    def teardown(self):
+        variants.HALF_LIFE = self.half_life
 
     def of(self, namespace):
         return {k: v for k, v in self.model.items() if k.namespace == namespace}
+
+    def nbytes(self):
+        return sum(kv(known.context).nbytes for known in self.model)
 
     @rule(chunk=CHUNKS, context=CONTEXTS, namespace=SPACES)
     def add(self, chunk, context, namespace):
         new = key(chunk, context, namespace)
         if new not in self.model:
-            known = self.of(namespace)
-            if len(known) == 4:
-                worths = {k: self.pool.weight(k) for k in known}
-                gone = next(k for k in known if worths[k] == min(worths.values()))
-                del self.model[gone]
+            while self.nbytes() + kv(context).nbytes > self.budget and (known := self.of(namespace)):
+                weights = {k: self.pool.weight(k) for k in known}
+                evicted = next(k for k in known if weights[k] == min(weights.values()))
+                del self.model[evicted]
             self.model[new] = 1.0
         self.pool.add(new, kv(context))
 
@@ -232,7 +245,7 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def test_many_threads():
-    pool, failed = VariantPool(2, 4), []
+    pool, failed = VariantPool(budget=8 * kv("s00").nbytes), []
 
     def work(number):
         try:
@@ -252,4 +265,4 @@ def test_many_threads():
     for thread in threads:
         thread.join()
     assert failed == []
-    assert len(pool) <= pool.most
+    assert len(pool) <= 8 * kv("s00").nbytes // kv("s").nbytes

@@ -17,8 +17,8 @@ from ragcachekit.policies.budgets.calibrated import Budgets
 from ragcachekit.policies.budgets.calibration import (
     Calibration,
     CurvePoint,
+    _parsed,
     cheapest,
-    parsed,
     read_record,
     record_path,
     write_record,
@@ -201,7 +201,7 @@ def test_a_record_that_others_can_write_is_not_used(tmp_path, caplog):
 def test_whole_numbers_are_numbers():
     found = {"schema": 1, **asdict(record()), "ratio": 0}
     found["curve"] = [asdict(p) for p in CURVE]
-    assert parsed(found).ratio == 0
+    assert _parsed(found).ratio == 0
 
 
 # -- what a budget stands for -------------------------------------------------------------------------

@@ -193,8 +193,8 @@ def test_the_cheapest_variant_is_taken(name):
     plan = cached.plan(new)
     used = plan.placed[-1]
     assert used.tokens == len(C)
-    assert len(used.behind) == 2 * len(best) - 1
-    assert used.behind == cached.plan(prompt(*best)).placed[-1].behind
+    assert len(used.context) == 2 * len(best) - 1
+    assert used.context == cached.plan(prompt(*best)).placed[-1].context
 
 
 class TestRuns:

@@ -90,7 +90,7 @@ def test_impact_of_an_entry():
 
 
 def placed(before, behind=(), sums=None, is_exact=False, start=10, name="x"):
-    return PlacedChunk(name, start, 4, is_exact, before=before, behind=behind, sums=sums or {})
+    return PlacedChunk(name, start, 4, is_exact, before=before, context=behind, sums=sums or {})
 
 
 def test_the_tokens_that_leaned_on_the_old_context():

@@ -11,7 +11,6 @@ from engine_kit import chunk, ids, rag_for, text
 from families import plain, tokens
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prefix_tree import longest_prefix as beginnings
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.conversations import Turn, Turns
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -281,23 +280,3 @@ def test_any_sequence_of_turns_gives_what_comparing_all_of_them_gives() -> None:
         else:
             assert found is not None
             assert (found.tokens, found.turn) == (best[0], kept[best[1]])
-
-
-def test_a_look_up_compares_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, system, compared = Turns(1 << 40), tokens(40, 1), 0
-    for seed in range(2, 300):
-        turns.keep(
-            Turn(ROOT, (*system, *tokens(8, seed)), kv_of(ROOT, path_of("a20")), 20, frozenset()), turns.epoch
-        )
-    whole = beginnings.common
-
-    def counted(one: bytes, other: bytes) -> int:
-        nonlocal compared
-        compared += 1
-        return whole(one, other)
-
-    monkeypatch.setattr(beginnings, "common", counted)
-    found = turns.longest(ROOT, (*system, *tokens(8, 9)[:5], 1, 2))
-    assert found is not None
-    assert found.tokens == 45
-    assert compared <= 2

@@ -116,15 +116,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.overtaken += [match for match in self.stale if match.root.namespace == namespace]
 
     @rule(root=roots, path=paths)
-    def prune(self, root: Root, path: tuple[Step, ...]) -> None:
-        self.tree.prune(root, path)
-        if not self.on_disk:
-            assert len(self.tree.match(root, path)) < len(path)
-
-    @rule(tier=st.sampled_from(["gpu", "host"]))
-    def lose(self, tier: str) -> None:
-        self.tree.lose(tier)
-        assert all(record.nbytes == 0 for record in self.tree.stats() if record.tier == f"tree:{tier}")
+    def discard(self, root: Root, path: tuple[Step, ...]) -> None:
+        self.tree.discard(root, path)
+        assert len(self.tree.match(root, path)) < len(path)
 
     @invariant()
     def holds_together(self) -> None:
@@ -135,7 +129,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_nodes_stay(self) -> None:
-        """What a request holds is still there, unless it was forgotten, pruned or lost."""
+        """What a request holds is still there, unless it was forgotten or discarded."""
         for match in getattr(self, "held", []):
             for number, reused in enumerate(match.found):
                 assert same(reused.kv, kv_of(match.root, match.path[: number + 1]))
@@ -149,14 +143,6 @@ class SmallHost(TreeMachine):
     """Nodes that the device has room for and the host has not."""
 
     options = {"gpu_bytes": 1400, "host_bytes": 500}  # noqa: RUF012
-
-
-class Replicated(TreeMachine):
-    options = {  # noqa: RUF012
-        "gpu_bytes": BUDGETS["gpu"],
-        "host_bytes": BUDGETS["host"],
-        "replicate_bytes": 400,
-    }
 
 
 class OnDisk(TreeMachine):
@@ -179,7 +165,7 @@ class FirstTwo(TreeMachine):
         return match
 
 
-MACHINES = [TreeMachine, HostOnly, SmallHost, Replicated, OnDisk, FirstTwo]
+MACHINES = [TreeMachine, HostOnly, SmallHost, OnDisk, FirstTwo]
 
 
 def run(machine: type[TreeMachine], examples: int, steps: int) -> None:

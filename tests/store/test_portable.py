@@ -86,11 +86,11 @@ tiers.close()
 assert sorted(path.suffix for path in folder.iterdir() if path.is_file()) in ([], [""]), "but a lock"
 
 log, heard = ForgetLog(folder / "tree"), ForgetLog(folder / "tree")
-assert heard.news("acme") == []
+assert heard.unread("acme") == []
 with log.forgetting("acme", frozenset({"a"})):
     pass
 with log.writing() as may_write:
-    assert may_write and heard.news("acme") == [frozenset({"a"})]
+    assert may_write and heard.unread("acme") == [frozenset({"a"})]
 print("all")
 """
 

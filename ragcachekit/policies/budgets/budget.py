@@ -1,4 +1,4 @@
-"""A quality budget as a policy: it stands for whatever calibration found cheap enough and good enough."""
+"""A quality budget as a policy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from ragcachekit.policies.base import PlacedChunk
 
 @dataclass(frozen=True)
 class Budget:
-    """``budget:0.01``: at most 0.01 of F1 (one point of a hundred) lost against ``full``.
+    """``budget:0.01``: the cheapest calibrated policy that loses at most 0.01 of mean F1 against ``full``.
 
-    It chooses nothing itself: the engine puts the calibrated policy in its place
-    (:class:`~ragcachekit.policies.budgets.calibrated.Budgets`).
-
-    Attributes
-    ----------
-    loss : float
-        Greatest loss of mean F1 against ``full``, absolute, between 0 and 1.
+    The engine replaces it by that policy (:class:`~ragcachekit.policies.budgets.calibrated.Budgets`).
     """
 
     loss: float
@@ -32,17 +26,11 @@ class Budget:
 
     @property
     def name(self) -> str:
-        """As the user writes it."""
+        """``budget:x``."""
         return f"budget:{self.loss:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Never chooses.
-
-        Raises
-        ------
-        RagCacheError
-            Always: a budget that reached a prompt was not resolved.
-        """
+        """Always raises RagCacheError: the budget was not resolved."""
         raise RagCacheError(
             f"{self.name} stands for a calibrated policy and chooses nothing itself; give it to RagCache, or "
             "resolve it with ragcachekit.policies.budgets.calibrated.Budgets"

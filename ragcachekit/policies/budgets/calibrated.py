@@ -1,4 +1,4 @@
-"""What a quality budget stands for, by the stored calibration."""
+"""Resolution of quality budgets by the stored calibration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The policy of a request, a concrete one, and what its report says about it.
+    """The concrete policy of a request, with its name in the report (``budget:0.01 -> lego:4``).
 
-    ``label`` is ``budget:0.01 -> lego:4``, or just the policy's name; ``fallback`` says why everything is
-    computed, where something other than the prompt decided that.
+    ``fallback`` is the reason for a prefill in full, if any.
     """
 
     policy: SelectionPolicy
@@ -32,10 +31,9 @@ class Chosen:
 
 
 class Budgets:
-    """Puts calibrated policies in the place of budgets, for one model and encoder.
+    """Calibrated policies of one model and encoder, from records in the cache ``folder``.
 
-    A record in the cache ``folder`` is read when its namespace is first asked for, and kept: a new
-    calibration counts for objects made afterwards. One for another encoder is not used.
+    A namespace's record is read once: a new calibration applies to objects made afterwards.
     """
 
     def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:

@@ -1,4 +1,4 @@
-"""Cache-Craft (section 3.2): as many tokens as a chunk's old context is worth, those that leaned on it."""
+"""Cache-Craft (section 3.2): the tokens of a chunk that depended most on its former context."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ WINDOW = 3
 class Craft:
     """Recomputes ``ceil(CFO * tokens)`` tokens of every chunk, CFO = alpha CCI (1 - β').
 
-    Those with the highest attention to other segments while the chunk was encoded. That is recorded by
-    the encoder ``in-prompt``; a chunk of another encoder counts as computed behind nothing, and its
-    first tokens are taken.
-
-    Attributes
-    ----------
-    alpha : float
-        Scales the recomputation; the least that meets a quality target is found on a validation set.
+    These are the tokens with the highest attention to other segments, which the encoder ``in-prompt``
+    records. Other encodings count as having no context, and the first tokens are taken. The least ``alpha``
+    that meets a quality target is found on a validation set.
     """
 
     alpha: float
@@ -45,11 +40,11 @@ class Craft:
         return f"{self._kind}:{self.alpha:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The share that each chunk needs where it stands."""
+        """The share of each chunk that its context requires."""
         return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
 
     def _of(self, chunk: PlacedChunk) -> list[int]:
-        impact = Impact.of(chunk.behind, chunk.sums, chunk.tokens)
+        impact = Impact.of(chunk.context, chunk.sums, chunk.tokens)
         count = share(fix_overhead(self.alpha, impact.cost(chunk.before)), chunk.tokens)
         outward = chunk.sums.get("outward", -torch.arange(chunk.tokens))
         return top(range(chunk.start, chunk.stop), outward, count)
@@ -57,11 +52,11 @@ class Craft:
 
 @dataclass(frozen=True)
 class CraftFocused(Craft):
-    """:class:`Craft`, until the question is seen to look at some chunks only: the others then stop.
+    """:class:`Craft` that stops recomputing chunks outside the question's focus.
 
-    What the question's rows attend to is summed up layer by layer. When more than ``window`` layers have
-    run and the last ``window`` of them name the same chunks (:func:`~.craft_scores.focused`), tokens of
-    other chunks are not recomputed in the layers to come.
+    The attention of the question's rows is summed layer by layer. When more than ``window`` layers have run,
+    and the last ``window`` of them focus on the same chunks (:func:`~.scores.focused`), the rows of other
+    chunks stop.
     """
 
     window: int = WINDOW
@@ -75,25 +70,19 @@ class CraftFocused(Craft):
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
-        """All of them: without :meth:`watch` nothing is known of the question."""
+        """All of them: only :meth:`watch` observes the question."""
         return list(rows)
 
     def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> FocusWatch:
-        """One request's eyes."""
+        """The state of one request."""
         return FocusWatch(chunks, question, self.window)
 
 
 class FocusWatch:
-    """Sees one request's forward and stops the rows of chunks that the question does not look at.
+    """State of one request: observes the forward, and stops rows of chunks outside the question's focus.
 
-    Parameters
-    ----------
-    chunks : sequence of PlacedChunk
-        All of the prompt; those that are not cached compete too. What stands at the prompt's start has
-        no part: it is the attention sink.
-    question : sequence of int
-        Positions of the question's rows, the last ones of the forward.
-    window : int
+    ``chunks`` are all of the prompt, cached or not; one at its start is excluded as the attention sink.
+    ``question`` are positions of the question's rows, the last ones of the forward.
     """
 
     def __init__(self, chunks: Sequence[PlacedChunk], question: Sequence[int], window: int) -> None:
@@ -116,7 +105,7 @@ class FocusWatch:
         positions: Sequence[int],
         options: AttentionOptions,
     ) -> None:
-        """Add one layer's attention from the question to every chunk, summed over heads and rows."""
+        """Record one layer's attention from the question to every chunk, summed over heads and rows."""
         asked = sum(1 for _ in takewhile(self._question.__contains__, reversed(positions)))
         if self.stopped_at is not None or not asked:
             return
@@ -127,10 +116,7 @@ class FocusWatch:
 
     @property
     def found(self) -> list[frozenset[int]]:
-        """Per layer seen, the chunks in focus, as indices among those that do not stand at the start.
-
-        Asking waits for the device, so the layers of the first ``window`` are looked at together.
-        """
+        """Per observed layer, indices of the chunks in focus; waits for the device."""
         new = torch.stack(self._new).tolist() if self._new else []
         self._new = []
         for sums in new:

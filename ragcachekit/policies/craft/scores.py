@@ -1,7 +1,6 @@
-"""Cache-Craft's formulas (section 3.1, 3.2): how much a chunk's KV owes to what it was computed behind.
+"""Cache-Craft's formulas (section 3.1, 3.2): how much a chunk's KV depends on its context.
 
-Contexts are ids of segments in order. An id that occurs twice (a separator between chunks) stands for
-itself each time: its first occurrence then is its first occurrence now, and so on.
+Contexts are ids of segments in order; repeated ids (separators) are matched by their number of occurrence.
 """
 
 from __future__ import annotations
@@ -15,51 +14,38 @@ from itertools import combinations, pairwise
 import torch
 
 NO_IMPACT = 0.5
-"""CCI of KV that was computed behind nothing: the logistic function of 0."""
+"""CCI of KV without context: the logistic function of 0."""
 
 
 @dataclass(frozen=True)
 class Impact:
-    """What one entry's KV owes to its context.
+    """How much one entry's KV depends on its context.
 
-    Attributes
-    ----------
-    behind : tuple of str
-        Ids of the segments that stood before the chunk ("old"), in order.
-    inter : tuple of float
-        Attention from the chunk to each of them, summed over heads and rows, mean over layers.
-    cci : float
-        Cache context impact, 0.5 to 1.
+    ``inter`` is the attention from the chunk to each segment of ``context``, summed over heads and rows, mean
+    over layers; ``cci`` the cache context impact, 0.5 to 1.
     """
 
-    behind: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()
     inter: tuple[float, ...] = ()
     cci: float = NO_IMPACT
 
     @classmethod
-    def of(cls, behind: Sequence[str], sums: Mapping[str, torch.Tensor], tokens: int) -> Impact:
-        """From the sums of an ``in-prompt`` entry; of any other entry, that of a chunk behind nothing.
+    def of(cls, context: Sequence[str], sums: Mapping[str, torch.Tensor], tokens: int) -> Impact:
+        """From the sums of an ``in-prompt`` entry of ``tokens`` tokens; others count as without context.
 
-        Parameters
-        ----------
-        behind : sequence of str
-            The entry's context.
-        sums : mapping
-            ``inter`` ``[layers, segments]``, ``intra`` ``[layers]``, ``behind`` ``[segments]`` (their
-            lengths); see :class:`ragcachekit.model.kv.ChunkKV`.
-        tokens : int
-            Length of the chunk.
+        ``sums`` has ``inter`` ``[layers, segments]``, ``intra`` ``[layers]`` and ``behind`` ``[segments]``
+        (their lengths); see :class:`ragcachekit.model.kv.ChunkKV`.
         """
         if "inter" not in sums:
             return cls()
         inter, lengths = sums["inter"].double(), sums["behind"].double()
         outer = float((inter / lengths).sum(1).mean()) / tokens
         inner = float(sums["intra"].double().mean()) / tokens**2
-        return cls(tuple(behind), tuple(inter.mean(0).tolist()), context_impact(outer, inner))
+        return cls(tuple(context), tuple(inter.mean(0).tolist()), context_impact(outer, inner))
 
     def overlap(self, before: Sequence[str]) -> float:
-        """β': how much of that attention went to what stands before the chunk now, less for disorder."""
-        return prefix_overlap(self.behind, self.inter, before) * (1 - order_penalty(self.behind, before))
+        """β': the share of that attention to segments in ``before``, reduced by disorder."""
+        return prefix_overlap(self.context, self.inter, before) * (1 - order_penalty(self.context, before))
 
     def cost(self, before: Sequence[str]) -> float:
         """``CCI (1 - β')``, 0 to 1: the share to recompute at α = 1."""
@@ -74,13 +60,13 @@ def context_impact(outer: float, inner: float) -> float:
 
 
 def prefix_overlap(old: Sequence[str], inter: Sequence[float], new: Sequence[str]) -> float:
-    """β, paper eq. 6: the share of ``inter`` (one per old segment) that went to segments still there."""
+    """β, paper eq. 6: the share of ``inter`` (one per old segment) that went to segments in ``new``."""
     if not old:
         return 0.0 if new else 1.0
     present = set(_numbered(new))
     total = math.fsum(inter)
     kept = math.fsum(a for id, a in zip(_numbered(old), inter, strict=True) if id in present)
-    # Attention that all went into a sink owes nothing to anybody: what is there counts by number.
+    # If all attention went into a sink, segments count by number.
     return kept / total if total > 0 else len(present & set(_numbered(old))) / len(old)
 
 
@@ -99,11 +85,10 @@ def fix_overhead(alpha: float, cost: float) -> float:
 
 
 def focused(scores: Sequence[float]) -> frozenset[int]:
-    """Which chunks the question looks at (paper algorithm 1, lines 4 to 9): indices into ``scores``.
+    """Indices of the chunks in the question's focus (paper algorithm 1, lines 4 to 9).
 
-    Scores in descending order; gaps between neighbours as shares ``p`` of their sum; of the running
-    entropy ``h`` of these shares, the cut is where it grows most. All of them for fewer than three
-    chunks, or where there is no gap.
+    Gaps between descending scores, as shares of their sum, have a running entropy; the cut is where it grows
+    most. All chunks if there are fewer than three, or no gap.
     """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     gaps = [scores[a] - scores[b] for a, b in pairwise(order)]
@@ -116,7 +101,7 @@ def focused(scores: Sequence[float]) -> frozenset[int]:
 
 
 def _numbered(ids: Sequence[str]) -> list[tuple[str, int]]:
-    """Each id with how often it occurred before."""
+    """Each id with its number of earlier occurrences."""
     seen: Counter[str] = Counter()
     out = []
     for id in ids:

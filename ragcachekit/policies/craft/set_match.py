@@ -1,4 +1,4 @@
-"""Cache-Craft's baseline ``set`` (section 5): what began a past prompt, in any order."""
+"""Cache-Craft's baseline ``set`` (section 5): the first chunks of a past prompt, in any order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ragcachekit.types import KVKey
 
 @dataclass(frozen=True)
 class SetMatch:
-    """Takes the most chunks from the prompt's start on that were, in any order, the first of one prompt.
+    """Reuses the longest beginning whose segments, in any order, began one past prompt.
 
-    Their ``in-prompt`` KV is used as it is, permuted to the present order; everything behind them is
-    recomputed. The texts between must match too, and what stands at the very start must stand there.
+    Their ``in-prompt`` KV is permuted to the present order; all that follows is recomputed. The first segment
+    must be the same.
     """
 
     encoder: str | None = "in-prompt"
@@ -35,32 +35,32 @@ class SetMatch:
         return {}
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """All that is not part of the match."""
+        """All chunks after the match."""
         return open_positions(chunks[matched(chunks) :])
 
 
 def matched(chunks: Sequence[PlacedChunk]) -> int:
-    """How many of the first cached stretches are entries of one past prompt's beginning."""
+    """Number of first cached chunks that are entries of one past prompt's beginning."""
     for count in range(len(chunks), 1, -1):
         first = chunks[:count]
-        deepest = max(first, key=lambda chunk: len(chunk.behind))
-        path = (*deepest.behind, deepest.chunk_id)
+        deepest = max(first, key=lambda chunk: len(chunk.context))
+        path = (*deepest.context, deepest.chunk_id)
         now = (*chunks[count - 1].before, chunks[count - 1].chunk_id)
-        places = {len(chunk.behind) for chunk in first}
-        along = all((*c.behind, c.chunk_id) == path[: len(c.behind) + 1] for c in first)
+        places = {len(chunk.context) for chunk in first}
+        along = all((*c.context, c.chunk_id) == path[: len(c.context) + 1] for c in first)
         if along and len(places) == count and path[0] == now[0] and Counter(path) == Counter(now):
             return count
     return 0
 
 
 def _along(path: tuple[str, ...], wanted: Sequence[WantedChunk]) -> dict[int, KVKey]:
-    """Each wanted chunk's entry behind what stood before it on ``path``."""
+    """Each wanted chunk's entry in its context on ``path``."""
     places: dict[str, list[int]] = {}
     for place, id in enumerate(path):
         places.setdefault(id, []).append(place)
     out = {}
     for number, want in enumerate(wanted):
         place = places[want.key.chunk_id].pop(0)
-        # What stands at the start stays there, whatever it is encoded as.
+        # The first segment stays first, whatever its encoding.
         out[number] = replace(want.key, context=path[:place]) if place else want.key
     return out

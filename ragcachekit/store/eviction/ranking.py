@@ -92,10 +92,6 @@ class Ranking(Generic[K]):
         self._count_access(record, access)
         self._remember(item, record)
 
-    def has_record(self, item: K) -> bool:
-        """Whether there is a record of this entry, which need not be here now."""
-        return item in self._live or item in self._past
-
     def remove(self, item: K) -> None:
         """Remove an entry and its record."""
         self._past.pop(item, None)

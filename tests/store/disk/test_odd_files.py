@@ -128,12 +128,12 @@ def test_under_names_of_small_files(tmp_path: Path, odd: Callable[[Path], object
     with pytest.raises(RetrievalError, match="cannot read the index"):
         read_index(tmp_path / "index")
     log = ForgetLog(tmp_path / "forgets")
-    assert log.news("space") == []
+    assert log.unread("space") == []
     with log.forgetting("space", None):
         pass
     (note,) = [file for file in (tmp_path / "forgets").iterdir() if file.name != "lock"]
     odd(note)
-    assert log.news("space") in ([], [None])
+    assert log.unread("space") in ([], [None])
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
