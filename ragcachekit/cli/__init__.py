@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -32,6 +33,11 @@ def _moved(context: typer.Context) -> None:
     )
 
 
+def _add(group: typer.Typer, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        group.command()(command)
+
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -43,12 +49,9 @@ app.callback()(root)
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
 
-for _command in (corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model):
-    app.command()(_command)
-for _command in (measure.ttft, measure.query_cache, measure.fidelity):
-    _bench.command()(_command)
-for _command in (cache.stats, cache.verify, cache.repair, cache.clear):
-    _cache.command()(_command)
+_add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
+_add(_bench, measure.ttft, measure.query_cache, measure.fidelity)
+_add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("demo", hidden=True, context_settings=_ANYTHING)(_moved)

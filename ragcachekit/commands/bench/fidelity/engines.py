@@ -138,8 +138,10 @@ class Engines:
 
     def close(self) -> None:
         """Close engines and stores."""
-        for one in (*self._engines.values(), *self._stores.values()):
-            one.close()
+        for engine in self._engines.values():
+            engine.close()
+        for store in self._stores.values():
+            store.close()
 
     def _engine(self, way: Way) -> RagCache:
         if way.encoder == NO_ENCODER:

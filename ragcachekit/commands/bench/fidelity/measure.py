@@ -125,7 +125,8 @@ class Work:
         for number, line in enumerate(lines, 2):
             try:
                 entry = json.loads(line)
-                values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["result"].items()}
+                values: dict[str, Any] = entry["result"]
+                values |= {name: tuple(values[name]) for name in ("key_deviation", "value_deviation")}
                 self.results[entry["question"], Way(**entry["way"])] = Measurement(**values)
             except (ValueError, KeyError, TypeError) as error:
                 raise RagCacheError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -138,9 +138,9 @@ def ask(
     }
     with closing(Work(header, work)) as done:
         unchecked = [i for i in range(len(questions)) if (i, FULL) not in done.results]
-        bar = tqdm(unchecked, desc="generate", unit="question", disable=not progress or not unchecked)
+        numbers = tqdm(unchecked, desc="generate", unit="question", disable=not progress or not unchecked)
         # Before the library touches the model.
-        expected = {i: _generated(model, prompts[i], settings.max_new_tokens, maker.pad) for i in bar}
+        expected = {i: _generated(model, prompts[i], settings.max_new_tokens, maker.pad) for i in numbers}
         encoders = dict.fromkeys(way.encoder for way in ways if way.encoder != NO_ENCODER)
         engines = Engines(
             model,
@@ -151,23 +151,36 @@ def ask(
             max_new_tokens=settings.max_new_tokens,
             cache_dir=settings.cache_dir,
         )
-        with closing(engines), tqdm(desc="fidelity", unit="answer", disable=not progress) as bar:
-            left = {i: [w for w in ways if (i, w) not in done.results] for i in range(len(questions))}
-            bar.reset(sum(map(len, left.values())))
-            for i, question in enumerate(questions):
-                if i in expected and engines.token_ids(prompts[i]) != expected[i]:
-                    raise RagCacheError(
-                        "full through the library differs from the model's own generate on the question "
-                        f"{question.question!r}; do not trust any figure"
-                    )
-                if not left[i]:
-                    continue
-                full, _ = engines.prefilled(prompts[i], FULL)
-                for way in left[i]:  # full is the first of all ways
-                    known = done.results.get((i, FULL))
-                    done.put(i, way, measure(engines, question, prompts[i], way, full, known))
-                    bar.update()
+        with closing(engines):
+            _ask_all(engines, done, questions, prompts, ways, expected, progress)
         return {way: [done.results[i, way] for i in range(len(questions))] for way in ways}
+
+
+def _ask_all(
+    engines: Engines,
+    done: Work,
+    questions: Sequence[FidelityQuestion],
+    prompts: Sequence[FidelityPrompt],
+    ways: Sequence[Way],
+    expected: Mapping[int, tuple[int, ...]],
+    progress: bool,
+) -> None:
+    """Measure what is not done; ``expected`` are the model's own tokens by question."""
+    left = {i: [w for w in ways if (i, w) not in done.results] for i in range(len(questions))}
+    total = sum(map(len, left.values()))
+    with tqdm(total=total, desc="fidelity", unit="answer", disable=not progress) as bar:
+        for i in (number for number, ways_left in left.items() if ways_left):
+            question, prompt = questions[i], prompts[i]
+            if i in expected and engines.token_ids(prompt) != expected[i]:
+                raise RagCacheError(
+                    "full through the library differs from the model's own generate on the question "
+                    f"{question.question!r}; do not trust any figure"
+                )
+            full, _ = engines.prefilled(prompt, FULL)
+            for way in left[i]:  # full is the first of all ways
+                known = done.results.get((i, FULL))
+                done.put(i, way, measure(engines, question, prompt, way, full, known))
+                bar.update()
 
 
 def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
