@@ -136,6 +136,8 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
     rows = report.part(SWEEP).rows
+    if not rows:
+        raise ValueError("there is no sweep to draw: it needs questions and chunks")
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, name in zip(panels, ("hit_rate", "result_recall", "latency_ms"), strict=True):
