@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.commands.bench.report import BenchReport, show
+from ragcachekit.cli.console import show
+from ragcachekit.commands.bench.report import BenchReport
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
 FIELDS = ("registers", "stack", "shared", "threads", "hgmma", "copies", "wide_copies", "wide_loads")

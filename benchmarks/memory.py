@@ -25,7 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.commands.bench.report import BenchReport, show
+from ragcachekit.cli.console import show
+from ragcachekit.commands.bench.report import BenchReport
 
 BUDGETS_MB = (50, 300)
 CHUNKS, TOKENS, REQUESTS = 40, 384, 20

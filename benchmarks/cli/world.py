@@ -9,8 +9,7 @@ import typer
 
 from benchmarks.world.reader_folder import READER
 from ragcachekit.cli.console import quiet_loading, show, written
-from ragcachekit.cli.fidelity import Neighbours, resumed
-from ragcachekit.cli.measure import show_query_cache
+from ragcachekit.cli.measure import Neighbours, resumed, show_query_cache
 from ragcachekit.cli.options import (
     Device,
     Dtype,
@@ -99,12 +98,12 @@ def query_cache(
 ) -> None:
     """Lookup times, the wrapper's overhead, and hit rates over tolerances on the sample world's questions."""
     from benchmarks.world import query_cache as world_query_cache
-    from ragcachekit.commands.bench import query_cache_report
+    from ragcachekit.commands.bench.query_cache import plot as draw
 
     quiet_loading()
     report = world_query_cache.run(lookups=lookups, questions=questions, seed=seed, progress=True)
     show_query_cache(report)
-    written(report, json, plot, query_cache_report.plot)
+    written(report, json, plot, draw)
 
 
 def budget(

@@ -13,7 +13,8 @@ from benchmarks.demo import plot as demo_plot
 from benchmarks.demo import speed as demo_speed
 from benchmarks.demo.answers import CHAIN
 from benchmarks.demo.score import ALL, KINDS
-from ragcachekit.commands.bench.report import BenchReport, show, table
+from ragcachekit.cli.console import show
+from ragcachekit.commands.bench.report import BenchReport, table
 from ragcachekit.commands.embedding import MiniLM
 
 ANSWERS, SPEED, PLOT = "answers.json", "speed.json", "demo.png"

@@ -147,7 +147,7 @@ def _prompts(
         chunks = tuple(document.page_content for document in cached.invoke(question))
         # The chain's own search of the same question is answered by the query cache.
         out.append(_Assembled(chain.invoke(question).to_string(), chunks))
-        for engine in engines.all():
+        for engine in (engines.filler, *engines.warm.values(), engines.cold):
             engine.register(chunks)
     return out
 

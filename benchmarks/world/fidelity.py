@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.layers import layer_rows
+from benchmarks.world.questions import WorldQuestion, held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
-from benchmarks.world.sweeps import sweep_questions
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
-from ragcachekit.commands.bench.fidelity.rows import QUALITY
-from ragcachekit.commands.bench.fidelity.run import check, measured
-from ragcachekit.commands.bench.fidelity.settings import DOCUMENT, FidelitySettings
+from benchmarks.world.sweeps import sweep_questions, sweep_rows
+from ragcachekit.commands.bench.fidelity import run as shipped
+from ragcachekit.commands.bench.fidelity.run import DOCUMENT, FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.own_questions import Sample, neighbours_of
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
@@ -43,11 +42,10 @@ def run(
     neighbours: Neighbours | None = None,
     progress: bool = False,
 ) -> BenchReport:
-    """As ``ragcachekit.commands.bench.fidelity.run.measured``, with ``neighbours`` of the caller."""
+    """As :func:`ragcachekit.commands.bench.fidelity.run.run`; with rows by layer, or by cell of a sweep."""
     chosen = settings or WorldFidelitySettings()
-    check(chosen)
+    chosen.check(documents=True)
     questions = _questions(chosen)
-    chosen.check_neighbours(documents=True)
 
     def near() -> Neighbours:
         if neighbours is not None:
@@ -57,12 +55,18 @@ def run(
         return neighbours_of(Sample(tuple(questions)), False, progress)
 
     with one_thread():
-        part = chosen.sweep or QUALITY
-        report = measured(chosen, questions, near, part=part, work=work, progress=progress)
+        results = shipped.ask(chosen, questions, near, work=work, progress=progress)
+    report = shipped.report(chosen, questions, results)
+    *quality, check = report.rows
+    if chosen.sweep is not None:
+        rows = sweep_rows(chosen.sweep, questions, results, chosen.seed)
+    else:
+        rows = [*quality, *layer_rows(results, chosen.seed)]
+    report = replace(report, rows=(*rows, check))
     return replace(report, model=READER_NAME) if chosen.model == READER else report
 
 
-def _questions(settings: WorldFidelitySettings) -> list[FidelityQuestion]:
+def _questions(settings: WorldFidelitySettings) -> list[WorldQuestion]:
     if settings.sweep is not None:
         return sweep_questions(settings.sweep, settings.seed, settings.per_type or _PER_TYPE_SWEEP)
     return world_questions(settings.seed, settings.per_type or _PER_TYPE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.world.world import make_world, variants
-from ragcachekit.commands.bench.query_cache_report import Workload, measure
+from ragcachekit.commands.bench.query_cache import Workload, measure
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.embedding import MiniLM
 
@@ -13,7 +13,7 @@ NAME = "sample world, each question with four prefixes, shuffled; all-MiniLM-L6-
 
 
 def run(*, lookups: int = 2000, questions: int = 200, seed: int = 0, progress: bool = False) -> BenchReport:
-    """As :func:`ragcachekit.commands.bench.query_cache_report.measure`; 0 questions leave the sweep out."""
+    """As :func:`ragcachekit.commands.bench.query_cache.measure`; 0 questions leave the sweep out."""
     found = workload(questions, seed, progress) if questions else None
     return measure(found, lookups=lookups, seed=seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.demo.calibrate import choose_questions
@@ -14,7 +15,14 @@ from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
 
 
-def world_questions(seed: int, per_type: int) -> list[FidelityQuestion]:
+@dataclass(frozen=True)
+class WorldQuestion(FidelityQuestion):
+    """A question about the sample world; ``cell`` is its cell of a sweep, as (name, value) pairs."""
+
+    cell: tuple[tuple[str, Any], ...] = ()
+
+
+def world_questions(seed: int, per_type: int) -> list[WorldQuestion]:
     """``per_type`` questions of each kind about a world that the reader was not trained on.
 
     Each prompt holds the articles that are needed and random others, four in all, in random order.
@@ -48,7 +56,7 @@ def shuffled(world: World, question: Question, articles: int, rng: random.Random
 
 def world_question(
     question: Question, articles: Sequence[Article], cell: Sequence[tuple[str, Any]] = ()
-) -> FidelityQuestion:
+) -> WorldQuestion:
     """A question over whole articles, in this order."""
     chunks = tuple(chunk for article in articles for chunk in article.chunks)
-    return FidelityQuestion(question.text, chunks, question.answer, question.kind, cell=tuple(cell))
+    return WorldQuestion(question.text, chunks, question.answer, question.kind, cell=tuple(cell))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.demo.calibrate import choose_questions
 from benchmarks.demo.score import KINDS
-from benchmarks.world.questions import ARTICLES, held_out_world, shuffled, world_question
+from benchmarks.world.questions import ARTICLES, WorldQuestion, held_out_world, shuffled, world_question
 from benchmarks.world.world import SEPARATOR, Article, Question, World
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.commands.bench.fidelity.rows import Results, Row, quality_rows
 
 NEEDLE = "needle"
 CHUNKS = "chunks"
@@ -21,7 +22,7 @@ _SENTENCE = ". "
 _SIZES = ("half a chunk", "chunk", "article", "two articles")
 
 
-def sweep_questions(name: str, seed: int, per_type: int) -> list[FidelityQuestion]:
+def sweep_questions(name: str, seed: int, per_type: int) -> list[WorldQuestion]:
     """The questions of one sweep, each with the cell it belongs to.
 
     ``needle``: kinds a and b, the article with the evidence at every place of contexts of 2 to 12
@@ -44,7 +45,24 @@ def sweep_questions(name: str, seed: int, per_type: int) -> list[FidelityQuestio
     return [*_numbers(world, questions, rng), *_sizes(world, questions, rng)]
 
 
-def _needle(world: World, questions: Sequence[Question], rng: random.Random) -> list[FidelityQuestion]:
+def sweep_rows(name: str, questions: Sequence[WorldQuestion], results: Results, seed: int) -> list[Row]:
+    """The quality rows of every cell, policy by policy."""
+    out: list[Row] = []
+    for cell in sorted({question.cell for question in questions}, key=_order):
+        inside = [i for i, question in enumerate(questions) if question.cell == cell]
+        chosen = {way: [found[i] for i in inside] for way, found in results.items()}
+        for row in quality_rows([questions[i] for i in inside], chosen, seed):
+            out.append({"part": name, **dict(cell), **{key: row[key] for key in row if key != "part"}})
+    ways = [(way.policy, way.encoder) for way in results]
+    return sorted(out, key=lambda row: ways.index((row["policy"], row["encoder"])))
+
+
+def _order(cell: tuple[tuple[str, Any], ...]) -> tuple[str, int, int]:
+    named = dict(cell)
+    return named.get("axis", ""), named.get("chunks", 0), named.get("position", 0)
+
+
+def _needle(world: World, questions: Sequence[Question], rng: random.Random) -> list[WorldQuestion]:
     out = []
     for question in questions:
         (evidence,) = (article for article in world.articles if article.title in question.articles)
@@ -57,7 +75,7 @@ def _needle(world: World, questions: Sequence[Question], rng: random.Random) -> 
     return out
 
 
-def _numbers(world: World, questions: Sequence[Question], rng: random.Random) -> list[FidelityQuestion]:
+def _numbers(world: World, questions: Sequence[Question], rng: random.Random) -> list[WorldQuestion]:
     out = []
     for question in questions:
         for count in _NUMBERS:
@@ -67,7 +85,7 @@ def _numbers(world: World, questions: Sequence[Question], rng: random.Random) ->
     return out
 
 
-def _sizes(world: World, questions: Sequence[Question], rng: random.Random) -> list[FidelityQuestion]:
+def _sizes(world: World, questions: Sequence[Question], rng: random.Random) -> list[WorldQuestion]:
     out = []
     for question in questions:
         articles = shuffled(world, question, ARTICLES, rng)

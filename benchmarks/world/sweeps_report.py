@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
+from benchmarks.world.layers import LAYER, layer_table
 from benchmarks.world.sweeps import CHUNKS, NEEDLE
-from ragcachekit.commands.bench.fidelity import plot as fidelity_plot
 from ragcachekit.commands.bench.fidelity import report as fidelity_report
-from ragcachekit.commands.bench.fidelity.plot import POINTS, Row, colours_of, error_bars, figure_of, way_name
-from ragcachekit.commands.bench.fidelity.rows import ALL
+from ragcachekit.commands.bench.fidelity.engines import NO_ENCODER
+from ragcachekit.commands.bench.fidelity.report import POINTS, draw_quality, error_bars
+from ragcachekit.commands.bench.fidelity.rows import ALL, QUALITY, Row
 from ragcachekit.commands.bench.report import BenchReport, table
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ _CELLS = {NEEDLE: ("chunks", "position"), CHUNKS: ("axis", "size", "chunks")}
 
 
 def tables(report: BenchReport) -> Iterator[Table]:
-    """One table per sweep, else those of the fidelity bench."""
+    """One table per sweep, else those of the fidelity bench and the deviations by layer."""
     yield from fidelity_report.tables(report)
+    if layers := report.part(LAYER).rows:
+        yield layer_table(layers)
     for part, cells in _CELLS.items():
         rows = [r for r in report.rows if r["part"] == part and r["question_type"] == ALL]
         if rows:
@@ -36,19 +39,54 @@ def tables(report: BenchReport) -> Iterator[Table]:
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     """Draw what the report holds; the name's ending says which kind of image.
 
-    For ``needle`` one map per policy; for ``chunks`` F1 over the number and the size of chunks; else as
-    :func:`ragcachekit.commands.bench.fidelity.plot.plot`.
+    For ``needle`` one map per policy; for ``chunks`` F1 over the number and the size of chunks; else F1
+    over the ratio truly spent, one panel per question type.
 
     Raises
     ------
     ValueError
         If there is nothing to draw.
     """
-    for part, draw in ((NEEDLE, _needle), (CHUNKS, _chunks)):
+    for part, draw in ((NEEDLE, _needle), (CHUNKS, _chunks), (QUALITY, _quality)):
         if rows := [row for row in report.rows if row["part"] == part]:
             draw(rows, report.model).savefig(path, dpi=150)
             return
-    fidelity_plot.plot(report, path)
+    raise ValueError("the report has no rows to draw")
+
+
+def figure_of(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def colours_of(names: Sequence[str]) -> dict[str, Any]:
+    """One colour per name."""
+    from matplotlib import colormaps
+
+    return {name: colormaps["tab10" if len(names) <= 10 else "tab20"](i) for i, name in enumerate(names)}
+
+
+def way_name(way: tuple[str, str]) -> str:
+    """``policy on encoder``."""
+    return way[0] if way[1] == NO_ENCODER else " on ".join(way)
+
+
+def _quality(rows: Sequence[Row], model: str) -> Figure:
+    kinds = [ALL, *sorted({row["question_type"] for row in rows} - {ALL})]
+    figure = figure_of(1.5 + 4 * min(2, len(kinds)), 1.5 + 3 * -(-len(kinds) // 2))
+    panels = figure.subplots(-(-len(kinds) // 2), min(2, len(kinds)), squeeze=False).ravel()
+    for axes, kind in zip(panels, kinds, strict=False):
+        chosen = [row for row in rows if row["question_type"] == kind]
+        draw_quality(axes, chosen)
+        axes.set_title(f"questions: {kind} (n = {chosen[0]['n']})", fontsize=9)
+    for axes in panels[len(kinds) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.suptitle(f"{model}: F1 with 95 % intervals", fontsize=10)
+    return figure
 
 
 def _needle(rows: Sequence[Row], model: str) -> Figure:
@@ -101,6 +139,7 @@ def _chunks(rows: Sequence[Row], model: str) -> Figure:
                 error_bars(line),
                 color=colours[name],
                 label=name,
+                marker="o",
                 **POINTS,
             )
         labels = [str(n) if axis == "number" else f"{size}\n({n})" for n, size in cells]

@@ -1,4 +1,4 @@
-"""The command line. What is heavy is imported inside the commands."""
+"""The command line. Heavy imports stand inside the commands."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import ragcachekit
-from ragcachekit.cli import cache, calibrate, corpus, estimate, fidelity, measure, moved
+from ragcachekit.cli import cache, corpus, measure
 from ragcachekit.cli.console import Commands
+from ragcachekit.errors import RagCacheError
 
 
 def _version(asked: bool) -> None:
@@ -25,9 +26,16 @@ def root(
     """Options of all commands."""
 
 
-def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+def _moved(context: typer.Context) -> None:
+    raise RagCacheError(
+        f"this is not part of the package any more: run `python -m benchmarks {context.info_name}` in a "
+        "checkout of the repository"
+    )
+
+
+def _add(group: typer.Typer, *commands: Callable[..., None]) -> None:
     for command in commands:
-        app.command()(command)
+        group.command()(command)
 
 
 app = typer.Typer(
@@ -38,16 +46,19 @@ app = typer.Typer(
     help="Retrieval-augmented generation on your own model without paying twice for retrieval and prefill.",
 )
 app.callback()(root)
-_add(app, corpus.ask, corpus.precompute, calibrate.calibrate, estimate.estimate, measure.check_model)
-moved.add(app, moved.TOP)
-
 _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables, JSON and plots.")
-_add(_bench, measure.ttft, measure.query_cache, fidelity.fidelity)
-moved.add(_bench, moved.BENCHES)
-app.add_typer(_bench, name="bench")
-
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
+
+_add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
+_add(_bench, measure.ttft, measure.query_cache, measure.fidelity)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
+
+_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("demo", hidden=True, context_settings=_ANYTHING)(_moved)
+for _name in ("eviction", "planner", "store", "kernels", "budget"):
+    _bench.command(_name, hidden=True, context_settings=_ANYTHING)(_moved)
+
+app.add_typer(_bench, name="bench")
 app.add_typer(_cache, name="cache")
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from ragcachekit.cli.console import errors, put, size
+from ragcachekit.cli.console import errors, show, size
 
 if TYPE_CHECKING:
     from ragcachekit.commands.cache_content import CacheContent
@@ -38,13 +38,13 @@ def stats(cache: ContentDir = None) -> None:
         for use in usage:
             table.add_row(escape(use.namespace), str(use.entries), size(use.nbytes))
         table.add_row("all", str(sum(u.entries for u in usage)), size(sum(u.nbytes for u in usage)))
-        typer.echo(f"{tier.name}:")  # as a title it would be folded to the table's width
-        put(table)
+        typer.echo(f"{tier.name}:")  # a title would be folded to the table's width
+        show(table)
     typer.echo(f"vector indexes: {size(content.index_bytes())}")
 
 
 def verify(cache: ContentDir = None) -> None:
-    """Read every entry whole and say which are damaged; changes nothing. Ends with 1 if one is."""
+    """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
     from ragcachekit.store.disk.check import verify
 
     bad = mend = False
@@ -80,7 +80,6 @@ def repair(cache: ContentDir = None) -> None:
 
 
 def _content(cache: str | None) -> CacheContent:
-    """What lies in the folder; says so if that is no KV."""
     from ragcachekit.commands.cache_content import CacheContent
 
     content = CacheContent.at(cache)
@@ -91,7 +90,6 @@ def _content(cache: str | None) -> CacheContent:
 
 @contextmanager
 def _reading() -> Iterator[Callable[[int, int], None]]:
-    """A bar over bytes, on the standard error."""
     with Progress(console=errors(), transient=True) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""What the commands say, and how."""
+"""Output of the commands: tables, notes and errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from ragcachekit.commands.checks import INSTALL
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
     from ragcachekit.commands.bench.report import BenchReport
 
-FAILED = 2
 INTERRUPTED = 130
 
 
@@ -31,23 +31,23 @@ class Commands(TyperGroup):
         except (RagCacheError, ValueError, ImportError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
-            errors().print(f"[bold red]{escape(one_line(error))}[/]")
-            raise typer.Exit(FAILED) from error
-
-
-def put(renderable: Any) -> None:
-    """Print to the standard output, at least wide enough for a table when piped."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
-    console.print(renderable)
+            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, ImportError):
+                text += f": {INSTALL} brings what the commands need"
+            errors().print(f"[bold red]{escape(text)}[/]")
+            raise typer.Exit(2) from error
 
 
 def show(renderable: Any) -> None:
-    """A table of a bench."""
-    from ragcachekit.commands.bench.report import show
-
-    show(renderable)
+    """Print, wide enough for every word of a table; at least 140 columns when piped."""
+    console = Console()
+    width = console.width if console.is_terminal else 140
+    whole = Console(width=1000)
+    if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
+        for column in renderable.columns:  # one word per line: rich would cut words before it breaks all
+            column.header = str(column.header).replace(" ", "\n")
+        width = max(width, whole.measure(renderable).minimum)
+    Console(width=width, highlight=False).print(renderable)
 
 
 def written(
@@ -69,12 +69,12 @@ def errors() -> Console:
 
 
 def note(text: str) -> None:
-    """Something worth knowing, beside the output."""
+    """Print a remark to the standard error."""
     errors().print(f"[dim]{escape(text)}[/]")
 
 
 def pairs(rows: dict[str, str]) -> Table:
-    """Names and values side by side; empty values are left out."""
+    """Names and values side by side, without empty values."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         if value:
@@ -83,26 +83,16 @@ def pairs(rows: dict[str, str]) -> Table:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, in powers of ten."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
+    """Bytes in powers of ten, as ``1.5 GB``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
     return f"{nbytes} bytes"
 
 
 def counted(number: int, what: str) -> str:
     """As ``1 chunk`` or ``2 chunks``."""
     return f"{number} {what}" + "s" * (number != 1)
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, without line breaks."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ImportError):
-        from ragcachekit.commands.checks import INSTALL
-
-        return f"{text}: {INSTALL} brings what the commands need"
-    return text
 
 
 def quiet_loading() -> None:

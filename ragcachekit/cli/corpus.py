@@ -1,19 +1,30 @@
-"""ask and precompute: one's own files with one's own model."""
+"""ask, precompute and estimate: a user's files with the user's model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, put, quiet_loading, size
+from ragcachekit.cli.console import (
+    INTERRUPTED,
+    counted,
+    errors,
+    note,
+    pairs,
+    quiet_loading,
+    show,
+    size,
+    written,
+)
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
+    from ragcachekit.commands.estimate.run import Estimate
     from ragcachekit.commands.precompute.run import Work
 
 
@@ -51,7 +62,7 @@ def ask(
                 typer.secho(f"\n{question}", bold=True)
             asked = session.ask(question, lambda text: typer.echo(text, nl=False))
             typer.echo()
-            put(_about(asked, session.keep()))
+            show(_about(asked, session.keep()))
 
 
 def precompute(
@@ -82,13 +93,13 @@ def precompute(
     quiet_loading()
     if dry_run:
         work = estimate(settings)
-        put(_amount(work))
+        show(_amount(work))
         typer.echo(f"it would be: {_changes(work.chunks - work.stored, work.stored, work.gone)}")
         return
     try:
         with open_run(settings, note) as opened:
             work = opened.work
-            put(_amount(work))
+            show(_amount(work))
             seconds = opened.run(progress=work.todo_tokens > 0)
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
@@ -99,6 +110,57 @@ def precompute(
         f"in {seconds:.1f} s, {work.stored} {'was' if work.stored == 1 else 'were'} stored already"
     )
     typer.echo(_changes(new, work.stored, work.gone))
+
+
+def estimate(
+    log: Annotated[
+        str,
+        typer.Option(
+            "--log",
+            help='Questions, one per line: plain, or {"query": ..., "docs": [...]}; '
+            "docs are texts or file#number, what your retriever returned.",
+        ),
+    ],
+    corpus: opt.CorpusDir,
+    model: opt.ModelName = None,
+    policy: opt.Policy = "lego:16",
+    encoder: opt.Encoder = None,
+    k: opt.K = 4,
+    tolerance: opt.Tolerance = 0.0,
+    host: Annotated[str, typer.Option("--host", help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
+    eviction: Annotated[str, typer.Option("--eviction", help="Policies to compare.")] = "lru,pgdsf",
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Or assume a machine.")] = True,
+    disk_gbps: Annotated[float | None, typer.Option("--disk-gbps", help="Default: it is measured.")] = None,
+    cache: opt.CacheDir = None,
+    chunk_tokens: opt.ChunkTokens = 200,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
+    chosen = opt.model_given(model)
+    from ragcachekit.commands.estimate.log import read_log
+
+    read_log(log)
+    opt.check_folders(corpus, cache)
+    from ragcachekit.commands.estimate import report as estimate_report
+    from ragcachekit.commands.estimate.run import EstimateSettings, run
+
+    shares, evictions = opt.numbers("--host", host), opt.names(eviction)
+    settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
+    quiet_loading()
+    found = run(settings, note, progress=True)
+    advice = estimate_report.advise(found)
+    report = estimate_report.report(found, advice)
+    for line in (*found.notes, *found.speeds.notes):
+        note(line)
+    show(_estimated(report.rows[0], found))
+    tiers = estimate_report.part(report, estimate_report.TIERS)
+    show(tiers.table("Where chunks come from, and the time to first token", estimate_report.TIER_COLUMNS))
+    for line in advice.lines:
+        typer.echo(line)
+    written(report, json, plot, estimate_report.plot)
 
 
 def _typed() -> Iterator[str]:
@@ -155,4 +217,20 @@ def _amount(work: Work) -> Table:
         rows["time to encode"] = (
             f"about {work.seconds:.0f} s, from a small sample" if work.seconds >= 1 else "a second or so"
         )
+    return pairs(rows)
+
+
+def _estimated(row: dict[str, Any], found: Estimate) -> Table:
+    near = [f"{count} within {t:g}" for t, count in found.near.items() if t]
+    rows = {
+        "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
+        f"one: {', '.join(near)}",
+        "prompts": f"{row['prompt_tokens']:.0f} tokens (median); {row['chunk_token_share']:.0%} of all "
+        "tokens are chunks",
+        "chunks": f"{row['chunk_uses']} uses of {row['chunks_touched']} different ones "
+        f"({row['chunk_reuse']:.0%} of the uses come back); the corpus has {row['chunks_in_corpus']}"
+        + (f", {foreign} of those used not among them" if (foreign := row["chunks_not_in_corpus"]) else ""),
+        "KV": f"{size(row['kv_bytes_touched'])} that the log touches, {size(row['kv_bytes_corpus'])} of the "
+        "corpus",
+    }
     return pairs(rows)

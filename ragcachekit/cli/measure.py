@@ -1,24 +1,29 @@
-"""check-model, bench ttft and bench query-cache: what a user measures on this machine."""
+"""check-model, calibrate and the benches of a user's own model on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import note, pairs, put, quiet_loading, show, written
-from ragcachekit.cli.moved import moved
+from ragcachekit.cli.console import INTERRUPTED, note, pairs, quiet_loading, show, written
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ragcachekit.commands.bench.report import BenchReport
+
+Neighbours = Annotated[
+    str,
+    typer.Option("--neighbours", help="Of similar:n: embedding (all-MiniLM) or document (chunks before)."),
+]
 
 
 def check_model(
     model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")] = None,
-    all_families: Annotated[bool, typer.Option("--all-families", hidden=True)] = False,
-    markdown: Annotated[Path | None, typer.Option("--markdown", hidden=True)] = None,
     json: opt.Json = None,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
@@ -27,8 +32,6 @@ def check_model(
 
     Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
     """
-    if all_families or markdown:
-        raise moved("families")
     chosen = opt.model_given(model)
     quiet_loading()
     from ragcachekit.commands import check_model as module
@@ -40,8 +43,49 @@ def check_model(
         rows["max difference"] = (
             f"{checked.max_abs_diff:.2g} of the largest value, allowed {checked.tolerance:.0e}"
         )
-    put(pairs({**rows, "rotary embedding": "\n".join(checked.rope)}))
+    show(pairs({**rows, "rotary embedding": "\n".join(checked.rope)}))
     raise typer.Exit(0 if checked.exact else 1)
+
+
+def calibrate(
+    model: opt.ModelName = None,
+    questions: opt.QuestionsFile = None,
+    corpus: opt.ProbedCorpus = None,
+    encoder: Annotated[str, typer.Option("--encoder", help="standalone, similar:1, ...")] = "standalone",
+    neighbours: Annotated[
+        str,
+        typer.Option("--neighbours", help="Of similar:n: similar (all-MiniLM) or preceding (in file)."),
+    ] = "similar",
+    budget: Annotated[float, typer.Option("--budget", help="F1 that may be lost against full.")] = 0.01,
+    policies: opt.Policies = None,
+    namespace: opt.Namespace = "default",
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    cache: opt.CacheDir = None,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
+    chosen = opt.model_given(model)
+    opt.check_folders(corpus, cache)
+    opt.check_questions(questions)
+    from ragcachekit.commands.calibrate import run as module
+
+    quiet_loading()
+    settings = opt.settings_of(
+        module.CalibrateSettings, locals(), model=chosen, policies=opt.names(policies), cache_dir=cache
+    )
+    record = module.run(settings, progress=True)
+    report = module.report(record, chosen)
+    columns = ("policy", "ratio_spent", "f1", "loss", "doubt", "upper", "within", "chosen")
+    show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
+    typer.echo(module.summary(record))
+    note(f"stored for namespace {record.namespace!r} in {settings.folder}")
+    written(report, json, plot, lambda _, path: module.plot(record, path))
 
 
 def ttft(
@@ -73,7 +117,7 @@ def ttft(
     quiet_loading()
     report = module.run(
         shape=shape,
-        model=None if model is None else opt.model_given(model),
+        model=model,
         prompt_tokens=prompt_tokens,
         chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
@@ -97,20 +141,17 @@ def query_cache(
     ] = None,
     chunk_tokens: opt.ChunkTokens = 200,
     lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
-    questions: Annotated[int, typer.Option("--questions", hidden=True)] = 0,
     seed: opt.Seed = 0,
     json: opt.Json = None,
     plot: opt.Plot = None,
 ) -> None:
     """Lookup times at 300 and 1,000 entries, the wrapper's overhead, hit rates of your own questions."""
-    if questions:  # what it meant before: so many about the sample world
-        raise moved("query-cache")
     if (log is None) != (corpus is None):
         raise ValueError("hit rates need both --log with your questions and --corpus with your documents")
     opt.check_folders(corpus, None)
     if log is None and plot is not None:
         raise ValueError("there is no sweep to draw: give --log and --corpus")
-    from ragcachekit.commands.bench import query_cache_report as module
+    from ragcachekit.commands.bench import query_cache as module
 
     quiet_loading()
     found = None
@@ -127,13 +168,69 @@ def query_cache(
 
 def show_query_cache(report: BenchReport) -> None:
     """One table per part."""
-    from ragcachekit.commands.bench import query_cache_report as module
-
     titles = {
-        module.LOOKUP: "One lookup, in microseconds (median, least, greatest)",
-        module.WRAPPER: "What the retriever wrapper adds to an uncached call, embedding aside",
-        module.SWEEP: f"Hit rate and recall: {report.model}",
+        "lookup": "One lookup, in microseconds (median, least, greatest)",
+        "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
+        "sweep": f"Hit rate and recall: {report.model}",
     }
     for name, title in titles.items():
-        if (part := module.part(report, name)).rows:
+        if (part := report.part(name)).rows:
             show(part.table(title))
+
+
+def fidelity(
+    model: opt.ModelName = None,
+    questions: opt.QuestionsFile = None,
+    corpus: opt.ProbedCorpus = None,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
+    neighbours: Neighbours = "embedding",
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    cache: opt.CacheDir = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """What reuse does to answers: every policy over every encoder, beside a full prefill.
+
+    Answers to probes that are made of a corpus are to be read by their agreement with full.
+    """
+    chosen = opt.model_given(model)
+    opt.check_questions(questions)
+    opt.check_folders(corpus, cache)
+    from ragcachekit.commands.bench.fidelity import run as module
+    from ragcachekit.commands.bench.fidelity.report import plot as draw
+    from ragcachekit.commands.bench.fidelity.report import tables
+
+    quiet_loading()
+    lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    settings = opt.settings_of(module.FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
+    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+
+
+def resumed(
+    run: Callable[[Path | None], BenchReport],
+    tables: Callable[[BenchReport], Iterator[Table]],
+    draw: Callable[[BenchReport, Path], object],
+    resume: Path | None,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    """Run with a work file, so that an interrupted command can continue; show and write the report."""
+    beside = json.with_name(json.name + ".work") if json is not None else None
+    try:
+        report = run(resume or beside)
+    except KeyboardInterrupt:
+        if resume or beside:
+            note(f"interrupted; the results so far are in {resume or beside}, the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    for table in tables(report):
+        show(table)
+    written(report, json, plot, draw)
+    if beside is not None and resume is None:
+        beside.unlink()

@@ -21,7 +21,7 @@ Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def _device(name: str | None) -> str | None:
-    if name is not None and name != "cpu":  # to know others takes torch
+    if name is not None and name != "cpu":  # the check imports torch
         check_device(name)
     return name
 
@@ -31,8 +31,6 @@ def _plot(path: Path | None) -> Path | None:
         check_picture(path)
     return path
 
-
-# The user's model, files and cache.
 
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Folder of a Hugging Face model, or a hub id.")
@@ -56,8 +54,6 @@ DiskGb = Annotated[
 ]
 Namespace = Annotated[str, typer.Option("--namespace", help="Tenant and corpus: a hard partition.")]
 
-# How prompts are answered.
-
 Policy = Annotated[
     str,
     typer.Option(
@@ -73,12 +69,12 @@ Encoder = Annotated[
     str | None,
     typer.Option(
         "--encoder",
-        help="What chunks are encoded behind: standalone, sinks:4, system, similar:1 (that, and the chunk "
-        "before it in its file).",
+        help="Context that chunks are encoded in: standalone, sinks:4, system, similar:1 (that, and the "
+        "chunk before it in its file).",
     ),
 ]
 Encoders = Annotated[
-    str, typer.Option("--encoders", help="standalone,sinks:4,system, ...; standalone+int8: rounded.")
+    str, typer.Option("--encoders", help="standalone,sinks:4,system, ...; standalone+int8: quantised.")
 ]
 K = Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")]
 Tolerance = Annotated[
@@ -96,8 +92,6 @@ Dtype = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of all that is drawn, and of bounds.")]
 
-# What is written.
-
 Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions and all rows here.")]
 Plot = Annotated[
     Path | None,
@@ -110,19 +104,14 @@ Resume = Annotated[
 
 
 def model_given(name: str | None) -> str:
-    """The model's name, or what to give."""
+    """The model's name; RagCacheError if there is none."""
     if name is None:
         raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
-    if name == "reader" and not Path(name).exists():
-        raise RagCacheError(
-            "the reader is not part of the package any more: it reads the sample world only; in a checkout "
-            "of the repository run `python -m benchmarks demo`"
-        )
     return name
 
 
 def check_folders(corpus: str | os.PathLike[str] | None, cache: str | None) -> None:
-    """What is known about the folders named before anything heavy is imported; None is let pass."""
+    """Check the folders, where they are given, before anything heavy is imported."""
     if corpus is not None:
         corpus_root(corpus)
     if cache is not None:
@@ -130,7 +119,7 @@ def check_folders(corpus: str | os.PathLike[str] | None, cache: str | None) -> N
 
 
 def check_questions(path: Path | None) -> None:
-    """Whether the file named is there; None is let pass."""
+    """RagCacheError if a file is given and does not exist."""
     if path is not None and not path.is_file():
         raise RagCacheError(
             f"there is no file {path}; give --questions a JSONL file with an object "
@@ -145,12 +134,12 @@ def settings_of(kind: type[Settings], options: Mapping[str, object], **others: o
 
 
 def names(text: str | None) -> tuple[str, ...]:
-    """What stands between the commas."""
+    """The words between commas."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """The numbers between the commas."""
+    """The numbers between commas."""
     try:
         return tuple(float(word) for word in names(text))
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ragcachekit.commands.bench.query_cache_report import Workload
+from ragcachekit.commands.bench.query_cache import Workload
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.estimate.log import read_log

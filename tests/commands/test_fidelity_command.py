@@ -131,7 +131,7 @@ def test_a_model_is_needed() -> None:
 def test_bad_encoders_are_refused_before_any_work(
     home: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(fidelity, "_Run", None)
+    monkeypatch.setattr(fidelity, "Work", None)
     result = command("--questions", questions, *arguments)
     assert result.exit_code == 2
     assert message in result.output

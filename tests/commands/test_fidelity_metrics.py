@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.world.layers import layer_rows
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.bench.fidelity.engines import FULL, REUSE, Way
 from ragcachekit.commands.bench.fidelity.measure import Measurement
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
-from ragcachekit.commands.bench.fidelity.rows import layer_rows, normalized_f1, quality_rows, ratio_asked
+from ragcachekit.commands.bench.fidelity.rows import normalized_f1, quality_rows, ratio_asked
 from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
 
 WORDS = ["soap", "glass", "Acmetron", "makes", "the", "a", "Łódź", "東京", "1999"]
@@ -160,7 +161,7 @@ SCORES = {FULL: (1, 1, 1, 0.5), REUSE: (0, 1, 0.5, 0.5), WAY: (1, 1, 0, 0.5)}
 
 def rows() -> dict[tuple[str, str], dict[str, object]]:
     results = {way: [measurement(f1) for f1 in scores] for way, scores in SCORES.items()}
-    found = quality_rows("quality", QUESTIONS, results, seed=3)
+    found = quality_rows(QUESTIONS, results, seed=3)
     return {(row["policy"], row["question_type"]): row for row in found}
 
 
@@ -189,7 +190,7 @@ def test_its_interval_draws_all_three_together() -> None:
 def test_normalized_f1_has_no_value_where_full_is_no_better() -> None:
     assert np.isnan(normalized_f1(np.array([[0.5, 0.7, 0.7], [0.5, 0.7, 0.6]]))).all()
     same = {way: [measurement(1.0)] * 4 for way in SCORES}
-    row = quality_rows("quality", QUESTIONS, same, seed=0)[0]
+    row = quality_rows(QUESTIONS, same, seed=0)[0]
     assert row["normalized_f1"] is row["normalized_f1_low"] is row["normalized_f1_high"] is None
 
 

@@ -20,7 +20,7 @@ from ragcachekit import RagCache
 from ragcachekit.commands.bench.fidelity import run as fidelity
 from ragcachekit.commands.bench.fidelity.engines import Engines
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
-from ragcachekit.commands.bench.fidelity.settings import FidelitySettings
+from ragcachekit.commands.bench.fidelity.run import FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
@@ -255,8 +255,8 @@ def test_a_finished_run_asks_nothing_again(
     ("change", "message"),
     [
         ({"seed": 1}, "another seed"),
-        ({"per_type": 1}, "other questions"),
-        ({"max_new_tokens": 3}, "another length of answers"),
+        ({"per_type": 1}, "another questions"),
+        ({"max_new_tokens": 3}, "another max_new_tokens"),
     ],
 )
 def test_results_of_other_runs_are_refused(
@@ -268,7 +268,7 @@ def test_results_of_other_runs_are_refused(
 
 def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
     lines = work.read_text().splitlines()
-    header = json.loads(lines[0]) | {"fingerprint": "0" * 64}
+    header = json.loads(lines[0]) | {"model": "0" * 64}
     other = tmp_path / "other.work"
     other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     with pytest.raises(RagCacheError, match="another model"):

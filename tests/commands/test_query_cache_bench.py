@@ -32,12 +32,8 @@ def search(question: np.ndarray) -> list[int]:
     return [int(np.sign(question[0])), 7, 9]
 
 
-@pytest.mark.parametrize("eviction", ["fifo", "lru"])
-@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-def test_rows_of_a_sweep(metric: str, eviction: str) -> None:
-    rows = query_cache.run(
-        workload(), search, capacities=(2, 40), tolerances=(0.0, 0.05), metric=metric, eviction=eviction
-    )
+def test_rows_of_a_sweep() -> None:
+    rows = query_cache.sweep(workload(), search, capacities=(2, 40), tolerances=(0.0, 0.05))
     assert all(set(row) == KEYS for row in rows)
     by_case = {(row["capacity"], row["tolerance"]): row for row in rows}
     assert by_case[40, 0.0]["hit_rate"] == 0.0
@@ -50,19 +46,18 @@ def test_rows_of_a_sweep(metric: str, eviction: str) -> None:
 def test_recall_counts_what_the_index_would_have_said() -> None:
     asked = np.array([[1.0, 0.0], [1.0, 0.01]], np.float32)
     answers = {0.0: ["a", "b"], 0.01: ["b", "c"]}
-    (row,) = query_cache.run(
-        asked, lambda q: answers[round(float(q[1]), 2)], capacities=[1], tolerances=[0.5], metric="l2"
-    )
+    (row,) = query_cache.sweep(asked, lambda q: answers[round(float(q[1]), 2)], [1], [0.5])
     assert (row["hit_rate"], row["result_recall"]) == (0.5, 0.75)
 
 
-def test_timings_come_with_their_spread() -> None:
-    timings = query_cache.lookup_timings(capacities=[5], dims=[8], metrics=["l2"], lookups=20)
-    assert [t.kind for t in timings] == ["miss", "near", "repeat"]
-    for timing in timings:
-        assert 0 < timing.lookup_us_min <= timing.lookup_us <= timing.lookup_us_max
-    overhead = query_cache.wrapper_overhead(capacity=5, dim=64, calls=20)
-    assert 0 < overhead.overhead_us_min <= overhead.overhead_us
+@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+def test_timings_come_with_their_spread(metric: str) -> None:
+    rows = query_cache.lookup_rows(5, 8, metric, lookups=20, seed=0)
+    assert [row["kind"] for row in rows] == ["miss", "near", "repeat"]
+    for row in rows:
+        assert 0 < row["lookup_us_min"] <= row["lookup_us"] <= row["lookup_us_max"]
+    overhead = query_cache.wrapper_row(5, 64, calls=20, seed=0)
+    assert 0 < overhead["overhead_us_min"] <= overhead["overhead_us"]
 
 
 class Wrong(ProximityCache):
@@ -79,4 +74,7 @@ class Blind(ProximityCache):
 def test_a_wrong_cache_reports_no_numbers(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_cache, "ProximityCache", kind)
     with pytest.raises(RuntimeError, match="the nearest key lies at"):
-        query_cache.run(workload(), search, capacities=[8], tolerances=[0.05])
+        query_cache.sweep(workload(), search, [8], [0.05])
+
+    with pytest.raises(RuntimeError, match="the nearest key lies at"):
+        query_cache.lookup_rows(8, 16, "cosine", lookups=20, seed=0)

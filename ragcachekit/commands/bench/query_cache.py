@@ -1,7 +1,8 @@
-"""What the query cache costs and what it returns (Proximity, section 4: hit rate, latency, recall)."""
+"""Query-cache bench: lookup times, the wrapper's overhead, hit rates (Proximity, section 4)."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,105 +10,96 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.query.base import Hit, Partition, ResultId
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.search.registry import open_index
+
+LOOKUP, WRAPPER, SWEEP = "lookup", "wrapper", "sweep"
 
 _PARTITION = Partition("bench", 1)
+_CAPACITIES = (300, 1000)
+_DIM = 768
+_METRICS = ("cosine", "l2", "ip")
+_TOLERANCES = (0.0, 0.02, 0.05, 0.1)
+_RESULTS = 4
 _CHECKED = 200  # lookups of each timing that are compared with the oracle
 
-
-@dataclass(frozen=True)
-class LookupTiming:
-    """Microseconds of one lookup in a full cache: a miss, a hit nearby, a repeated question."""
-
-    capacity: int
-    dim: int
-    metric: str
-    kind: str
-    lookup_us: float
-    lookup_us_min: float
-    lookup_us_max: float
-    n: int
+Row = dict[str, Any]
+Search = Callable[[NDArray[np.float32]], Sequence[ResultId]]
 
 
-@dataclass(frozen=True)
-class WrapperOverhead:
-    """Microseconds that a cached retriever adds to an uncached call, embedding aside."""
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Embeddings ``[n, dim]`` of questions in the order they are asked, and of the chunks to search.
 
-    capacity: int
-    dim: int
-    k: int
-    overhead_us: float
-    overhead_us_min: float
-    overhead_us_max: float
-    n: int
-
-
-def run(
-    embeddings: ArrayLike,
-    search: Callable[[NDArray[np.float32]], Sequence[ResultId]],
-    *,
-    capacities: Sequence[int] = (10, 100, 300, 1000),
-    tolerances: Sequence[float] = (0.0, 0.02, 0.05, 0.1),
-    metric: str = "cosine",
-    eviction: str = "fifo",
-) -> list[dict[str, Any]]:
-    """Replay a workload against every capacity and tolerance (in the metric's unit).
-
-    ``embeddings`` ``[n, dim]`` are those of the questions, in the order they are asked; ``search`` is the
-    index without a cache, from one embedding to ordered result ids. Rows have ``capacity, tolerance,
-    hit_rate, lookup_us`` (median), ``latency_ms`` and ``latency_ms_uncached`` (means per question), and
-    ``result_recall``, the mean share of the index's own results that were returned.
-
-    Raises
-    ------
-    RuntimeError
-        A lookup disagreed with a plain float64 oracle: no number is reported then.
+    ``distinct`` counts different questions: the sweep's capacities are a tenth, half and all of them.
     """
-    questions = np.ascontiguousarray(embeddings, np.float32)
-    truth, uncached_ms = _uncached(questions, search)
-    return [
-        _replay(questions, search, truth, uncached_ms, ProximityCache(capacity, tolerance, metric, eviction))
-        for capacity in capacities
-        for tolerance in tolerances
-    ]
+
+    name: str
+    questions: NDArray[np.float32]
+    chunks: NDArray[np.float32]
+    distinct: int
 
 
-def lookup_timings(
-    *,
-    capacities: Sequence[int] = (300, 1000),
-    dims: Sequence[int] = (768,),
-    metrics: Sequence[str] = ("cosine", "l2", "ip"),
-    lookups: int = 2000,
-    seed: int = 0,
-) -> list[LookupTiming]:
-    """Time single lookups in full caches of random unit vectors; 200 answers of each kind are checked.
+def measure(workload: Workload | None = None, *, lookups: int = 2000, seed: int = 0) -> BenchReport:
+    """Time lookups over random vectors and, where there is a workload, replay it.
 
-    Raises RuntimeError as :func:`run`.
+    Rows have a ``part``: ``lookup`` and ``wrapper`` in microseconds, ``sweep`` as of :func:`sweep`.
+
+    Raises RuntimeError if the cache disagrees with a plain oracle; no figure is given then.
     """
-    return [
-        timing
-        for capacity in capacities
-        for dim in dims
-        for metric in metrics
-        for timing in _time_cache(capacity, dim, metric, lookups, seed)
+    rows = [
+        {"part": LOOKUP, **row}
+        for capacity in _CAPACITIES
+        for metric in _METRICS
+        for row in lookup_rows(capacity, _DIM, metric, lookups, seed)
     ]
+    rows.append({"part": WRAPPER, **wrapper_row(max(_CAPACITIES), _DIM, lookups, seed)})
+    if workload is not None:
+        n, search = workload.distinct, _index_of(workload.chunks)
+        capacities = sorted({max(1, n // 10), max(1, n // 2), n})
+        rows += [{"part": SWEEP, **row} for row in sweep(workload.questions, search, capacities)]
+    return BenchReport("query-cache", workload.name if workload else "random vectors", seed, tuple(rows))
 
 
-def wrapper_overhead(
-    *, capacity: int = 1000, dim: int = 768, k: int = 4, calls: int = 2000, seed: int = 0
-) -> WrapperOverhead:
-    """Time uncached calls of :class:`CachedRetrieval` around a search that costs nothing.
+def lookup_rows(capacity: int, dim: int, metric: str, lookups: int, seed: int) -> list[Row]:
+    """Microseconds of a lookup in a full cache of random unit vectors: miss, hit nearby, repetition."""
+    rng = np.random.default_rng(seed)
+    cache = ProximityCache(capacity, 0.05, metric, dim=dim)
+    oracle = _Oracle(cache, dim)
+    keys = _units(rng, capacity, dim)
+    for slot, key in enumerate(keys):
+        cache.insert(key, (slot,), partition=_PARTITION)
+        oracle.insert(key)
+    strangers, repeated = _units(rng, lookups, dim), keys[rng.integers(0, capacity, lookups)]
+    nearby = (repeated + 0.01 * strangers).astype(np.float32)
+    out = []
+    for kind, asked in {"miss": strangers, "near": nearby, "repeat": repeated}.items():
+        spent, hits = [], []
+        for row in list(asked):
+            start = time.perf_counter_ns()
+            hits.append(cache.lookup(row, partition=_PARTITION))
+            spent.append((time.perf_counter_ns() - start) / 1e3)
+        for at in range(0, lookups, max(1, lookups // _CHECKED)):
+            oracle.check(asked[at], hits[at])
+        named = {"capacity": capacity, "dim": dim, "metric": metric, "kind": kind}
+        out.append(named | _spread("lookup_us", spent))
+    return out
+
+
+def wrapper_row(capacity: int, dim: int, calls: int, seed: int) -> Row:
+    """Microseconds that :class:`CachedRetrieval` adds to an uncached call, embedding and search aside.
 
     The cache is full, so that each call looks up, evicts and inserts.
     """
     rng = np.random.default_rng(seed)
     retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(capacity, 1e-3))
     questions = _units(rng, capacity + calls, dim)
-    results = [[(k * i + j, "document") for j in range(k)] for i in range(len(questions))]
+    results = [[(_RESULTS * i + j, "document") for j in range(_RESULTS)] for i in range(len(questions))]
     spent = []
     for question, result in zip(questions, results, strict=True):
         start = time.perf_counter_ns()
@@ -115,28 +107,66 @@ def wrapper_overhead(
         spent.append((time.perf_counter_ns() - start) / 1e3)
     if retrieval.stats().hits:
         raise RuntimeError("a call was answered from the cache; the overhead of a miss was not measured")
-    spent = spent[capacity:]
-    return WrapperOverhead(capacity, dim, k, statistics.median(spent), min(spent), max(spent), calls)
+    named = {"capacity": capacity, "dim": dim, "k": _RESULTS}
+    return named | _spread("overhead_us", spent[capacity:])
 
 
-def _uncached(
-    questions: NDArray[np.float32], search: Callable[[NDArray[np.float32]], Sequence[ResultId]]
-) -> tuple[list[tuple[ResultId, ...]], float]:
+def sweep(
+    questions: NDArray[np.float32],
+    search: Search,
+    capacities: Sequence[int],
+    tolerances: Sequence[float] = _TOLERANCES,
+) -> list[Row]:
+    """Replay questions ``[n, dim]`` against every capacity and tolerance (cosine distance).
+
+    ``search`` is the index without a cache. ``lookup_us`` is a median, ``latency_ms`` and
+    ``latency_ms_uncached`` are means; ``result_recall`` is the mean share of the index's own results.
+
+    Raises RuntimeError if a lookup disagrees with a plain float64 oracle.
+    """
     start = time.perf_counter()
-    truth = [tuple(search(question)) for question in questions]
-    return truth, (time.perf_counter() - start) * 1e3 / max(1, len(questions))
+    expected = [tuple(search(question)) for question in questions]
+    uncached_ms = (time.perf_counter() - start) * 1e3 / max(1, len(questions))
+    caches = [ProximityCache(capacity, t, "cosine") for capacity in capacities for t in tolerances]
+    return [_replay(questions, search, expected, uncached_ms, cache) for cache in caches]
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw hit rate, recall and latency of the sweep over the tolerance, one line per capacity."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    rows = report.part(SWEEP).rows
+    if not rows:
+        raise ValueError("there is no sweep to draw: it needs questions and chunks")
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, name in zip(panels, ("hit_rate", "result_recall", "latency_ms"), strict=True):
+        for capacity in dict.fromkeys(row["capacity"] for row in rows):
+            line = [(row["tolerance"], row[name]) for row in rows if row["capacity"] == capacity]
+            axes.plot(*zip(*line, strict=True), "o-", label=f"{capacity} entries")
+        axes.set_xlabel("tolerance (cosine distance)")
+        axes.set_ylabel(name.replace("_", " "))
+    panels[2].axhline(rows[0]["latency_ms_uncached"], ls="--", color="grey", label="without the cache")
+    panels[2].legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _index_of(chunks: NDArray[np.float32]) -> Search:
+    index = open_index("faiss-flat", chunks.shape[1])
+    index.add(range(len(chunks)), chunks)
+    return lambda question: index.search(question, _RESULTS).ids
 
 
 def _replay(
     questions: NDArray[np.float32],
-    search: Callable[[NDArray[np.float32]], Sequence[ResultId]],
-    truth: list[tuple[ResultId, ...]],
+    search: Search,
+    expected: Sequence[tuple[ResultId, ...]],
     uncached_ms: float,
     cache: ProximityCache,
-) -> dict[str, Any]:
-    oracle = _Oracle(cache)
+) -> Row:
+    oracle = _Oracle(cache, questions.shape[1])
     lookups_us, total_ns, recall = [], 0, 0.0
-    for question, expected in zip(questions, truth, strict=True):
+    for question, right in zip(questions, expected, strict=True):
         start = time.perf_counter_ns()
         hit = cache.lookup(question, partition=_PARTITION)
         looked_up = time.perf_counter_ns()
@@ -147,8 +177,8 @@ def _replay(
         lookups_us.append((looked_up - start) / 1e3)
         oracle.check(question, hit)
         if not hit:
-            oracle.insert(question, ids)
-        recall += _recall(ids, expected)
+            oracle.insert(question)
+        recall += len(set(right).intersection(ids)) / len(set(right)) if right else 1.0
     count = max(1, len(questions))
     return {
         "capacity": cache.capacity,
@@ -161,39 +191,9 @@ def _replay(
     }
 
 
-def _recall(ids: Sequence[ResultId], expected: Sequence[ResultId]) -> float:
-    wanted = set(expected)
-    return len(wanted.intersection(ids)) / len(wanted) if wanted else 1.0
-
-
-def _time_cache(capacity: int, dim: int, metric: str, lookups: int, seed: int) -> list[LookupTiming]:
-    rng = np.random.default_rng(seed)
-    cache = ProximityCache(capacity, 0.05, metric, dim=dim)
-    oracle = _Oracle(cache)
-    keys = _units(rng, capacity, dim)
-    for slot, key in enumerate(keys):
-        cache.insert(key, (slot,), partition=_PARTITION)
-    oracle.fill(keys)
-    strangers, repeated = _units(rng, lookups, dim), keys[rng.integers(0, capacity, lookups)]
-    nearby = (repeated + 0.01 * strangers).astype(np.float32)
-    workloads = {"miss": strangers, "near": nearby, "repeat": repeated}
-    return [_time_lookups(cache, oracle, metric, kind, rows) for kind, rows in workloads.items()]
-
-
-def _time_lookups(
-    cache: ProximityCache, oracle: _Oracle, metric: str, kind: str, rows: NDArray[np.float32]
-) -> LookupTiming:
-    spent, hits = [], []
-    for row in list(rows):
-        start = time.perf_counter_ns()
-        hit = cache.lookup(row, partition=_PARTITION)
-        spent.append((time.perf_counter_ns() - start) / 1e3)
-        hits.append(hit)
-    for at in range(0, len(hits), max(1, len(hits) // _CHECKED)):
-        oracle.check(rows[at], hits[at])
+def _spread(name: str, spent: Sequence[float]) -> Row:
     median = statistics.median(spent)
-    dim = rows.shape[1]
-    return LookupTiming(cache.capacity, dim, metric, kind, median, min(spent), max(spent), len(spent))
+    return {name: median, f"{name}_min": min(spent), f"{name}_max": max(spent), "n": len(spent)}
 
 
 def _units(rng: np.random.Generator, rows: int, dim: int) -> NDArray[np.float32]:
@@ -203,53 +203,33 @@ def _units(rng: np.random.Generator, rows: int, dim: int) -> NDArray[np.float32]
 
 
 class _Oracle:
-    """The same cache as a plain list of keys, oldest first, compared in float64 without shortcuts."""
+    """The keys of a first-in-first-out cache, compared in float64 without shortcuts."""
 
-    def __init__(self, cache: ProximityCache) -> None:
+    def __init__(self, cache: ProximityCache, dim: int) -> None:
         self._cache = cache
-        self._lru = cache.eviction == "lru"
-        self._keys: NDArray[np.float64] = np.empty((0, 0))
-        self._ids: list[tuple[ResultId, ...]] = []
+        self._keys = np.empty((cache.capacity, dim))
+        self._inserted = 0
 
-    def insert(self, key: NDArray[np.float32], ids: Sequence[ResultId]) -> None:
-        first = 1 if len(self._ids) == self._cache.capacity else 0
-        kept = self._keys[first:] if self._ids else np.empty((0, key.size))
-        self._keys = np.concatenate([kept, key[None].astype(np.float64)])
-        self._ids = [*self._ids[first:], tuple(ids)]
-
-    def fill(self, keys: NDArray[np.float32]) -> None:
-        """Start with these keys, each with its row as the only id."""
-        self._keys = keys.astype(np.float64)
-        self._ids = [(row,) for row in range(len(keys))]
+    def insert(self, key: NDArray[np.float32]) -> None:
+        self._keys[self._inserted % len(self._keys)] = key
+        self._inserted += 1
 
     def check(self, query: NDArray[np.float32], hit: Hit | None) -> None:
         """RuntimeError unless the hit is the nearest key, or the miss beyond the tolerance."""
-        distances = self._distances(query)
-        nearest = float(distances.min()) if distances.size else float("inf")
-        slack = 1e-6 * (1 + nearest) if distances.size else 0.0
+        keys = self._keys[: self._inserted]
+        nearest = float(self._distances(keys, query.astype(np.float64)).min(initial=np.inf))
+        slack = 1e-6 * (1 + nearest) if len(keys) else 0.0
         if hit is None:
-            wrong = nearest < self._cache.tolerance - slack or self._holds(query)
+            wrong = nearest < self._cache.tolerance - slack or bool((keys == query).all(axis=1).any())
         else:
             wrong = abs(hit.distance - nearest) > slack or hit.distance > self._cache.tolerance
         if wrong:
-            raise RuntimeError(f"the cache said {hit}, but the nearest key lies at {nearest}")
-        if hit is not None and self._lru:
-            self._refresh(int(distances.argmin()))
+            raise RuntimeError(f"the cache returned {hit}, but the nearest key lies at {nearest}")
 
-    def _holds(self, query: NDArray[np.float32]) -> bool:
-        return bool(self._ids) and bool((self._keys == query).all(axis=1).any())
-
-    def _refresh(self, at: int) -> None:
-        order = [i for i in range(len(self._ids)) if i != at] + [at]
-        self._keys, self._ids = self._keys[order], [self._ids[i] for i in order]
-
-    def _distances(self, query: NDArray[np.float32]) -> NDArray[np.float64]:
-        if not self._ids:
-            return np.empty(0)
-        wide, keys = query.astype(np.float64), self._keys
+    def _distances(self, keys: NDArray[np.float64], query: NDArray[np.float64]) -> NDArray[np.float64]:
         if self._cache.metric == "l2":
-            return np.asarray(np.linalg.norm(keys - wide, axis=1))
-        dots, squares = keys @ wide, np.einsum("ij,ij->i", keys, keys)
+            return np.asarray(np.linalg.norm(keys - query, axis=1))
+        dots, squares = keys @ query, np.einsum("ij,ij->i", keys, keys)
         if self._cache.metric == "cosine":
-            return np.asarray(1 - dots / np.sqrt(squares * (wide @ wide)))
-        return np.asarray(np.maximum(squares, wide @ wide) - dots)
+            return np.asarray(1 - dots / np.sqrt(squares * (query @ query)))
+        return np.asarray(np.maximum(squares, query @ query) - dots)

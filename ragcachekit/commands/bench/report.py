@@ -1,4 +1,4 @@
-"""What every bench hands out: rows in one JSON frame, a table, and where it helps a plot."""
+"""Bench reports: rows in one JSON frame, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 SCHEMA = 1
-WHOLE = 24
-"""Characters of a word that a table keeps together however narrow the terminal is."""
+_WHOLE = 24  # characters of a word that a table keeps together however narrow the terminal is
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,13 @@ class BenchReport:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
+    def part(self, name: str) -> BenchReport:
+        """The report with the rows of one part only, without the column ``part``."""
+        rows = [dict(row) for row in self.rows if row["part"] == name]
+        for row in rows:
+            del row["part"]
+        return replace(self, rows=tuple(rows))
+
     def table(self, title: str, columns: Sequence[str] | None = None) -> Table:
         """A rich table of the rows; ``columns`` to choose and order."""
         return table(title, self.rows, columns)
@@ -59,38 +64,23 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] 
         numeric = bool(rows) and all(isinstance(row.get(name), int | float | None) for row in rows)
         heading = name.replace("_", " ")
         words = " ".join([heading, *(_cell(row.get(name)) for row in rows)]).split()
-        whole = min(max(map(len, words)), WHOLE)  # what is cut off says nothing
-        out.add_column(heading, justify="right" if numeric else "left", min_width=whole, overflow="fold")
+        width = min(max(map(len, words)), _WHOLE)
+        out.add_column(heading, justify="right" if numeric else "left", min_width=width, overflow="fold")
     for row in rows:
         out.add_row(*(_cell(row.get(name)) for name in names))
     return out
 
 
-def show(renderable: Any) -> None:
-    """Print to the terminal, wide enough for every word of a table; at least 140 columns when piped."""
-    console = Console()
-    width = console.width if console.is_terminal else 140
-    whole = Console(width=1000)
-    if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
-        for column in renderable.columns:  # a line for each word: rich would cut words before it breaks all
-            column.header = str(column.header).replace(" ", "\n")
-        width = max(width, whole.measure(renderable).minimum)
-    Console(width=width).print(renderable)
-
-
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and accelerator of this machine."""
-    found = {
+    return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
-        "accelerator": None,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    if torch.cuda.is_available():
-        found["accelerator"] = torch.cuda.get_device_name()
-    return found
 
 
 def versions() -> dict[str, str]:
@@ -112,11 +102,14 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def _memory_gib() -> float | None:
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()

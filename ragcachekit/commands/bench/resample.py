@@ -1,4 +1,4 @@
-"""The bootstrap behind every interval that a bench reports."""
+"""Bootstrap intervals of bench figures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 2000
-_BOUNDS = (0.025, 0.975)
 
 Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Sums per column ``[resamples, columns]`` -> the figure ``[resamples]``; NaN where it has none."""
 
 
 class Bootstrap:
-    """Draws ``n`` units with replacement, the same draws for every figure (so figures are paired).
-
-    Parameters
-    ----------
-    n : int
-        Number of units (questions).
-    seed : int
+    """Draws of ``n`` units with replacement, the same for every figure, so that figures are paired.
 
     Raises ValueError if there is nothing to draw from.
     """
@@ -42,7 +35,7 @@ class Bootstrap:
         figures = figures[~np.isnan(figures)]
         if figures.size <= RESAMPLES // 2:
             return None
-        low, high = np.quantile(figures, _BOUNDS)
+        low, high = np.quantile(figures, (0.025, 0.975))
         return float(low), float(high)
 
     def upper_of_mean(self, values: ArrayLike, level: float) -> float:

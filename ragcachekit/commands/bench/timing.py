@@ -1,4 +1,4 @@
-"""What the TTFT benches share: samples and rows, engines per tier, and the check before any figure."""
+"""TTFT benches: samples, rows, engines per tier, and the checks before any figure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.tiered import Tier, TieredStore
 from ragcachekit.types import Prompt
 
-COLD_DISK = "disk-cold"
-"""The disk tier after the system's page cache has dropped its files."""
-
-KNOWN_TIERS = ("gpu", "host", "disk", COLD_DISK)
+COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache
+KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
 NO_TIER = "none"
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
 _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
@@ -87,9 +85,8 @@ def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
 class Engines:
     """Engines around one model.
 
-    ``filler`` stores what it encodes, and what its prompts missed, in every tier at once; those of
-    ``warm``, by tier, read that tier alone and store nothing; ``cold`` has a host tier that stays empty;
-    ``folder`` holds the files of the disk tier, if there is one.
+    ``filler`` stores what it encodes in every tier at once. Each of ``warm``, by tier, reads that tier alone
+    and stores nothing; ``cold`` has a host tier that stays empty. ``folder`` holds the disk tier.
     """
 
     filler: RagCache
@@ -98,15 +95,11 @@ class Engines:
     folder: Path
 
     def drop_pages(self) -> None:
-        """Have the system forget the disk tier's files, so that the next read comes from the medium."""
+        """Drop the disk tier's files from the page cache: the next read comes from the medium."""
         for file in self.folder.glob("**/*.safetensors"):
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def all(self) -> tuple[RagCache, ...]:
-        """Every engine."""
-        return (self.filler, *self.warm.values(), self.cold)
 
 
 @contextmanager
@@ -114,41 +107,37 @@ def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Ite
     """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
-        kinds = dict.fromkeys("disk" if tier == COLD_DISK else tier for tier in tiers)
-        stores = {kind: _open_tier(kind, model.device, folder, stack) for kind in kinds}
-        empty = _open_tier("host", model.device, folder, stack)
+
+        def open_tier(kind: str) -> Tier:
+            store: Tier
+            if kind == "disk":
+                store = DiskStore(folder / "kv", _BYTES)
+            elif kind == "gpu":
+                store = GpuStore(_BYTES, model.device)
+            else:
+                store = HostStore(_BYTES, pinned=model.device.type == "cuda")
+            stack.callback(store.close)
+            return store
 
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
-            # Loaded in any case: what is measured is loading.
+            # load="always": what is measured is loading.
             rag = RagCache(model, tokenizer, store=store, namespace="bench", cold=cold, load="always")
             return stack.enter_context(rag)
 
+        kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
+        stores = {kind: open_tier(kind) for kind in dict.fromkeys(kinds.values())}
         yield Engines(
             engine(TieredStore(tuple(stores.values())), "now"),
-            {tier: engine(stores["disk" if tier == COLD_DISK else tier], "never") for tier in tiers},
-            engine(empty, "never"),
+            {tier: engine(stores[kind], "never") for tier, kind in kinds.items()},
+            engine(open_tier("host"), "never"),
             folder,
         )
 
 
-def _open_tier(tier: str, device: torch.device, folder: Path, stack: ExitStack) -> Tier:
-    store: Tier
-    if tier == "disk":
-        store = DiskStore(folder / "kv", _BYTES)
-    else:
-        on_gpu = device.type == "cuda"
-        store = GpuStore(_BYTES, device) if tier == "gpu" else HostStore(_BYTES, pinned=on_gpu)
-    stack.callback(store.close)
-    return store
-
-
 def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
-    """Compare the library's answers with the model's own ``generate`` on the same ids.
+    """Compare ``full``, and the linked path at ratio 1.0, with the model's own ``generate``.
 
-    ``full`` must give the same greedy token. The linked path with every cached row recomputed must
-    give the same logits, but for rounding, with KV of the prompt's chunks in the store.
-
-    Raises RagCacheError if they differ, or if nothing of the prompt was linked.
+    Raises RagCacheError if tokens or logits differ, but for rounding, or if nothing was linked.
     """
     model = rag.model
     ids = rag.link(prompt, policy="full").input_ids
@@ -173,12 +162,9 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
 
 
 def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
-    """Compare two ways to the first token over the same linked cache.
+    """Compare the first token of ``generate``, which links inside its prefill, with that of ``link``.
 
-    ``generate`` links inside its prefill, on a GPU as a captured graph and over layers that are still on
-    their way; ``link`` runs layer by layer ahead of it. Both must lead to the same token, but for rounding.
-
-    Raises RagCacheError if they differ.
+    Raises RagCacheError if they differ, but for rounding.
     """
     expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
     answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,29 +56,33 @@ def run(
     """Measure TTFT of one prompt of random tokens: system text, chunks, question.
 
     Every round asks the same prompt once in every way, so that a drifting machine hits all ways
-    alike. ``full`` is always among them: it is what ``speedup`` is over. Beside the policies stand
-    ``cold`` (the library with nothing cached and nothing being encoded), ``generate`` (the model's
-    own ``generate``, without the library) and ``prefix-cache`` (generate with a cache of transformers
-    that holds the very same prompt up to the question: exact, and of use to no other order of chunks;
-    copying that cache for each request is not counted).
+    alike. Beside the policies stand ``full`` (what ``speedup`` is over), ``cold`` (nothing cached),
+    ``generate`` (the model's own) and ``prefix-cache``: generate over a transformers cache of the same
+    prompt up to the question, not counting the copy of that cache.
 
-    ``shape`` (of ``shapes.SHAPES``, for random weights; default smollm2-135m) or a
-    real ``model``. ``tiers`` are where the chunk KV lies; host memory is page-locked if the model is on a
-    GPU; ``disk`` has no host tier before it, but the system's page cache, which ``disk-cold`` has forget
-    the files before each request. A row has median, least and greatest of ``runs`` rounds.
+    Parameters
+    ----------
+    shape, model : str, optional
+        A key of ``SHAPES`` for random weights (default smollm2-135m), or a model's folder or hub id.
+    tiers : sequence of str
+        Where the chunk KV lies. ``disk`` is read through the system's page cache; ``disk-cold`` drops the
+        files from it before each request.
 
-    Rows are ``policy, tier, prompt_tokens, recompute_ratio, ttft_ms, ttft_ms_min, ttft_ms_max, speedup,
-    link_ms, wait_ms, overlap, forward, runs``; the tier is ``none`` where nothing is reused. ``link_ms`` is
-    the time to place kept rows (on a GPU, without waiting for the device), ``wait_ms`` what the request
-    waited for loads, ``overlap`` the share of loading that it did not wait for, ``forward`` how the linked
-    forward ran.
+    Returns
+    -------
+    BenchReport
+        Times in ms: ``ttft_ms`` is the median of ``runs``; ``link_ms`` places kept rows, ``wait_ms`` waits
+        for loads; ``overlap`` is the share of loading that was not waited for.
 
-    Raises ValueError for unknown names or sizes that do not fit together; RagCacheError: the library's
-    answer is not the model's own; no figure is given then.
+    Raises ValueError for unknown names or sizes that do not fit together; RagCacheError if the library's
+    answer is not the model's own: no figure is given then.
     """
     _check_arguments(shape, model, policies, tiers, runs)
-    name = describe(shape or "smollm2-135m", dtype) if model is None else f"{os.fspath(model)}, {dtype}"
-    lm = _model(shape or "smollm2-135m", model, dtype, device, seed)
+    if model is None:
+        shape = shape or "smollm2-135m"
+        name, lm = describe(shape, dtype), random_model(shape, dtype=dtype, device=device, seed=seed)
+    else:
+        name, lm = f"{os.fspath(model)}, {dtype}", load_model(model, device, dtype=dtype_named(dtype))[0]
     prompt = random_prompt(
         lm.config.get_text_config().vocab_size, prompt_tokens, chunk_tokens, question_tokens, seed
     )
@@ -127,13 +132,7 @@ def random_prompt(
 
 
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
-    """What one request took that was served as expected.
-
-    Raises
-    ------
-    RagCacheError
-        If the KV came from elsewhere than ``tier`` (``none``: if anything was reused).
-    """
+    """Time one request; RagCacheError if KV came from elsewhere than ``tier`` (``none``: from anywhere)."""
     report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
     link = report.link
     sources = {use.source for use in link.uses}
@@ -147,53 +146,45 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
 
 
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw the rows as bars, with the range from least to greatest, into ``path``."""
+    """Draw the rows as bars, with the range from least to greatest."""
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
     bars = report.rows
-    names = [r["policy"] if r["tier"] == NO_TIER else f"{r['policy']}\n{r['tier']}" for r in bars]
-    heights = [r["ttft_ms"] for r in bars]
-    spread = [
-        [r["ttft_ms"] - r["ttft_ms_min"] for r in bars],
-        [r["ttft_ms_max"] - r["ttft_ms"] for r in bars],
-    ]
+    below = [r["ttft_ms"] - r["ttft_ms_min"] for r in bars]
+    above = [r["ttft_ms_max"] - r["ttft_ms"] for r in bars]
     figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
     axes = figure.add_subplot()
-    drawn = axes.bar(range(len(bars)), heights, yerr=spread, capsize=3)
+    drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
     axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
-    axes.margins(y=0.15)
-    axes.set_xticks(range(len(bars)), names)
+    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}" for r in bars])
     axes.set_ylabel("time to first token (ms)")
     axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
     figure.savefig(path)
 
 
-_Ask = Callable[[], Measured]
-
-
 def _ways(
     model: Any, prompt: Prompt, policies: Sequence[str], engines: Engines
-) -> list[tuple[Timings, _Ask]]:
+) -> list[tuple[Timings, Callable[[], Measured]]]:
     """What one round measures, in order; ``policies`` without ``full``."""
 
-    def of(rag: RagCache, policy: str, tier: str) -> _Ask:
-        def ask() -> Measured:
-            if tier == COLD_DISK:
-                engines.drop_pages()
-            return ask_engine(rag, prompt, policy, tier)
-
-        return ask
+    def of(rag: RagCache, policy: str, tier: str) -> Measured:
+        if tier == COLD_DISK:
+            engines.drop_pages()
+        return ask_engine(rag, prompt, policy, tier)
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
-    cold = engines.cold
-    question = len(prompt.segments[-1].token_ids or ())
-    prefix = _prefix_cache(model, ids, question)
+    prefix = _prefix_cache(model, ids, len(prompt.segments[-1].token_ids or ()))
+    uncached = policies[0] if policies else "reuse"
     return [
         (Timings("generate", NO_TIER), lambda: _time_generate(model, ids)),
         (Timings("prefix-cache", NO_TIER), lambda: _time_generate(model, ids, prefix)),
-        (Timings("full", NO_TIER), of(cold, "full", NO_TIER)),
-        (Timings("cold", NO_TIER), of(cold, policies[0] if policies else "reuse", NO_TIER)),
-        *((Timings(p, tier), of(rag, p, tier)) for tier, rag in engines.warm.items() for p in policies),
+        (Timings("full", NO_TIER), partial(of, engines.cold, "full", NO_TIER)),
+        (Timings("cold", NO_TIER), partial(of, engines.cold, uncached, NO_TIER)),
+        *(
+            (Timings(p, tier), partial(of, rag, p, tier))
+            for tier, rag in engines.warm.items()
+            for p in policies
+        ),
     ]
 
 
@@ -218,12 +209,6 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
     return Measured((time.perf_counter() - begun) * 1e3, 0.0, ratio, len(ids[0]))
-
-
-def _model(shape: str, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int) -> Any:
-    if model is None:
-        return random_model(shape, dtype=dtype, device=device, seed=seed)
-    return load_model(model, device, dtype=dtype_named(dtype))[0]
 
 
 def _check_arguments(

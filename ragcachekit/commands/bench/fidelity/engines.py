@@ -1,12 +1,11 @@
-"""Engines that differ in their encoder, around one model: what the fidelity bench asks."""
+"""Engines of the fidelity bench: one per chunk encoder, around one model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -41,18 +40,17 @@ class Way:
 FULL = Way("full", NO_ENCODER)
 REUSE = Way("reuse", "system")
 BASELINES = (FULL, REUSE)
-"""Run always: what quality is normalised by (design: FusionRAG's normalized F1)."""
+"""Always measured: FusionRAG's normalized F1 is relative to them."""
 
 _TRIES = 2
-_ROUNDED = "+"
 _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger than the store's budget"
 
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt's next-token log probabilities, ``[vocab]`` float64, and its KV without the last token.
+    """Next-token log probabilities ``[vocab]``, float64, and KV without the prompt's last token.
 
-    ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per layer, by position.
+    ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per layer.
     """
 
     log_probs: torch.Tensor
@@ -61,7 +59,7 @@ class Prefilled:
 
 
 class Engines:
-    """One :class:`RagCache` per encoder, around one model; one store, and one per way of rounding.
+    """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
     ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``.
     """
@@ -78,9 +76,9 @@ class Engines:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         encoders = list(encoders)
-        kinds = dict.fromkeys(quantisation(name) for name in encoders)
         self._stores = {
-            kind: open_store(StoreConfig(quantise={"host": kind} if kind else {})) for kind in kinds
+            kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
+            for kind in dict.fromkeys(map(quantisation, encoders))
         }
         self._stop = list(stop)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
@@ -90,7 +88,7 @@ class Engines:
                 model,
                 tokenizer,
                 policy="reuse",
-                encoder=name.partition(_ROUNDED)[0],
+                encoder=name.partition("+")[0],
                 neighbours=neighbours if needs_neighbours(name) else None,
                 store=self._stores[quantisation(name)],
                 cold="now",
@@ -116,10 +114,8 @@ class Engines:
     def answer(self, prompt: FidelityPrompt, way: Way) -> Answer:
         """Generate greedily from cached chunks.
 
-        What a first try missed (the text before the chunks; what the store has evicted) is encoded
-        behind it, and the prompt asked again: an answer over chunks computed in place would be too good.
-
-        Raises RagCacheError if chunk KV is not kept.
+        A second try follows when something was missing: what was computed in place would be too good.
+        RagCacheError if chunk KV is not kept.
         """
         for _ in range(_TRIES):
             answer = self._engine(way).generate(
@@ -134,13 +130,8 @@ class Engines:
         return self._engine(FULL).generate(prompt.prompt, policy=FULL.policy, **self._options).token_ids
 
     def encode(self, question: FidelityQuestion, prompt: FidelityPrompt, way: Way) -> None:
-        """Encode chunks one by one: in a batch the last digits depend on the neighbours.
-
-        Results are thus the same in any order of questions.
-        """
-        if way == FULL:
-            return
-        for chunk in question.chunks:
+        """Encode chunks one by one: in a batch the last digits would depend on the order of questions."""
+        for chunk in question.chunks if way != FULL else ():
             if (way.encoder, prompt.before, chunk) not in self._encoded:
                 self._engine(way).encode([chunk], system=prompt.before)
                 self._encoded.add((way.encoder, prompt.before, chunk))
@@ -151,14 +142,6 @@ class Engines:
             engine.close()
         for store in self._stores.values():
             store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _engine(self, way: Way) -> RagCache:
         if way.encoder == NO_ENCODER:
@@ -172,11 +155,8 @@ def _served(report: LinkReport) -> bool:
 
 
 def quantisation(encoder: str) -> str:
-    """What chunks are rounded to at rest: ``int8`` of ``standalone+int8``, else nothing.
-
-    Raises ValueError for a rounding that there is not.
-    """
-    _, rounded, kind = encoder.partition(_ROUNDED)
+    """``int8`` of ``standalone+int8``, else nothing; ValueError for an unknown quantisation."""
+    _, rounded, kind = encoder.partition("+")
     if rounded and kind not in QUANTISATIONS:
         raise ValueError(f"encoder {encoder!r}: unknown rounding {kind!r}; known: {', '.join(QUANTISATIONS)}")
     return kind
@@ -192,7 +172,7 @@ def _prefilled(model: Any, linked: LinkedPrompt) -> Prefilled:
     inputs = linked.inputs
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     if cache is None:  # nothing was reused
-        # A plain cache: the one that a model makes for itself drops keys of sliding layers.
+        # Not the model's own kind of cache, which drops keys of sliding layers.
         cache = DynamicCache()
         model.base_model(
             input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True
@@ -201,10 +181,6 @@ def _prefilled(model: Any, linked: LinkedPrompt) -> Prefilled:
     values = tuple(layer.values[0] for layer in cache.layers)
     last = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
     output = model(
-        input_ids=ids[:, -1:],
-        attention_mask=mask,
-        position_ids=last,
-        past_key_values=cache,
-        use_cache=True,
+        input_ids=ids[:, -1:], attention_mask=mask, position_ids=last, past_key_values=cache, use_cache=True
     )
     return Prefilled(output.logits[0, -1].double().log_softmax(-1), keys, values)

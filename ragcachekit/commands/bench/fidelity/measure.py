@@ -1,8 +1,13 @@
-"""One question, one policy, one encoder: the answer, the first token's distribution, the KV."""
+"""Results of a fidelity run, and the work file from which an interrupted run continues."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Prefilled, Way
@@ -10,10 +15,12 @@ from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.errors import RagCacheError
 
+_FORMAT = 2
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one question gave in one way; plain values only.
+    """Result of one question in one way; plain values only.
 
     ``exact_match``, ``f1`` and ``rouge_l`` are against the right answer, ``agreement...`` against that of
     ``full``; ``kl`` is KL(full || this way) of the first token, in nats; deviations are per layer, relative
@@ -43,15 +50,16 @@ def measure(
     prompt: FidelityPrompt,
     way: Way,
     full: Prefilled,
-    full_text: str | None,
+    full_answer: Measurement | None,
 ) -> Measurement:
-    """Answer a question in one way and compare; ``full_text`` None: this is the answer of ``full``."""
+    """Answer a question in one way and compare; ``full_answer`` None: this is the answer of ``full``."""
     engines.encode(question, prompt, way)
     answer = engines.answer(prompt, way)
-    found, report = (full, answer.report.link) if way == FULL else engines.prefilled(prompt, way)
-    if report.fallback or answer.report.link.fallback:
+    link, text = answer.report.link, answer.text.strip()
+    found, report = (full, link) if way == FULL else engines.prefilled(prompt, way)
+    if report.fallback or link.fallback:
         raise RagCacheError(f"{way} fell back to a full prefill ({report.fallback}): nothing to measure")
-    text, other = answer.text.strip(), full_text if full_text is not None else answer.text.strip()
+    other = full_answer.text if full_answer else text
     return Measurement(
         text=text,
         exact_match=metrics.exact_match(text, question.answer),
@@ -64,8 +72,65 @@ def measure(
         kl=metrics.divergence(full.log_probs, found.log_probs),
         key_deviation=metrics.relative_deviations(full.keys, found.keys, prompt.spans),
         value_deviation=metrics.relative_deviations(full.values, found.values, prompt.spans),
-        ratio_spent=answer.report.link.recompute_ratio,
-        prompt_tokens=answer.report.link.prompt_tokens,
-        recomputed_tokens=answer.report.link.recomputed_tokens,
-        reused_tokens=answer.report.link.reused_tokens,
+        ratio_spent=link.recompute_ratio,
+        prompt_tokens=link.prompt_tokens,
+        recomputed_tokens=link.recomputed_tokens,
+        reused_tokens=link.reused_tokens,
     )
+
+
+class Work:
+    """Results by question and way, also written to a file if there is one.
+
+    ``header`` holds what must be the same for results to go together. A last line that was cut off is
+    dropped. Raises RagCacheError if the file belongs to another run or is no work file.
+    """
+
+    def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+        self.results: dict[tuple[int, Way], Measurement] = {}
+        self._file = None
+        if path is not None:
+            place = Path(path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._read({"fidelity": _FORMAT, **header}, place)
+            self._file = place.open("a", encoding="utf-8")
+
+    def put(self, question: int, way: Way, found: Measurement) -> None:
+        """Add a result."""
+        self.results[question, way] = found
+        if self._file is not None:
+            line = {"question": question, "way": asdict(way), "result": asdict(found)}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self, header: dict[str, Any], path: Path) -> None:
+        raw = path.read_bytes() if path.exists() else b""
+        whole, _, cut = raw.rpartition(b"\n")
+        if not raw.startswith(b'{"fidelity"'[: len(raw)]):
+            raise RagCacheError(f"{path} is no work file of this bench; give another one")
+        first, *lines = whole.decode("utf-8", errors="replace").splitlines() or [json.dumps(header)]
+        try:
+            found = json.loads(first)
+        except ValueError:
+            found = {}
+        if other := [name for name, value in header.items() if found.get(name) != value]:
+            raise RagCacheError(
+                f"{path} belongs to a run with another {' and '.join(other)}; delete it or give another file"
+            )
+        for number, line in enumerate(lines, 2):
+            try:
+                entry = json.loads(line)
+                values: dict[str, Any] = entry["result"]
+                values |= {name: tuple(values[name]) for name in ("key_deviation", "value_deviation")}
+                self.results[entry["question"], Way(**entry["way"])] = Measurement(**values)
+            except (ValueError, KeyError, TypeError) as error:
+                raise RagCacheError(
+                    f"{path}, line {number} is damaged; delete the file and start again"
+                ) from error
+        if cut or not whole:
+            path.write_text("".join(line + "\n" for line in (first, *lines)), encoding="utf-8")

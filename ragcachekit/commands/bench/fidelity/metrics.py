@@ -1,7 +1,4 @@
-"""How an answer is scored against the right one and against that of a full prefill.
-
-Answers are compared as in SQuAD: lower case, without punctuation and articles.
-"""
+"""Scores of answers, compared as in SQuAD: lower case, without punctuation and articles."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _WORD = re.compile(r"\w+")
 
 
 class _Words:
-    """Words of any script; the tokenizer of rouge-score knows ASCII only."""
+    """Words of any script; rouge-score's own tokenizer is for ASCII."""
 
     def tokenize(self, text: str) -> list[str]:
         return _WORD.findall(text.lower())
@@ -28,7 +25,7 @@ _ROUGE = rouge_scorer.RougeScorer(["rougeL"], tokenizer=_Words())
 
 
 def words(text: str) -> list[str]:
-    """The words that count."""
+    """Words without articles and punctuation."""
     return _ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split()
 
 

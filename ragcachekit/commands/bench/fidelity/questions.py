@@ -1,4 +1,4 @@
-"""What the fidelity bench asks: questions with their retrieved chunks and right answers."""
+"""Questions of the fidelity bench, with their retrieved chunks and right answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ragcachekit.commands.reading_prompt import SEPARATOR
 
@@ -17,8 +16,7 @@ from ragcachekit.commands.reading_prompt import SEPARATOR
 class FidelityQuestion:
     """One question with its retrieved chunks, in the order of the prompt.
 
-    ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere);
-    ``cell`` is the cell of a sweep, as (name, value) pairs.
+    ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere).
     """
 
     question: str
@@ -26,11 +24,10 @@ class FidelityQuestion:
     answer: str
     question_type: str = ""
     joints: tuple[str, ...] = ()
-    cell: tuple[tuple[str, Any], ...] = ()
 
     @property
     def between(self) -> tuple[str, ...]:
-        """What stands between the chunks."""
+        """The texts between the chunks."""
         return self.joints or (SEPARATOR,) * (len(self.chunks) - 1)
 
 
@@ -43,8 +40,7 @@ def digest(questions: Sequence[FidelityQuestion]) -> str:
 def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
     """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line, ``"type"`` if wanted.
 
-    Raises ValueError for a line that is not of this form (with its number), or a file without questions;
-    OSError.
+    Raises ValueError for a bad line (with its number) or a file without questions; OSError.
     """
     out = []
     with Path(path).open(encoding="utf-8") as lines:

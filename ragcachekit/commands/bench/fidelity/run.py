@@ -1,32 +1,80 @@
-"""Fidelity: what reuse does to answers, for every policy and encoder, beside a full prefill.
-
-Everything goes through the public interface of :class:`~ragcachekit.engine.rag_cache.RagCache`.
-"""
+"""Fidelity bench: what reuse does to answers, for every policy and encoder, beside a full prefill."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 import ragcachekit
-from ragcachekit.commands.bench.fidelity.engines import FULL, NO_ENCODER, Engines, Way, needs_neighbours
-from ragcachekit.commands.bench.fidelity.measure import Measurement, measure
-from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
+from ragcachekit.commands.bench.fidelity.engines import (
+    BASELINES,
+    FULL,
+    NO_ENCODER,
+    Engines,
+    Way,
+    needs_neighbours,
+    quantisation,
+)
+from ragcachekit.commands.bench.fidelity.measure import Measurement, Work, measure
+from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest
-from ragcachekit.commands.bench.fidelity.rows import QUALITY, layer_rows, quality_rows
-from ragcachekit.commands.bench.fidelity.settings import DOCUMENT, FidelitySettings, chosen_ways
-from ragcachekit.commands.bench.fidelity.work import Work, WorkHeader
+from ragcachekit.commands.bench.fidelity.rows import quality_rows
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.own_questions import neighbours_of
+from ragcachekit.commands.own_questions import Asking, neighbours_of
 from ragcachekit.commands.workspace import check_dtype, load_checked
 from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.policies.registry import open_policy
+
+POLICIES = (
+    "full",
+    "reuse",
+    "lego0",
+    *(f"lego:{k}" for k in (1, 2, 4, 6, 12)),
+    *(f"{kind}:{r}" for kind in ("random", "heavy", "query", "deep") for r in (0.05, 0.1, 0.15, 0.3)),
+    *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),
+    *(f"craft:{alpha}" for alpha in (0.1, 0.2, 0.3, 0.6)),  # over standalone half of it is spent
+    "craft-focused:0.6",
+)
+EMBEDDING, DOCUMENT = "embedding", "document"
+
+Results = dict[Way, list[Measurement]]
+"""Per way one result per question, in the order of the questions."""
+
+
+@dataclass(frozen=True)
+class FidelitySettings(Asking):
+    """What is measured: every policy over every encoder.
+
+    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system``, are
+    always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2) or of the
+    ``document`` (the chunks before).
+    """
+
+    encoders: tuple[str, ...] = ("standalone",)
+    neighbours: str = EMBEDDING
+
+    def check(self, documents: bool) -> None:
+        """ValueError for unknown names, or neighbours of a document where no ``documents`` are given."""
+        check_dtype(self.dtype)
+        for name in self.policies:
+            open_policy(name)
+        if self.neighbours not in (EMBEDDING, DOCUMENT):
+            raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
+        if self.neighbours == DOCUMENT and not documents:
+            raise ValueError(
+                "a file of questions does not say what stands before a chunk; give --corpus, or use embedding"
+            )
 
 
 def run(
@@ -34,185 +82,149 @@ def run(
 ) -> BenchReport:
     """Ask the user's questions, or probes made from the user's corpus, in every way.
 
-    Results are kept in the file ``work`` as they come; one of an earlier run is continued. The report is
-    that of :func:`measured`.
+    Returns
+    -------
+    BenchReport
+        ``quality`` rows: means per policy, encoder and question type with ``<metric>_low`` and
+        ``<metric>_high``, of ``f1`` just ``low`` and ``high`` (95 %, bootstrap over questions). One ``check``
+        row: ``full`` against the model's own generate.
 
-    Raises ValueError, CorpusError for unknown policies or encoders, bad or missing questions; before any
-    work; RagCacheError as :func:`measured`.
+    Raises ValueError, CorpusError for bad settings or questions, before any work; else as :func:`ask`.
     """
-    check(settings)
-    settings.check_neighbours(documents=settings.corpus is not None)
+    settings.check(documents=settings.corpus is not None)
     sample = settings.sample()
-
-    def near() -> Neighbours:
-        return neighbours_of(sample, settings.neighbours == DOCUMENT, progress)
-
-    return measured(settings, sample.questions, near, work=work, progress=progress)
+    near = partial(neighbours_of, sample, settings.neighbours == DOCUMENT, progress)
+    results = ask(settings, sample.questions, near, work=work, progress=progress)
+    return report(settings, sample.questions, results)
 
 
-def check(settings: FidelitySettings) -> None:
-    """ValueError for an unknown dtype or policy."""
-    check_dtype(settings.dtype)
-    for name in settings.policies:
-        open_policy(name)
+def report(
+    settings: FidelitySettings, questions: Sequence[FidelityQuestion], results: Results
+) -> BenchReport:
+    """The rows of :func:`run`."""
+    rows = quality_rows(questions, results, settings.seed)
+    name = "full equals the model's own generate"
+    rows.append({"part": "check", "name": name, "n": len(questions), "mismatches": 0})
+    return BenchReport("fidelity", settings.model, settings.seed, tuple(rows))
 
 
-def measured(
+def ask(
     settings: FidelitySettings,
     questions: Sequence[FidelityQuestion],
     neighbours: Callable[[], Neighbours],
     *,
-    part: str = QUALITY,
     work: str | os.PathLike[str] | None = None,
     progress: bool = False,
-) -> BenchReport:
-    """Ask these questions in every way; ``neighbours`` is called where an encoder ``similar:n`` needs them.
+) -> Results:
+    """Ask these questions in every way; ``neighbours`` is called where ``similar:n`` needs them.
 
-    Returns
-    -------
-    BenchReport
-        Flat rows. ``part`` is ``quality`` (or the name given): means per policy, encoder and question
-        type with ``<metric>_low`` and ``<metric>_high``, of ``f1`` just ``low`` and ``high`` (95 %,
-        bootstrap over questions); ``layer``: KV deviation per layer; ``check``: ``full`` against the
-        model's own generate.
+    Results are written to the file ``work`` as they come; that of an earlier run is continued.
 
-    Raises RagCacheError if ``full`` through the library is not what the model's own ``generate`` gives (no
-    figure then), a way falls back to a full prefill, or the work file belongs to another run.
+    Raises RagCacheError if ``full`` differs from the model's own ``generate``, a way falls back to a full
+    prefill, or the work file belongs to another run; ValueError for encoders that the model cannot have.
     """
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
-    ways = chosen_ways(settings, model, tokenizer)
-    return _Run(settings, questions, ways, model, tokenizer, neighbours, part, progress).report(work)
-
-
-class _Run:
-    """One run over a loaded model."""
-
-    def __init__(
-        self,
-        settings: FidelitySettings,
-        questions: Sequence[FidelityQuestion],
-        ways: Sequence[Way],
-        model: Any,
-        tokenizer: Any,
-        neighbours: Callable[[], Neighbours],
-        part: str,
-        progress: bool,
-    ) -> None:
-        self._settings, self._questions, self._ways = settings, questions, ways
-        self._model, self._tokenizer, self._progress = model, tokenizer, progress
-        self._neighbours, self._part = neighbours, part
-        self._maker = PromptMaker(tokenizer)
-        self._prompts = [self._maker.prompt(question) for question in questions]
-        self._tokens = settings.max_new_tokens
-        self._check_lengths()
-
-    def report(self, path: str | os.PathLike[str] | None) -> BenchReport:
-        """Do what is left and sum up."""
-        with Work(self._header(), path) as work:
-            expected = self._own_answers(work)
-            with self._engines() as engines:
-                self._ask_all(engines, work, expected)
-            rows = self._rows(work)
-        return BenchReport("fidelity", self._settings.model, self._settings.seed, tuple(rows))
-
-    def _check_lengths(self) -> None:
-        context = self._model.config.get_text_config().max_position_embeddings
-        for question, prompt in zip(self._questions, self._prompts, strict=True):
-            if len(prompt.token_ids) + self._tokens > context:
-                raise PromptTooLong(
-                    f"the question {question.question!r} has {len(prompt.token_ids)} prompt tokens; with "
-                    f"{self._tokens} for the answer that is more than the model's context ({context})"
-                )
-
-    def _header(self) -> WorkHeader:
-        found = fingerprint(self._model, self._tokenizer, cache=self._settings.folder / "digests.json")
-        return WorkHeader(
-            found.digest,
-            self._settings.seed,
-            digest(self._questions),
-            self._tokens,
-            self._settings.neighbours,
-            ragcachekit.__version__,
-        )
-
-    @torch.no_grad()
-    def _own_answers(self, work: Work) -> dict[int, tuple[int, ...]]:
-        """What the model's own ``generate`` gives before the library touches it, where not checked yet."""
-        left = [i for i in range(len(self._questions)) if work.get(i, FULL) is None]
-        out = {}
-        for i in tqdm(left, desc="generate", unit="question", disable=not self._progress or not left):
-            ids = torch.tensor([self._prompts[i].token_ids], device=self._model.device)
-            output = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=self._tokens,
-                do_sample=False,
-                pad_token_id=self._maker.pad,
-            )
-            out[i] = tuple(output[0, ids.shape[1] :].tolist())
-        return out
-
-    def _engines(self) -> Engines:
-        encoders = dict.fromkeys(way.encoder for way in self._ways if way.encoder != NO_ENCODER)
-        near = self._neighbours() if any(map(needs_neighbours, encoders)) else None
-        return Engines(
-            self._model,
-            self._tokenizer,
+    ways = _ways(settings, model, tokenizer)
+    maker = PromptMaker(tokenizer)
+    prompts = [maker.prompt(question) for question in questions]
+    _check_lengths(questions, prompts, model, settings.max_new_tokens)
+    header = {
+        "model": fingerprint(model, tokenizer, cache=settings.folder / "digests.json").digest,
+        "seed": settings.seed,
+        "questions": digest(questions),
+        "max_new_tokens": settings.max_new_tokens,
+        "neighbours": settings.neighbours,
+        "version": ragcachekit.__version__,
+    }
+    with closing(Work(header, work)) as done:
+        unchecked = [i for i in range(len(questions)) if (i, FULL) not in done.results]
+        numbers = tqdm(unchecked, desc="generate", unit="question", disable=not progress or not unchecked)
+        # Before the library touches the model.
+        expected = {i: _generated(model, prompts[i], settings.max_new_tokens, maker.pad) for i in numbers}
+        encoders = dict.fromkeys(way.encoder for way in ways if way.encoder != NO_ENCODER)
+        engines = Engines(
+            model,
+            tokenizer,
             encoders,
-            neighbours=near,
-            stop=self._maker.stop,
-            max_new_tokens=self._tokens,
-            cache_dir=self._settings.cache_dir,
+            neighbours=neighbours() if any(map(needs_neighbours, encoders)) else None,
+            stop=maker.stop,
+            max_new_tokens=settings.max_new_tokens,
+            cache_dir=settings.cache_dir,
         )
+        with closing(engines):
+            _ask_all(engines, done, questions, prompts, ways, expected, progress)
+        return {way: [done.results[i, way] for i in range(len(questions))] for way in ways}
 
-    def _ask_all(self, engines: Engines, work: Work, expected: Mapping[int, tuple[int, ...]]) -> None:
-        left = [
-            (i, [way for way in self._ways if work.get(i, way) is None]) for i in range(len(self._questions))
-        ]
-        total = sum(len(ways) for _, ways in left)
-        with tqdm(total=total, desc="fidelity", unit="answer", disable=not self._progress) as bar:
-            for i, ways in left:
-                if ways:
-                    self._ask(engines, work, i, ways, expected.get(i), bar)
 
-    def _ask(
-        self,
-        engines: Engines,
-        work: Work,
-        i: int,
-        ways: Sequence[Way],
-        expected: tuple[int, ...] | None,
-        bar: tqdm[Any],
-    ) -> None:
-        """One question in every way that is left; ``full`` is first among the ways."""
-        question, prompt = self._questions[i], self._prompts[i]
-        if expected is not None and engines.token_ids(prompt) != expected:
-            raise RagCacheError(
-                "full through the library differs from the model's own generate on the question "
-                f"{question.question!r}; do not trust any figure"
+def _ask_all(
+    engines: Engines,
+    done: Work,
+    questions: Sequence[FidelityQuestion],
+    prompts: Sequence[FidelityPrompt],
+    ways: Sequence[Way],
+    expected: Mapping[int, tuple[int, ...]],
+    progress: bool,
+) -> None:
+    """Measure what is not done; ``expected`` are the model's own tokens by question."""
+    left = {i: [w for w in ways if (i, w) not in done.results] for i in range(len(questions))}
+    total = sum(map(len, left.values()))
+    with tqdm(total=total, desc="fidelity", unit="answer", disable=not progress) as bar:
+        for i in (number for number, ways_left in left.items() if ways_left):
+            question, prompt = questions[i], prompts[i]
+            if i in expected and engines.token_ids(prompt) != expected[i]:
+                raise RagCacheError(
+                    "full through the library differs from the model's own generate on the question "
+                    f"{question.question!r}; do not trust any figure"
+                )
+            full, _ = engines.prefilled(prompt, FULL)
+            for way in left[i]:  # full is the first of all ways
+                known = done.results.get((i, FULL))
+                done.put(i, way, measure(engines, question, prompt, way, full, known))
+                bar.update()
+
+
+def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
+    """The baselines, then every policy over every encoder, once each."""
+    if not settings.encoders:
+        raise ValueError("give at least one encoder, for example standalone")
+    rope, out = describe_rope(model), dict.fromkeys(BASELINES)
+    for name in settings.policies or POLICIES:
+        policy = open_policy(name)
+        if not policy.reads_cache:
+            continue
+        for encoder in (policy.encoder,) if policy.encoder else settings.encoders:
+            if encoder == IN_PROMPT:
+                raise ValueError(
+                    "chunks are encoded in-prompt by earlier prompts, and asking a question would encode its "
+                    "own context for the next policy; benchmarks/craft_in_prompt.py measures that"
+                )
+            plain, rounded = encoder.partition("+")[0], quantisation(encoder)
+            found = Encodings(plain, rope, tokenizer.bos_token_id).name
+            out[Way(policy.name, f"{found}+{rounded}" if rounded else found)] = None
+    return list(out)
+
+
+def _check_lengths(
+    questions: Sequence[FidelityQuestion], prompts: Sequence[FidelityPrompt], model: Any, answer_tokens: int
+) -> None:
+    context = model.config.get_text_config().max_position_embeddings
+    for question, prompt in zip(questions, prompts, strict=True):
+        if len(prompt.token_ids) + answer_tokens > context:
+            raise PromptTooLong(
+                f"the question {question.question!r} has {len(prompt.token_ids)} prompt tokens; with "
+                f"{answer_tokens} for the answer that is more than the model's context ({context})"
             )
-        full, _ = engines.prefilled(prompt, FULL)
-        for way in ways:
-            known = work.get(i, FULL)
-            work.put(i, way, measure(engines, question, prompt, way, full, known.text if known else None))
-            bar.update()
 
-    def _rows(self, work: Work) -> list[dict[str, Any]]:
-        results = {
-            way: [self._result(work, i, way) for i in range(len(self._questions))] for way in self._ways
-        }
-        seed = self._settings.seed
-        check = {
-            "part": "check",
-            "name": "full equals the model's own generate",
-            "n": len(self._questions),
-            "mismatches": 0,
-        }
-        layers = layer_rows(results, seed) if self._part == QUALITY else []
-        return [*quality_rows(self._part, self._questions, results, seed), *layers, check]
 
-    @staticmethod
-    def _result(work: Work, i: int, way: Way) -> Measurement:
-        found = work.get(i, way)
-        assert found is not None
-        return found
+@torch.no_grad()
+def _generated(model: Any, prompt: FidelityPrompt, max_new_tokens: int, pad: int) -> tuple[int, ...]:
+    """Greedy tokens of the model's own ``generate``."""
+    ids = torch.tensor([prompt.token_ids], device=model.device)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=pad,
+    )
+    return tuple(output[0, ids.shape[1] :].tolist())
