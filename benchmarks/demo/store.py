@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
+from uuid import uuid4
 
 import numpy as np
 from langchain_core.documents import Document
@@ -67,6 +68,7 @@ class ArticleStore(VectorStore):
         self._chunks: dict[str, tuple[str, ...]] = {}
         self._links: dict[str, tuple[str, ...]] = {}
         self._searches = itertools.count()
+        self._name = uuid4().hex
 
     @classmethod
     def from_articles(cls, articles: Sequence[Article], embeddings: Embeddings) -> Self:
@@ -108,6 +110,10 @@ class ArticleStore(VectorStore):
         vectors = embedding.embed_documents(["\n\n".join(store._chunks[title]) for title in titles])
         store._index.add(titles, vectors)
         return store
+
+    def cache_key_parts(self) -> tuple[object, ...]:
+        """What decides about results, for the query cache: the store, which never changes once it is made."""
+        return (self._name,)
 
     @property
     def embeddings(self) -> Embeddings:

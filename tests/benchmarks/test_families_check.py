@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
 )
 def test_dropped_attention_options_are_caught(name, option, monkeypatch):
     own = attention._options
-    monkeypatch.setattr(attention, "_options", lambda *a, **k: {**own(*a, **k), option: None})
+    monkeypatch.setattr(attention, "_options", lambda *a, **k: replace(own(*a, **k), **{option: None}))
     assert _wrong(build(FAMILIES[name]), build(FAMILIES[name]), monkeypatch)
 
 

@@ -13,8 +13,8 @@ QUESTION = text(5, 9_999)
 
 
 def engine(tmp_path, store: StoreConfig) -> RagCache:
-    options = {"encoder": "in-prompt", "policy": "reuse", "cold": "now", "cache_dir": tmp_path / "cache"}
-    return RagCache(wrapped("llama"), store=store, **options)
+    options = {"encoder": "in-prompt", "policy": "reuse", "cold": "now", "load": "always"}
+    return RagCache(wrapped("llama"), store=store, cache_dir=tmp_path / "cache", **options)
 
 
 def asked(numbers, *, first: int = 0, tokens: int = 6) -> Prompt:

@@ -17,6 +17,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, OpenFile, belongs_to_another, make_folder, others_may_write
 
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
+_DESCRIPTORS = "/dev/fd"  # where a system lists the open ones of a process
 _LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
 
 
@@ -78,14 +79,19 @@ class FolderLock:
             if file.is_locked:
                 yield
                 return
+            known = _descriptors()
             try:
-                self._acquire(file, seconds)
-                yield
-            finally:
                 try:
-                    file.release(force=True)  # nothing happens if it was not acquired
+                    self._acquire(file, seconds)
+                    yield
                 finally:
-                    file.release(force=True)  # a KeyboardInterrupt may have come before the first one began
+                    try:
+                        file.release(force=True)  # nothing happens if it was not acquired
+                    finally:
+                        file.release(force=True)  # a KeyboardInterrupt may have come before the first one
+            except KeyboardInterrupt:  # inside filelock, which then has a descriptor that it does not record
+                _close_new(self._path, known)
+                raise
         finally:
             try:  # noqa: SIM105 (a call of ``suppress`` comes before the release, and so may an interrupt)
                 mutex.release()
@@ -103,6 +109,24 @@ class FolderLock:
             ) from error
         except OSError as error:
             raise IndexFailed(f"cannot lock {self._path}: {error}") from error
+
+
+def _descriptors() -> set[int]:
+    """Open ones of this process, without those of the listing itself."""
+    found = set()
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
+
+
+def _close_new(path: Path, known: set[int]) -> None:
+    """Close descriptors of ``path`` that are not among those known before: they would hold its lock."""
+    for fd in _descriptors() - known:
+        with suppress(OSError):  # the lock file may be gone
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                os.close(fd)
 
 
 @contextmanager
