@@ -179,7 +179,7 @@ class FailingOs:
 
 @pytest.mark.parametrize(
     "operations",
-    [pytest.param(1600, id="800"), pytest.param(20_000, id="20,000", marks=pytest.mark.soak)],
+    [pytest.param(1_600, id="1,600"), pytest.param(20_000, id="20,000", marks=pytest.mark.soak)],
 )
 def test_a_medium_that_fails_one_time_in_ten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int
