@@ -17,7 +17,7 @@ out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 parts=${PARTS:-smoke tune kernels ttft-8k ttft-32k tests}
 tuning=$out/kernel-tuning.json
-export PYTHONPATH=".:kernels:integrations${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
+export PYTHONPATH=".:kernels:integrations:tests/kits${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 unset TRITON_INTERPRET
 mkdir -p "$out"
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
