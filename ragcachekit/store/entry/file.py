@@ -126,6 +126,10 @@ class EntryReader:
         return raw
 
     def _read_bytes(self, nbytes: int) -> bytes:
+        if hasattr(os, "pread"):  # not on Windows; spares clearing and copying the memory
+            read = os.pread(self._file.fd, nbytes, 0)
+            if len(read) == nbytes:
+                return read
         raw = bytearray(nbytes)
         self._fill(memoryview(raw), 0)
         return bytes(raw)
