@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, make_folder, open_regular, parse_json, read_regular
-from ragcachekit.store.disk.folder import FolderBusy, FolderLock, IndexFailed
+from ragcachekit.store.disk.folder import FolderBusy, FolderLock, LockFailed
 from ragcachekit.store.disk.volume import takes_no_writes
 
 _SECONDS_TO_WRITE = 5.0
@@ -85,7 +85,7 @@ class ForgetLog:
             try:
                 held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
                 may_write = True
-            except IndexFailed as error:
+            except LockFailed as error:
                 _LOG.warning("the tree is not written to the disk: %s", error)
                 may_write = False
             yield may_write
@@ -103,7 +103,7 @@ class ForgetLog:
                 held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
             except FolderBusy as error:
                 late = error
-            except IndexFailed as error:
+            except LockFailed as error:
                 _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
-from ragcachekit.store.disk.folder import FolderLock, IndexFailed, claim_folder, orphans
-from ragcachekit.store.disk.index import SECONDS_TO_LOCK
+from ragcachekit.store.disk.entry_files import SECONDS_TO_LOCK, SECONDS_TO_OPEN, EntryFiles, entry_files
+from ragcachekit.store.disk.folder import FolderLock, LockFailed, claim_folder, orphans
 from ragcachekit.store.entry.file import EntryReader, entry_name
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import nowhere
@@ -25,11 +23,10 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class BadEntry:
-    """An entry file that no read would return; ``seen`` is its status when it was read."""
+    """An entry file that no read would return."""
 
     name: str
     reason: str
-    seen: os.stat_result | None
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,11 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
         try:
             _read(folder / entry_name(digest))
         except EntryDamaged as error:
-            damaged.append(BadEntry(digest, str(error), error.seen))
+            damaged.append(BadEntry(digest, str(error)))
         except FileNotFoundError:  # another process evicted it just now
             gone += 1
         except OSError as error:
-            unreadable.append(BadEntry(digest, str(error), None))
+            unreadable.append(BadEntry(digest, str(error)))
         done += nbytes
         if progress is not None:
             progress(done, total)
@@ -83,35 +80,28 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
 
 
 def repair(folder: Path, progress: Progress | None = None) -> Repaired:
-    """Drop damaged entries and orphans, and rebuild the index; StoreError if the folder cannot be used."""
+    """Drop damaged entries and orphans; StoreError if the folder cannot be used."""
     claim_folder(folder)
     try:
         found = verify(folder, progress)
         files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
-        try:
-            dropped = tuple(bad for bad in found.damaged if files.remove(bad.name, bad.seen))
-            files.rebuild(SECONDS_TO_OPEN, anew=True)
-            entries, nbytes = files.content()
-        finally:
-            files.close()
-    except (OSError, IndexFailed) as error:
+        dropped = tuple(bad for bad in found.damaged if files.remove(bad.name))
+        files.wait_for_writers(SECONDS_TO_OPEN)
+        entries, nbytes = files.content()
+    except (OSError, LockFailed) as error:
         raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
     return Repaired(dropped, found.orphans, entries, nbytes)
 
 
 def _orphans(folder: Path) -> int:
-    with suppress(IndexFailed), FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
+    with suppress(LockFailed), FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
         return len(list(orphans(folder)))
     return 0
 
 
 def _read(path: Path) -> None:
     with EntryReader(path) as reader:
-        try:
-            if reader.header.key.digest() != path.stem:
-                raise EntryDamaged("holds the entry of another key")
-            for number in range(reader.header.layout.layers):
-                reader.layer(number)
-        except EntryDamaged as error:
-            error.seen = reader.status
-            raise
+        if reader.header.key.digest() != path.stem:
+            raise EntryDamaged("holds the entry of another key")
+        for number in range(reader.header.layout.layers):
+            reader.layer(number)

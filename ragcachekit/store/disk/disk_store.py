@@ -1,4 +1,4 @@
-"""The disk tier: one immutable file per entry, a rebuildable index, eviction by least recent use."""
+"""The disk tier: one immutable file per entry, eviction by least recent use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_OPEN, EntryFiles, entry_files
-from ragcachekit.store.disk.folder import FolderBusy, IndexFailed, claim_folder, not_writable
-from ragcachekit.store.disk.index import SECONDS_TO_LOCK, IndexDamaged
+from ragcachekit.store.disk.entry_files import SECONDS_TO_LOCK, SECONDS_TO_OPEN, EntryFiles, entry_files
+from ragcachekit.store.disk.folder import FolderBusy, LockFailed, claim_folder, not_writable
 from ragcachekit.store.disk.source import DiskSource
 from ragcachekit.store.disk.volume import is_full, takes_no_writes
 from ragcachekit.store.entry.buffers import Buffers
@@ -26,30 +25,26 @@ from ragcachekit.store.entry.image import At, EntryImage, nowhere
 from ragcachekit.types import KVKey
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
-STEPS = (
-    *("evicted", "room made", "created", "half written", "written"),
-    *("indexed", "committed", "renamed", "removed", "read", "accesses written"),
-)
+STEPS = ("evicted", "room made", "created", "half written", "written", "renamed", "removed", "read")
 """Arguments that ``at`` is called with."""
 
 
 class DiskStore:
     """Chunk KV in files that survive the process; several processes may share the folder.
 
-    A read opens the file and verifies all of it, whatever the index contains. A write goes to a temporary
-    file, which is renamed. A killed process leaves whole entries, index rows without a file, and a temporary
-    file; the next start repairs both.
+    A read opens the file, verifies all of it, and sets its modification time: the order of use. A write goes
+    to a temporary file, which is renamed. A killed process leaves whole entries, and a temporary file that
+    the next start removes.
 
     Parameters
     ----------
     path : Path
         The folder, created with mode 0700 (POSIX only); then the attribute ``folder``.
     budget : int
-        Bytes of all entry files together; > 0. The index (some hundred bytes per entry) and the entry being
-        written come on top.
+        Bytes of all entry files together; > 0. The entry being written comes on top.
     quotas : mapping of str to int
         Bytes of single namespaces (``*``: every other one). A namespace above its quota loses its own least
-        recently used entries.
+        recently used entries. Opening a folder with quotas reads the header of every entry.
     at : callable
         Called with each of the :data:`STEPS`, for tests that interrupt the store.
 
@@ -103,9 +98,9 @@ class DiskStore:
             try:
                 kv = reader.kv()
             except (EntryDamaged, OSError) as error:
-                self._ended(digest, reader.status, error)
+                self._ended(digest, error)
                 return None
-        self._ended(digest, reader.status)
+        self._ended(digest)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
@@ -114,7 +109,7 @@ class DiskStore:
         reader = self._reader(key, digest)
         if reader is None:
             return None
-        return DiskSource(reader, partial(self._ended, digest, reader.status))
+        return DiskSource(reader, partial(self._ended, digest))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -167,7 +162,7 @@ class DiskStore:
             self._files.wait_for_writers(SECONDS_TO_OPEN)
         except FolderBusy as error:
             busy = error
-        except IndexFailed as error:  # nobody can lock the folder, and so write to it
+        except LockFailed as error:  # nobody can lock the folder, and so write to it
             self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
         dropped, failures = set(), list[OSError]()
         try:
@@ -213,14 +208,13 @@ class DiskStore:
 
     def close(self) -> None:
         self._closed, self._is_readable = True, False
-        self._files.close()
         self._buffers.clear()
 
     def _open(self, seconds: float) -> None:
         """Prepare the folder for reading, then for writing."""
         claim_folder(self._folder)
         self._is_readable = True
-        self._files.rebuild(seconds)
+        self._files.prepare(seconds)
         self._writable = True
 
     def _is_served(self, digest: str) -> bool:
@@ -234,25 +228,23 @@ class DiskStore:
             except FileNotFoundError:
                 pass
             except (EntryDamaged, OSError) as error:
-                self._ended(digest, error.seen if isinstance(error, EntryDamaged) else None, error)
+                self._ended(digest, error)
                 return None
         self._counters.count("misses")
         return None
 
-    def _ended(
-        self, digest: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None = None
-    ) -> None:
+    def _ended(self, digest: str, error: EntryDamaged | OSError | None = None) -> None:
         """Count how reading an entry ended, and delete a damaged one."""
         if error is None:
             self._at("read")
             self._counters.count("hits")
-            self._files.record_access(digest)
+            self._files.record_use(digest)
             return
         self._counters.count("misses")
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            self._files.remove(digest, seen)
+            self._files.remove(digest)
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
 
@@ -279,11 +271,7 @@ class DiskStore:
                 "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
             )
             return False
-        try:
-            self._files.put(digest, key.namespace, image)
-        except IndexDamaged:
-            self._files.rebuild()
-            self._files.put(digest, key.namespace, image)
+        self._files.put(digest, key.namespace, image)
         self._undeleted.discard(digest)
         return True
 
@@ -306,6 +294,6 @@ class DiskStore:
 def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
     if isinstance(error, FolderBusy):
         return StoreError(f"cannot open the cache folder {folder}: {error}")
-    if isinstance(error, StoreError) and not isinstance(error, IndexFailed):
+    if isinstance(error, StoreError) and not isinstance(error, LockFailed):
         return error
     return not_writable(folder, error)

@@ -1,37 +1,47 @@
-"""The files of the disk tier and the index over them, changed together."""
+"""The files of the disk tier: written, listed, evicted. The folder itself is all that is recorded of them."""
 
 from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Mapping
-from contextlib import suppress
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from typing import NamedTuple
 
+from ragcachekit.files import NO_FOLLOW, open_regular, read_regular, write_all
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.folder import FolderLock, IndexFailed, sweep_orphans, temp_file
-from ragcachekit.store.disk.index import SECONDS_TO_LOCK, EntryIndex, IndexDamaged
+from ragcachekit.store.disk.folder import FolderLock, LockFailed, sweep_orphans, temp_file
 from ragcachekit.store.entry.file import entry_name, read_key
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import At, EntryImage
 
 _ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
-_NOBODY = ""  # namespace of files that can be neither read nor deleted: they count, under no quota
-_MOST_STUCK = 8  # files that one eviction skips because they cannot be deleted
-_ACCESSES = 256  # written to the index at once
+_NOBODY = ""  # namespace of files with an unreadable header: they count, under no quota
+
+SECONDS_TO_LOCK = 5.0
+"""Longest wait for others who change the folder."""
+
 SECONDS_TO_OPEN = 60.0
-"""Longest wait for another process that opens the folder or rebuilds the index."""
+"""Longest wait for another process that opens the folder."""
+
+
+class _File(NamedTuple):
+    used: int  # ns since the epoch
+    nbytes: int
+    namespace: str
 
 
 class EntryFiles:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
-    Every change of a file is part of a session of the index, which one process has at a time. A file is
-    removed before its row, and named after its row was committed: a killed process may leave a row without
-    a file, never a file that does not count. Parameters are those of
+    The modification time of a file is the time of its last use. Files are added with the folder's lock held.
+    Their sums are kept in memory: the file ``writer`` names the store that wrote last, and every other store
+    lists the folder anew before it writes. Parameters are those of
     :class:`~ragcachekit.store.disk.disk_store.DiskStore`.
     """
 
@@ -41,10 +51,13 @@ class EntryFiles:
         self._folder, self._budget, self._quotas = folder, budget, dict(quotas)
         self._prefix = os.path.join(folder, "")
         self._counters, self._at = counters, at
-        self._accesses: dict[str, None] = {}
-        self._accesses_lock = Lock()
         self._lock = FolderLock(folder / "lock")
-        self._index = EntryIndex(folder / "index", self._lock)
+        # Guarded by the lock.
+        self._writer = folder / "writer"
+        self._name = secrets.token_hex(16)
+        self._listed: dict[str, _File] = {}  # candidates for eviction, least recently used first
+        self._nbytes = Counter[str | None]()  # by namespace; None: of all
+        self._namespaces: dict[str, str] = {}  # by digest; only where there are quotas
 
     def path(self, digest: str) -> Path:
         """Path of the entry with this digest."""
@@ -56,10 +69,7 @@ class EntryFiles:
 
     def content(self) -> tuple[int, int]:
         """Number of entries and their bytes."""
-        with suppress(IndexFailed), self._index.session():
-            self._write_accesses()
-            return len(self._index), self._index.nbytes()
-        with suppress(OSError):
+        with suppress(OSError), self._locked_if_possible():
             sizes = entry_files(self._folder).values()
             return len(sizes), sum(sizes)
         return 0, 0
@@ -70,207 +80,177 @@ class EntryFiles:
         return self._budget if quota is None else min(self._budget, quota)
 
     def put(self, digest: str, namespace: str, image: EntryImage) -> None:
-        """Evict for an entry and write it; OSError or IndexFailed leaves an older file unchanged."""
-        with self._index.session():
-            self._write_accesses()
-            held = self._evict(digest, namespace, image.nbytes)
+        """Evict for an entry and write it; OSError or LockFailed leaves an older file unchanged."""
+        with self._lock.held(SECONDS_TO_LOCK), self._sums():
+            more = image.nbytes - self._size(digest)
+            quota = quota_of(self._quotas, namespace)
+            if quota is not None:
+                self._shrink(quota - more, namespace, but=digest)
+            self._shrink(self._budget - more, but=digest)
             self._at("room made")
             with temp_file(self._folder) as (path, file):
                 self._at("created")
                 image.write(file.fd, self._at)
-                try:
-                    # The larger of both sizes counts until the old file is gone.
-                    self._index.add(digest, namespace, max(held, image.nbytes))
-                    self._at("indexed")
-                    self._index.commit()
-                    self._at("committed")
-                    file.close()  # Windows renames no open file
-                    os.replace(path, self.name(digest))
-                    self._at("renamed")
-                finally:
-                    self._settle(digest)
+                file.close()  # Windows renames no open file
+                _touch(path)
+                os.replace(path, self.name(digest))
+                self._at("renamed")
+            self._count(namespace, more)
+            if self._quotas:
+                self._namespaces[digest] = namespace
 
     def make_space(self, nbytes: int, but: str) -> bool:
         """Evict least recently used entries of ``nbytes`` together, as the volume is full.
 
-        False, with nothing deleted, if all of them but ``but`` are smaller. Where the index cannot be read,
-        the least recently written ones go.
+        False, with nothing deleted, if all of them but ``but`` are smaller.
         """
         sizes = {digest: size for digest, size in entry_files(self._folder).items() if digest != but}
         if sum(sizes.values()) < nbytes:
             return False
-        used: Mapping[str, int] = {}
-        with suppress(IndexFailed), self._index.session():
-            used = self._index.rows()
-        for digest in sorted(sizes, key=list(used).index) if sizes.keys() <= used.keys() else sizes:
+        for digest, size in sizes.items():
             if nbytes > 0 and self.remove(digest):
                 self._counters.count("evictions")
-                nbytes -= sizes[digest]
+                nbytes -= size
         return nbytes <= 0
 
-    def remove(self, digest: str, seen: os.stat_result | None = None) -> bool:
-        """Delete an entry, even if the index cannot follow; False if the file is still there.
-
-        ``seen``: only if it is still that file; a writer may have put a whole one in its place.
-        """
-        try:
-            with suppress(IndexFailed), self._index.session():
-                if self._unlink(digest, seen):
-                    self._at("removed")
-                    self._index.remove(digest)
-                return True
-            self._unlink(digest, seen)
-        except OSError as error:
-            self._warn_undeleted(error)
-            return False
+    def remove(self, digest: str) -> bool:
+        """Delete an entry, even if the folder cannot be locked; False if the file is still there."""
+        with self._locked_if_possible():
+            try:
+                self.path(digest).unlink(missing_ok=True)
+            except OSError as error:
+                self._warn_undeleted(error)
+                return False
+            self._at("removed")
+            with suppress(OSError):
+                self._writer.unlink(missing_ok=True)  # every store lists the folder anew
         return True
 
-    def record_access(self, digest: str) -> None:
-        """Remember a use; many are written to the index at once, and a crash loses those since."""
-        with self._accesses_lock:
-            self._accesses.pop(digest, None)
-            self._accesses[digest] = None
-            if len(self._accesses) < _ACCESSES:
-                return
-        with suppress(IndexFailed, OSError):
-            try:
-                with self._index.session(seconds=0.0):
-                    self._write_accesses()
-            except IndexDamaged:
-                self.rebuild(0.0)
-        self._take_accesses()  # if they could not be written, an order of use is lost
+    def record_use(self, digest: str) -> None:
+        """Make an entry the most recently used one."""
+        with suppress(OSError):  # evicted just now, or on a read-only medium
+            _touch(self.name(digest))
 
-    def rebuild(self, seconds: float = SECONDS_TO_LOCK, *, anew: bool = False) -> None:
-        """Make the index agree with the files; start from nothing if it is damaged or ``anew``."""
-        with self._lock.held(seconds):
+    def prepare(self, seconds: float) -> None:
+        """Remove what dead writers left, and evict down to budget and quotas, which may be smaller now."""
+        with self._lock.held(seconds), self._sums():
             sweep_orphans(self._folder)
-            if anew:
-                self._index.discard()
-            try:
-                self._reconcile()
-            except IndexDamaged as error:
-                self._counters.warn_once("index", "index rebuilt from the files: %s", error)
-                self._index.discard()
-                self._reconcile()
+            for namespace in list(self._nbytes):
+                quota = quota_of(self._quotas, namespace) if namespace else None
+                if quota is not None:
+                    self._shrink(quota, namespace)
+            self._shrink(self._budget)
 
     def wait_for_writers(self, seconds: float) -> None:
         """Wait for puts under way, and remove what dead writers left."""
         with self._lock.held(seconds):
             sweep_orphans(self._folder)
 
-    def close(self) -> None:
-        """Write the order of use and close the index."""
-        with suppress(IndexFailed, OSError), self._index.session():
-            self._write_accesses()
-        self._index.close()
+    @contextmanager
+    def _locked_if_possible(self) -> Iterator[None]:
+        with ExitStack() as held:
+            with suppress(LockFailed):
+                held.enter_context(self._lock.held(SECONDS_TO_LOCK))
+            yield
 
-    def _reconcile(self) -> None:
-        with self._index.session(create=True):
-            self._index.check()
-            files, rows = entry_files(self._folder), self._index.rows()
-            for digest, nbytes in rows.items():
-                if files.get(digest) != nbytes:
-                    self._index.remove(digest)
-            for digest, nbytes in files.items():
-                if rows.get(digest) != nbytes:
-                    self._settle(digest)
-            for namespace in self._index.sum_up():
-                quota = quota_of(self._quotas, namespace)
-                if quota is not None and namespace != _NOBODY:  # it may be smaller than last time
-                    self._shrink(quota, namespace)
-            self._shrink(self._budget)
-
-    def _take_accesses(self) -> list[str]:
-        with self._accesses_lock:
-            taken, self._accesses = list(self._accesses), {}
-        return taken
-
-    def _write_accesses(self) -> None:
-        used = self._take_accesses()
-        if used:
-            self._index.touch(used)
-            self._at("accesses written")
-
-    def _settle(self, digest: str) -> None:
-        """Make the row of an entry agree with its file; a damaged file is deleted."""
+    @contextmanager
+    def _sums(self) -> Iterator[None]:
+        """Within it ``_nbytes`` agree with the files, unless some were removed by hand."""
         try:
-            nbytes = os.lstat(self.name(digest)).st_size
-            if self._index.size(digest) != nbytes:
-                self._index.add(digest, self._namespace(digest), nbytes)
-        except FileNotFoundError:
-            self._index.remove(digest)
+            if self._last_writer() != self._name:
+                self._list()
+                with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
+                    write_all(file.fd, [self._name.encode()])
+            yield
+        except BaseException:
+            self._name = secrets.token_hex(16)  # the next time, list the folder
+            raise
+
+    def _last_writer(self) -> str:
+        with suppress(OSError):
+            return read_regular(self._writer).decode(errors="replace")
+        return ""
+
+    def _list(self) -> None:
+        known, self._namespaces = self._namespaces, {}
+        self._listed, self._nbytes = {}, Counter()
+        for digest, status in _scan(self._folder):
+            if self._quotas:
+                self._namespaces[digest] = known.get(digest) or self._namespace(digest)
+            file = _File(status.st_mtime_ns, status.st_size, self._namespaces.get(digest, _NOBODY))
+            self._listed[digest] = file
+            self._count(file.namespace, file.nbytes)
+
+    def _count(self, namespace: str, nbytes: int) -> None:
+        self._nbytes[None] += nbytes
+        self._nbytes[namespace] += nbytes
 
     def _namespace(self, digest: str) -> str:
         try:
             return read_key(self.path(digest)).namespace
-        except FileNotFoundError:
-            raise
-        except EntryDamaged as error:
-            self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
-            self._counters.count("damaged")
-            try:
-                self._unlink(digest)
-            except OSError as failure:
-                self._warn_undeleted(failure)
-                return _NOBODY
-            raise FileNotFoundError from error
-        except OSError as error:
-            self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
+        except (EntryDamaged, OSError):
             return _NOBODY
 
-    def _evict(self, digest: str, namespace: str, nbytes: int) -> int:
-        """Evict until ``nbytes`` under ``digest`` fit; returns the bytes of the file that they replace."""
-        held, quota = self._index.size(digest), quota_of(self._quotas, namespace)
-        if quota is not None:
-            self._shrink(quota - nbytes + held, namespace, but=digest)
-        self._shrink(self._budget - nbytes + held, but=digest)
-        return held
+    def _size(self, digest: str) -> int:
+        try:
+            return os.lstat(self.name(digest)).st_size
+        except FileNotFoundError:
+            return 0
 
     def _shrink(self, most: int, namespace: str | None = None, but: str = "") -> None:
-        stuck = 0
-        while self._index.nbytes(namespace) > most:
-            victim = self._index.oldest(but, namespace)
-            try:
-                self._unlink(victim)
-            except OSError as error:
-                stuck += 1
-                if stuck > _MOST_STUCK:
-                    raise
-                self._warn_undeleted(error)
-                self._index.touch([victim])  # the next one's turn, also the next time
-                continue
-            self._at("evicted")
-            self._index.remove(victim)
-            self._counters.count("evictions")
+        """Evict least recently used entries (of a namespace) except ``but`` down to ``most`` bytes."""
+        listed = False
+        while self._nbytes[namespace] > most:
+            candidates = (
+                digest
+                for digest, file in self._listed.items()
+                if digest != but and namespace in (None, file.namespace)
+            )
+            victim = next(candidates, None)
+            if victim is not None:
+                self._evict(victim)
+            elif not listed:
+                self._list()
+                listed = True
+            else:
+                raise OSError(f"no entry in {self._folder} can be deleted")
 
-    def _unlink(self, digest: str, seen: os.stat_result | None = None) -> bool:
-        """Delete a file; False if another one has replaced ``seen``."""
-        path = self.path(digest)
-        if seen is not None and not _same(path, seen):
-            return False
-        path.unlink(missing_ok=True)
-        return True
+    def _evict(self, digest: str) -> None:
+        """Delete a file, unless it was used since it was listed."""
+        file, path = self._listed.pop(digest), self.path(digest)
+        try:
+            if os.lstat(path).st_mtime_ns != file.used:
+                return
+            path.unlink()
+            self._at("evicted")
+            self._counters.count("evictions")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._warn_undeleted(error)
+            return
+        self._count(file.namespace, -file.nbytes)
 
     def _warn_undeleted(self, error: OSError) -> None:
         self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
 
 
 def entry_files(folder: Path) -> dict[str, int]:
-    """Digest → size of every entry file in a folder, least recently written first."""
+    """Digest → size of every entry file in a folder, least recently used first."""
+    return {digest: status.st_size for digest, status in _scan(folder)}
+
+
+def _scan(folder: Path) -> list[tuple[str, os.stat_result]]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
             match = _ENTRY_NAME.fullmatch(entry.name)
             if match and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # another process evicted it just now
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, match[1], status.st_size))
-    return {digest: size for _, digest, size in sorted(found)}
+                    found.append((match[1], os.lstat(entry.path)))  # Windows lists older times
+    return sorted(found, key=lambda one: (one[1].st_mtime_ns, one[0]))
 
 
-def _same(path: Path, seen: os.stat_result) -> bool:
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return not stat.S_ISDIR(status.st_mode) and os.path.samestat(status, seen)
+def _touch(path: str) -> None:
+    now = time.time_ns()  # finer than the system's own clock of file times
+    os.utime(path, ns=(now, now))

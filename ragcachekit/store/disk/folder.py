@@ -17,15 +17,14 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, OpenFile, belongs_to_another, make_folder, others_may_write
 
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
-_DESCRIPTORS = "/dev/fd"  # where a system lists the open ones of a process
 _LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
 
 
-class IndexFailed(StoreError):
-    """The folder's lock or its index cannot be used now."""
+class LockFailed(StoreError):
+    """The folder's lock cannot be used now."""
 
 
-class FolderBusy(IndexFailed):
+class FolderBusy(LockFailed):
     """Another process or thread has held the folder's lock for too long."""
 
 
@@ -71,62 +70,29 @@ class FolderLock:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Keep other threads and processes out; FolderBusy after ``seconds``, else IndexFailed."""
-        mutex, file = self._mutex, self._file
-        try:  # begun before it is taken: a KeyboardInterrupt may come as soon as it is
-            if not mutex.acquire(timeout=seconds):
-                raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
-            if file.is_locked:
-                yield
-                return
-            known = _descriptors()
+        """Keep other threads and processes out; FolderBusy after ``seconds``, else LockFailed."""
+        if not self._mutex.acquire(timeout=seconds):
+            raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
+        try:
+            self._acquire(seconds)
             try:
-                try:
-                    self._acquire(file, seconds)
-                    yield
-                finally:
-                    try:
-                        file.release(force=True)  # nothing happens if it was not acquired
-                    finally:
-                        file.release(force=True)  # a KeyboardInterrupt may have come before the first one
-            except KeyboardInterrupt:  # inside filelock, which then has a descriptor that it does not record
-                _close_new(self._path, known)
-                raise
+                yield
+            finally:
+                self._file.release()
         finally:
-            try:  # noqa: SIM105 (a call of ``suppress`` comes before the release, and so may an interrupt)
-                mutex.release()
-            except RuntimeError:  # another thread's
-                pass
+            self._mutex.release()
 
-    def _acquire(self, file: FileLock, seconds: float) -> None:
+    def _acquire(self, seconds: float) -> None:
         try:
             if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
                 make_folder(self._path.parent)
-            file.acquire(timeout=seconds)
+            self._file.acquire(timeout=seconds)
         except Timeout as error:
             raise FolderBusy(
                 f"another process has held {self._path} for {seconds:g} s; is it stopped?"
             ) from error
         except OSError as error:
-            raise IndexFailed(f"cannot lock {self._path}: {error}") from error
-
-
-def _descriptors() -> set[int]:
-    """Open ones of this process, without those of the listing itself."""
-    found = set()
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with suppress(OSError):
-            os.fstat(int(name))
-            found.add(int(name))
-    return found
-
-
-def _close_new(path: Path, known: set[int]) -> None:
-    """Close descriptors of ``path`` that are not among those known before: they would hold its lock."""
-    for fd in _descriptors() - known:
-        with suppress(OSError):  # the lock file may be gone
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                os.close(fd)
+            raise LockFailed(f"cannot lock {self._path}: {error}") from error
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,34 +11,22 @@ from ragcachekit.config import DEFAULT_DISK_BYTES
 
 _NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _NO_WRITES = {*_NO_SPACE, errno.EROFS, errno.EIO}
-_SQLITE_NO_WRITES = {
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CANTOPEN,  # also of a journal for which there is no room
-    sqlite3.SQLITE_READONLY,
-}
 _SHARE_OF_FREE, _SHARE_OF_VOLUME = 2, 16
 
 
-def takes_no_writes(error: BaseException | None) -> bool:
+def takes_no_writes(error: BaseException) -> bool:
     """Whether an error, or one of its causes, means that the medium is full, read-only or failing."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_WRITES:
-            return True
-        if isinstance(error, sqlite3.Error):
-            code = getattr(error, "sqlite_errorcode", None)
-            if code is not None and code & 0xFF in _SQLITE_NO_WRITES:
-                return True
-        error = error.__cause__
-    return False
+    return _has_code(error, _NO_WRITES)
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether an error, or one of its causes, means that there is no space left."""
+    return _has_code(error, _NO_SPACE)
+
+
+def _has_code(error: BaseException | None, codes: set[int]) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            return True
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        if isinstance(error, OSError) and error.errno in codes:
             return True
         error = error.__cause__
     return False

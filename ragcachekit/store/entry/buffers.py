@@ -16,7 +16,7 @@ Array = npt.NDArray[np.uint8]
 
 PAGE = 4096
 SMALL = 1 << 18  # bytes; below, the allocator reuses memory itself
-_NEAR = 8  # memory larger by up to one eighth is cut to size
+_NEAR = 8  # memory larger by up to one eighth is taken
 
 
 class Buffers:
@@ -62,7 +62,7 @@ class Buffers:
             self._collect()
             for place in range(len(self._free) - 1, -1, -1):
                 if size <= len(self._free[place]) <= size + size // _NEAR:
-                    return _cut(self._free.pop(place), size)
+                    return self._free.pop(place)
         return None
 
     def _collect(self) -> None:
@@ -78,12 +78,3 @@ def _fresh(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size)
     # Python's default is shared with forked children, which would overwrite verified bytes.
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _cut(memory: mmap.mmap, size: int) -> mmap.mmap | None:
-    if len(memory) > size:
-        try:
-            memory.resize(size)
-        except (BufferError, SystemError):  # still exported, or unsupported here
-            return None
-    return memory

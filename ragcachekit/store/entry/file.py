@@ -17,12 +17,7 @@ import torch
 from ragcachekit.files import NO_FOLLOW, OpenFile, read_into
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.entry.buffers import Buffers
-from ragcachekit.store.entry.header import (
-    EntryDamaged,
-    EntryHeader,
-    decode_header,
-    header_size,
-)
+from ragcachekit.store.entry.header import EntryDamaged, EntryHeader, decode_header, header_size
 from ragcachekit.store.entry.layout import as_tensor, split
 from ragcachekit.types import KVKey
 
@@ -39,24 +34,24 @@ def entry_name(digest: str) -> str:
 class EntryReader:
     """An open entry file with verified ``header`` and ``sums``; layers are read and verified one by one.
 
-    Used by one thread at a time. An evicted file can still be read to its end. ``status`` is that of the file
-    when it was opened, and ``buffers`` provide memory for tensors. Raises EntryDamaged unless every byte of
-    header and sums is as it was written, and OSError if the file cannot be read.
+    Used by one thread at a time. An evicted file can still be read to its end. ``buffers`` provide memory for
+    tensors. Raises EntryDamaged unless every byte of header and sums is as it was written, and OSError if the
+    file cannot be read.
     """
 
     def __init__(self, path: Path | str, buffers: Buffers = _FRESH) -> None:
         self._buffers = buffers
         self._file = OpenFile(path, os.O_RDONLY | NO_FOLLOW)
         try:
-            self.status = os.fstat(self._file.fd)
-            self.header, self._start = self._read_header()
+            status = os.fstat(self._file.fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise EntryDamaged("not a regular file")
+            self.header, self._start = self._read_header(status.st_size)
             size = self._start + self.header.nbytes
-            if size != self.status.st_size:
-                raise EntryDamaged(f"{self.status.st_size} bytes instead of {size}")
+            if size != status.st_size:
+                raise EntryDamaged(f"{status.st_size} bytes instead of {size}")
             self.sums = self._read_sums() if self.header.sums else {}
-        except BaseException as error:
-            if isinstance(error, EntryDamaged):
-                error.seen = self.status
+        except BaseException:
             self.close()
             raise
 
@@ -98,11 +93,9 @@ class EntryReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_header(self) -> tuple[EntryHeader, int]:
-        if not stat.S_ISREG(self.status.st_mode):
-            raise EntryDamaged("not a regular file")
-        first = self._read_bytes(min(_PROBE, self.status.st_size))
-        size = header_size(first[:8], self.status.st_size)
+    def _read_header(self, file_size: int) -> tuple[EntryHeader, int]:
+        first = self._read_bytes(min(_PROBE, file_size))
+        size = header_size(first[:8], file_size)
         if size > len(first):
             first = self._read_bytes(size)
         return decode_header(first[:size]), size
@@ -148,9 +141,7 @@ def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> Entry
     reader = EntryReader(path, buffers)
     if reader.header.key != key:
         reader.close()
-        error = EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")
-        error.seen = reader.status
-        raise error
+        raise EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")
     return reader
 
 

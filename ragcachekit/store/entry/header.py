@@ -7,7 +7,6 @@ writes metadata in no fixed order, so the header is encoded here; any safetensor
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ _JSON = json.JSONDecoder()
 
 class EntryDamaged(StoreError):
     """An entry is cut short, altered, or that of another key."""
-
-    seen: os.stat_result | None = None  # of the file, where there is one
 
 
 @dataclass(frozen=True)
