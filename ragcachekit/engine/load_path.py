@@ -58,7 +58,9 @@ class LoadPath:
     def follow(self, plans: Sequence[LinkPlan]) -> None:
         """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
         if self.planner is not None:
-            self._loader.prefetch(key for plan in plans for key in plan.skipped)
+            skipped = [key for plan in plans for key in plan.skipped]
+            if skipped:
+                self.prefetch(lambda: skipped)
         unknown = self.planner is not None and self.planner.profile is None
         loaded = unknown and any(plan.loads for plan in plans)
         if (loaded or self.cost.needed) and not self._measured:
@@ -80,8 +82,8 @@ class LoadPath:
 
     def close(self) -> None:
         """End the threads and drop running reads."""
+        self._loader.close()  # first: a prefetch may wait for it
         self._jobs.close()
-        self._loader.close()
 
 
 def load_config(load: str | LoadConfig) -> LoadConfig:

@@ -16,7 +16,7 @@ import google_crc32c
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import parse_json
-from ragcachekit.store.entry.layout import NAMES, Layout, TensorSpec, spec_of
+from ragcachekit.store.entry.layout import NAMES, Layout, TensorSpec, read_layout, spec_of
 from ragcachekit.types import KVKey
 
 SCHEMA = "5"
@@ -162,7 +162,7 @@ def _parse(meta: dict[str, str]) -> EntryHeader:
     "".join(meta.values()).encode()  # strings alone, and no lone surrogates
     if meta["schema"] != SCHEMA:
         raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
-    layout = Layout.read(meta["layers"])
+    layout = read_layout(meta["layers"])
     header = EntryHeader(
         KVKey(
             *(meta["fingerprint"], meta["namespace"], meta["chunk_id"], meta["encoding"]),

@@ -77,7 +77,7 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Keys and values of all layers in order, keys first; made by :meth:`of` and :meth:`read`."""
+    """Keys and values of all layers in order, keys first; made by :meth:`of` and :func:`read_layout`."""
 
     groups: tuple[tuple[int, TensorSpec, TensorSpec], ...]  # number of equal layers, keys, values
 
@@ -87,11 +87,6 @@ class Layout:
         runs = [(len(list(same)), *pair) for pair, same in groupby(kv.shapes)]
         specs = [(n, *(TensorSpec(storable(kind), shape) for kind, shape in pair)) for n, *pair in runs]
         return _shared(tuple((count, keys, values) for count, keys, values in specs))
-
-    @staticmethod
-    def read(text: str) -> Layout:
-        """The reverse of :attr:`text`; KeyError, TypeError or ValueError for other text."""
-        return _read(text)
 
     @cached_property
     def text(self) -> str:
@@ -144,7 +139,8 @@ _shared = lru_cache(_KEPT)(Layout)
 
 
 @lru_cache(_KEPT)
-def _read(text: str) -> Layout:
+def read_layout(text: str) -> Layout:
+    """The reverse of :attr:`Layout.text`; KeyError, TypeError or ValueError for other text."""
     groups = tuple(
         (count, spec_of(keys, keys_shape), spec_of(values, values_shape))
         for count, keys, keys_shape, values, values_shape in parse_json(text)

@@ -12,8 +12,14 @@ import torch
 from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
 from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, Job
 from ragcachekit.types import KVKey
+
+PREFETCH = float(1 << 62)
+"""Rank of loads for which no request waits."""
+
+IDLE = float("inf")
+"""Rank of loads that are not to be read yet."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer."""
@@ -35,11 +41,9 @@ class Load:
     source: LayerSource
     changed: Condition
     late: Callable[[Load, float], object]  # called when a request has waited so many seconds in vain
-    rank: float = float(
-        "inf"
-    )  # of the request it is read for, the lowest first; infinite until one begins it
-    prefetched: bool = False
-    busy: bool = False
+    rank: float = IDLE  # of the earliest request it is read for; the lowest is read first
+    job: Job | None = None  # that reads a layer, or has read the last one
+    job_begun: float = 0.0  # by time.monotonic
     read: int = 0  # layers
     error: str | None = None
     begun: float = 0.0
@@ -56,9 +60,14 @@ class Load:
         return self.read == self.source.layers
 
     @property
-    def read_bytes(self) -> int:
+    def layer_bytes(self) -> int:
         """Bytes per layer, on average."""
         return self.source.nbytes // self.source.layers
+
+    def begin(self, rank: float) -> None:
+        """Have it read for one more request, or be prefetched."""
+        self.rank = min(self.rank, rank)
+        self.begun = self.begun or time.perf_counter()
 
     def kv(self) -> ChunkKV:
         """The whole entry; only once it is complete."""
@@ -104,11 +113,6 @@ class LoadingKV:
     def ready(self) -> int:
         """Layers that are read."""
         return self.load.read
-
-    @property
-    def complete(self) -> bool:
-        """Whether all layers are read."""
-        return self.load.complete
 
     @property
     def lost(self) -> str | None:
