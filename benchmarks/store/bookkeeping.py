@@ -30,10 +30,10 @@ _LAYERS = 2
 def rows(folder: Path, *, entries: int, requests: int, seed: int) -> list[dict[str, Any]]:
     """Time requests of ten chunks over a host tier (a tenth of the entries) above a disk tier (all).
 
-    Counted: digests of the keys, the look-up in every tier, counters and orders of use (also when they
-    are written to the index), and for what is on disk opening the file, reading and verifying its header,
-    and closing it. Not counted: reading, verifying and promoting tensors, which is what a loader does
-    while the model computes. Entries are tiny, so that ten thousand fit anywhere.
+    Counted: digests of the keys, the look-up in every tier, counters and orders of use, and for what is on
+    disk opening the file, reading and verifying its header, and closing it. Not counted: reading, verifying
+    and promoting tensors, which is what a loader does while the model computes. Entries are tiny, so that
+    ten thousand fit anywhere.
 
     Returns
     -------

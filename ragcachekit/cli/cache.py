@@ -66,7 +66,7 @@ def verify(cache: ContentDir = None) -> None:
 
 
 def repair(cache: ContentDir = None) -> None:
-    """Drop damaged entries and what interrupted writes left behind, and rebuild the index."""
+    """Drop damaged entries and what interrupted writes left behind."""
     from ragcachekit.store.disk.check import repair
 
     for tier in _content(cache).tiers:
@@ -75,7 +75,7 @@ def repair(cache: ContentDir = None) -> None:
         _list("dropped", done.damaged)
         typer.echo(
             f"{tier.name}: dropped {len(done.damaged)} damaged entries and {done.orphans} files of "
-            f"interrupted writes; {done.entries} entries, {size(done.nbytes)} are left and indexed"
+            f"interrupted writes; {done.entries} entries, {size(done.nbytes)} are left"
         )
 
 

@@ -146,7 +146,7 @@ def test_clear_leaves_what_others_wrote(command, folder):
 
 
 def test_an_index_of_somebody_else_makes_no_disk_tier(command, tmp_path):
-    for name in ("kv/index/cache.db", "indexes/my_faiss.index", "kv/mine.safetensors"):
+    for name in ("kv/writer", "indexes/my_faiss.index", "kv/mine.safetensors"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.rglob("*"))
@@ -223,12 +223,10 @@ def test_an_entry_under_anothers_name_is_damaged(command, folder):
     assert f"damaged: {other.stem[:16]}: holds the entry of another key" in result.stdout
 
 
-def test_repair_drops_the_damaged_and_rebuilds_the_index(command, folder, beside):
+def test_repair_drops_the_damaged_and_what_interrupted_writes_left(command, folder, beside):
     path = damaged(folder, 1)
     (folder / "kv" / f"999999999-{'0' * 16}.tmp").write_bytes(b"half")
-    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
     other = beside(folder / "kv")  # at work meanwhile
-    (folder / "kv" / "index" / "cache.db").write_bytes(b"no database" * 400)
     result = command("cache", "repair", "--cache", folder)
     assert result.exit_code == 0
     assert "dropped 1 damaged entries" in result.stdout
@@ -251,11 +249,6 @@ def test_the_folder_of_a_disk_tier_is_taken_as_such(command, folder, at):
     assert not list(tier.glob("*.safetensors"))
     result = command("cache", "verify", "--cache", tier)
     assert f"no chunk KV in {tier}" in result.stdout
-
-
-def test_entries_make_a_disk_tier_without_an_index(command, folder):
-    shutil.rmtree(folder / "kv" / "index")
-    assert held(folder / "kv") == {"acme": 2, "other": 1}
 
 
 STEP = Step(("text", "chunk"), 3)

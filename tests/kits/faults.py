@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import sqlite3
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_SQLITE = {"ENOSPC": sqlite3.SQLITE_FULL, "EDQUOT": sqlite3.SQLITE_FULL, "EROFS": sqlite3.SQLITE_READONLY}
 
 
 class Faults:
@@ -40,29 +38,11 @@ class Faults:
             if self._fails(len(self.calls)):
                 raise OSError(self._code, os.strerror(self._code), str(target))
 
-    def sqlite(self) -> None:
-        """Count a statement; sqlite3.OperationalError if it is to fail."""
-        self.calls.append("sqlite")
-        if self._fails(len(self.calls)):
-            error = sqlite3.OperationalError(os.strerror(self._code))
-            name = {28: "ENOSPC", 122: "EDQUOT", 30: "EROFS"}.get(self._code, "")
-            error.sqlite_errorcode = _SQLITE.get(name, sqlite3.SQLITE_IOERR)
-            raise error
-
-
-class _Connection(sqlite3.Connection):
-    faults: Faults
-
-    def execute(self, *args: Any) -> sqlite3.Cursor:
-        if self.faults is not None:
-            self.faults.sqlite()
-        return super().execute(*args)
-
 
 @contextmanager
 def injected(faults: Faults) -> Any:
     """While inside, calls go by ``faults`` first."""
-    real_open, real_io, real_connect = os.open, io.open, sqlite3.connect
+    real_open, real_io = os.open, io.open
 
     def failing(name: str) -> Any:
         real = getattr(os, name)
@@ -83,15 +63,9 @@ def injected(faults: Faults) -> Any:
             faults.strike("open", path)
         return real_io(path, mode, *args, **options)
 
-    def connecting(path: Any, **options: Any) -> sqlite3.Connection:
-        connection = real_connect(path, factory=_Connection, **options)
-        connection.faults = faults if faults.concerns(path) else None
-        return connection
-
-    names = ("mkdir", "write", "fsync", "replace", "rename", "unlink", "ftruncate")
+    names = ("mkdir", "write", "fsync", "replace", "rename", "unlink", "utime", "ftruncate")
     patches = [failing(name) for name in names]
     patches += [patch.object(os, "open", opening), patch.object(io, "open", opening_file)]
-    patches.append(patch.object(sqlite3, "connect", connecting))
     for one in patches:
         one.start()
     try:

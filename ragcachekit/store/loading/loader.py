@@ -116,13 +116,14 @@ class Loader:
         Waits while ``bytes_in_flight`` are being prefetched. A prompt that needs an entry meanwhile joins in.
         """
         for key in keys:
-            room = self._changed.wait_for(
-                lambda: self._closed or self._prefetched_bytes() < self._most_prefetched, self._deadline
-            )
-            forgets = self._forgets
-            if not room or self._closed:
+            if not self._changed.wait_for(self._may_prefetch, self._deadline):
                 return
-            opened = None if key in self._findable else self._store.open(key, 0.0)
+            with self._changed:
+                if self._closed:
+                    return
+                self._sweep()
+                known, forgets = key in self._findable, self._forgets
+            opened = None if known else self._store.open(key, 0.0)
             if opened is None or isinstance(opened, Found):
                 continue
             with self._changed:
@@ -270,8 +271,9 @@ class Loader:
         ready = [load for load in self._begun() if load.job is None]
         return min(ready, key=lambda load: (load.rank, load.read), default=None)
 
-    def _prefetched_bytes(self) -> int:
-        return sum(load.source.nbytes for load in self._active if load.rank == PREFETCH)
+    def _may_prefetch(self) -> bool:
+        prefetched = sum(load.source.nbytes for load in self._active if load.rank == PREFETCH)
+        return self._closed or prefetched < self._most_prefetched
 
     def _drop(self, which: Callable[[KVKey], bool]) -> None:
         """Stop what is prefetched, and have no further request join a load."""

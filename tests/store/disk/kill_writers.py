@@ -40,7 +40,6 @@ ENTRY = 210_000
 QUOTAS = {"churn": 9 * ENTRY}
 BUDGET = (WRITERS * KEPT + 12) * ENTRY
 FINAL_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-INDEX_NAMES = {"cache.db", "cache.db-journal", "lock"}
 SECONDS_TO_DIE = 60.0
 OPENING = 0.03  # seconds; who is to live no longer is killed while it opens the folder
 BEGIN, DONE, FORGET, FORGOTTEN = range(4)
@@ -191,11 +190,10 @@ def survey(folder: Path, ledger: Ledger) -> Counter[str]:
     totals["temp_files_seen"] = len(list(folder.glob("*.tmp")))
     store = DiskStore(folder, BUDGET, quotas=QUOTAS)
     (stats,) = store.stats()
-    names = {path.name for path in folder.iterdir()} - {"index", "lock"}
+    names = {path.name for path in folder.iterdir()} - {"lock", "writer"}
     sizes = sum((folder / name).stat().st_size for name in names)
     totals["orphans"] = sum(not FINAL_NAME.fullmatch(name) for name in names)
-    totals["orphans"] += len({path.name for path in (folder / "index").iterdir()} - INDEX_NAMES)
-    totals["unindexed"] = abs(len(names) - stats.entries) + abs(sizes - stats.nbytes)
+    totals["uncounted"] = abs(len(names) - stats.entries) + abs(sizes - stats.nbytes)
     totals["over_budget"] = max(0, sizes - BUDGET)
     for place, known in ledger.entries.items():
         key = kept(place) if place >= 0 else churn(-1 - place)

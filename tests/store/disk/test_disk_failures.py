@@ -177,39 +177,3 @@ def test_a_folder_with_a_damaged_file_that_cannot_be_deleted_opens(
     assert agrees_with_files(store, path)
     assert file_of(path, key_of(1)).exists(), "counted, so that the budget holds"
     store.close()
-
-
-def test_an_unwritable_index_is_asked_now_and_then_and_notes_do_not_pile_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    filled(path)
-    store, tries = opened(path), []
-
-    def busy(*args: Any, **options: Any) -> int:
-        tries.append(args)
-        raise folder.Timeout(str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder.FileLock, "acquire", busy)
-        for number in range(6000):
-            store._files.record_access(key_of(number).digest())
-    assert 15 <= len(tries) <= 6000 // 256
-    assert len(store._files._accesses) < 256
-    assert agrees_with_files(store, path)
-    assert len(store._files._accesses) == 0
-    store.close()
-
-
-def test_a_process_that_only_reads_rebuilds_a_damaged_index(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    filled(path)
-    store = opened(path)
-    (path / "index" / "cache.db").write_bytes(b"this is no database" * 500)
-    for number in range(4, 600):
-        store._files.record_access(key_of(number).digest())
-    assert all(holds(store, number) for number in range(4))
-    assert (path / "index" / "cache.db").read_bytes().startswith(b"SQLite format 3")
-    assert len(store._files._accesses) < 256
-    assert agrees_with_files(store, path)
-    store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,12 @@ def test_the_budget_holds_beside_quotas(tmp_path: Path, size: int) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("index_lost", [False, True])
-def test_a_smaller_quota_is_enforced_at_the_next_start(tmp_path: Path, size: int, index_lost: bool) -> None:
+def test_a_smaller_quota_is_enforced_at_the_next_start(tmp_path: Path, size: int) -> None:
     store = DiskStore(tmp_path / "kv", 100 * size)
     for number in range(5):
         for namespace in ("small", "other"):
             assert store.put(key_of(number, namespace=namespace), kv_of(number))
     store.close()
-    if index_lost:
-        shutil.rmtree(tmp_path / "kv" / "index")
     store = DiskStore(tmp_path / "kv", 100 * size, quotas={"small": 2 * size})
     assert (present(store, "small"), present(store, "other")) == ([3, 4], [0, 1, 2, 3, 4])
     assert agrees_with_files(store, tmp_path / "kv")

@@ -59,7 +59,7 @@ def test_any_call_of_opening_may_fail(tmp_path: Path, code: int, lasting: bool, 
         return calls
 
     calls = tried(NEVER)
-    assert len(calls) > 15
+    assert len(calls) >= 6
     for number in range(1, len(calls) + 1):
         tried(number)
 
@@ -158,21 +158,6 @@ def test_a_volume_that_stays_full_takes_one_entry_and_no_more(
     (stats,) = store.stats()
     assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
     store.close()
-
-
-def test_an_index_that_cannot_be_read_evicts_what_was_written_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv"
-    filled(path)
-    size = entry_size(path)
-    for number in range(4):
-        file = path / f"{key_of(number).digest()}.safetensors"
-        os.utime(file, (1000 - number, 1000 - number))  # 3 is the oldest
-    store = opened(path)
-    store._files._index.close()
-    assert store._files.make_space(size + 1, key_of(2).digest())
-    assert [holds(store, n) for n in range(4)] == [True, False, True, False]
 
 
 def test_the_default_budget_knows_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from soak_kit import figures
 
 SCRIPT = Path(__file__).with_name("kill_writers.py")
-BAD = ("wrong", "lost", "unforgotten", "orphans", "unindexed", "damaged", "over_budget", "died_alone")
+BAD = ("wrong", "lost", "unforgotten", "orphans", "uncounted", "damaged", "over_budget", "died_alone")
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks")
 
@@ -61,6 +61,6 @@ def test_killed_at_every_named_step(tmp_path: Path, kills: int, writers: int) ->
     totals = killed(tmp_path / "kv", kills, writers, "named")
     assert totals["survivors"] == []  # every step was passed
     assert totals["kills"] == kills * totals["points"]
-    assert totals["points"] >= 11
+    assert totals["points"] >= 8
     assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
     assert totals["checked"] > 0

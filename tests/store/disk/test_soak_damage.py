@@ -91,47 +91,6 @@ def test_damaged_entries_are_misses(tmp_path: Path, flips: int, cuts: int) -> No
     }
 
 
-@pytest.mark.parametrize(
-    ("flips", "cuts"),
-    [
-        pytest.param(60, 20, id="80 damages"),
-        pytest.param(500, 100, id="600 damages", marks=pytest.mark.soak),
-    ],
-)
-def test_a_damaged_index_costs_no_answer(tmp_path: Path, flips: int, cuts: int) -> None:
-    path, rng, counts = tmp_path / "kv", random.Random(2), Counter[str]()
-    filled_with(path)
-    for trial in range(flips + cuts):
-        while_open = DiskStore(path, BUDGET) if trial % 3 == 0 else None
-        damage_index(path / "index" / "cache.db", rng, cut=trial >= flips)
-        counts["truncations" if trial >= flips else "flips"] += 1
-        store = while_open or DiskStore(path, BUDGET)
-        found = answers(store)
-        counts["wrong"] += found.count(False)
-        counts["lost"] += found.count(None)
-        counts["refused"] += not store.put(key_of(trial % ENTRIES), WRITTEN[trial % ENTRIES])
-        store.close()
-        again = DiskStore(path, BUDGET)
-        counts["disagrees after a restart"] += not agrees_with_files(again, path)
-        counts["lost"] += answers(again).count(None)
-        again.close()
-    figures("damaged index", **counts)
-    bad = ("wrong", "lost", "refused", "disagrees after a restart")
-    assert {name: counts[name] for name in bad} == dict.fromkeys(bad, 0)
-    assert counts["flips"] == flips
-
-
-def damage_index(database: Path, rng: random.Random, cut: bool) -> None:
-    data = database.read_bytes()
-    with database.open("r+b") as file:  # in place: whoever has it open sees it
-        if cut:
-            file.truncate(rng.randrange(len(data)))
-        else:
-            place = rng.randrange(len(data))
-            file.seek(place)
-            file.write(bytes([data[place] ^ 1 << rng.randrange(8)]))
-
-
 class FailingOs:
     """``os`` with one call in ten refused or cut short; syncing does nothing, so that it is quick."""
 

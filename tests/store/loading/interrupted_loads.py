@@ -87,11 +87,6 @@ def read(store: KVStore, numbers: list[int]) -> None:
         assert contents(found.kv) == contents(kv_of(number))
 
 
-def write(store: KVStore, numbers: list[int]) -> None:
-    for number in numbers:
-        assert store.put(key_of(number), kv_of(number))
-
-
 def guarded(guard: DeadlineExecutor, numbers: list[int]) -> None:
     for number in numbers:
         assert guard.run(lambda number=number: number, None) == number
@@ -100,11 +95,11 @@ def guarded(guard: DeadlineExecutor, numbers: list[int]) -> None:
 def main(folder: Path, seed: int, rounds: int) -> None:
     draw, interrupts = random.Random(seed), Interrupts()
     store = DiskStore(folder, 1 << 30)
-    write(store, list(range(ENTRIES)))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(ENTRIES))
     loader = Loader(store, deadline=20.0)
     # Never given up for being late, and never left alone after failures: what is counted is interrupts alone.
     guard = DeadlineExecutor("test", 20.0, failures=1 << 30, cooldown=0.0)
-    works = ((load, loader), (prefetch, loader), (read, store), (write, store), (guarded, guard))
+    works = ((load, loader), (prefetch, loader), (read, store), (guarded, guard))
     for work, what in works:
         work(what, [0, 1])
     gc.collect()

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at any moment of a load, a read, a write or a guarded call: it comes through alone."""
+"""KeyboardInterrupt at any moment of a load, a read or a guarded call: it comes through alone."""
 
 from __future__ import annotations
 

@@ -60,13 +60,13 @@ def test_what_the_header_says_is_there_before_any_layer(closing):
     gate = Gate()
     loader = closing(filled(before_read=gate))
     kv = start(loader, key_of(0)).kv
-    assert (kv.tokens, kv.layers, kv.ready, kv.complete, kv.tier) == (4, LAYERS, 0, False, "disk")
+    assert (kv.tokens, kv.layers, kv.ready, kv.tier) == (4, LAYERS, 0, "disk")
     assert kv.shapes[0] == ((torch.float32, (2, 4, 8)),) * 2
     assert len(kv.keys) == LAYERS
     gate.open()
     assert same(kv, kv_of(0, layers=LAYERS))
     assert loader.flush(WAIT)
-    assert kv.complete
+    assert kv.ready == LAYERS
 
 
 def test_memory_is_handed_on_and_misses_are_none(closing):
@@ -152,19 +152,16 @@ def test_what_is_not_there_in_time_is_lost(closing):
     assert kv.lost is None  # it came after all; the next request has it
 
 
-def test_a_prefetch_is_taken_over_without_reading_again(closing):
-    store = filled()
-    loader = closing(store)
+def test_a_prefetch_ends_in_the_faster_tier_where_a_prompt_finds_it(closing):
+    store, host = filled(), HostStore(1 << 20)
+    loader = closing(TieredStore([host, store]))
     loader.prefetch([key_of(0), key_of(1), key_of(0), key_of(9)])
     assert loader.flush(WAIT)
-    (kv,) = opened(loader, 0)
-    assert kv.complete
-    loader.begin([kv])
-    assert same(kv, kv_of(0, layers=LAYERS))
-    assert kv.waited == 0
+    hit = start(loader, key_of(0))
+    assert hit.tier == "host"
+    assert contents(hit.kv) == contents(kv_of(0, layers=LAYERS))
     assert len(store.log) == 2 * LAYERS
-    (again,) = opened(loader, 0)  # it was taken, so it is read anew
-    assert not again.complete
+    assert loader._active == []
 
 
 def test_a_prefetch_in_work_is_joined(closing):
@@ -180,38 +177,51 @@ def test_a_prefetch_in_work_is_joined(closing):
 
 
 def test_prefetching_keeps_within_its_bytes(closing):
-    store = filled(4)
-    size = kv_of(0, layers=LAYERS).nbytes
+    size, seen = kv_of(0, layers=LAYERS).nbytes, []
+    store = filled(4, lambda *_: seen.append(sum(load.source.nbytes for load in loader._active)))
     loader = closing(store, threads=1, bytes_in_flight=size)
     loader.prefetch([key_of(n) for n in range(4)])
-    assert loader._changed.wait_for(lambda: len(store.finished) == 4, WAIT)
     assert loader.flush(WAIT)
-    # Whoever comes late pushes the earlier ones out, which by then are in a faster tier.
-    assert [load.key for load in loader._held.values()] == [key_of(3)]
+    assert len(store.finished) == 4
+    assert set(seen) == {size}
 
 
-def test_an_unused_prefetch_ends_in_the_host_tier_and_is_let_go(closing, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragcachekit.store.loading.loader.HOLD_SECONDS", 0.0)
+def test_a_prefetch_that_finds_no_room_in_time_is_given_up(closing):
+    gate = Gate()
+    store = filled(before_read=gate)
+    loader = closing(store, bytes_in_flight=1, deadline=0.01)
+    loader.prefetch([key_of(0), key_of(1)])
+    gate.open()
+    assert loader.flush(WAIT)
+    assert [key for key, _ in store.finished] == [key_of(0)]
+
+
+def test_a_prefetch_from_the_disk_ends_in_the_host_tier(closing, tmp_path):
     host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
     disk.put(key_of(0), kv_of(0))
     store = TieredStore([host, disk])
     loader = closing(store)
     loader.prefetch([key_of(0)])
-    assert loader._changed.wait_for(lambda: key_of(0) in host and not loader._active, WAIT)
-    hit = start(loader, key_of(0))
-    assert hit.tier == "host"
+    assert loader.flush(WAIT)
+    assert start(loader, key_of(0)).tier == "host"
     store.close()
 
 
 def test_forgotten_prefetches_are_not_handed_out(closing):
-    store = filled()
+    gate = Gate(lambda key, layer: layer == 1)
+    store = filled(before_read=gate)
     loader = closing(store)
-    loader.prefetch([key_of(0), key_of(1), key_of(2)])
-    assert loader.flush(WAIT)
+    loader.prefetch([key_of(0), key_of(1)])
+    assert gate.reached.wait(WAIT)
     loader.forget("acme/docs", frozenset(["chunk-1"]))
-    assert [kv.complete for kv in opened(loader, 0, 1, 2)] == [True, False, True]
+    opened(loader, 0, 1)
+    assert len(store.sources) == 3, "0 is joined, 1 is opened anew"
     loader.forget("acme/docs")
-    assert not opened(loader, 2)[0].complete
+    opened(loader, 0)
+    assert len(store.sources) == 4
+    gate.open()
+    assert loader.flush(WAIT)
+    assert store.finished == [], "what nobody may have is not read to its end"
 
 
 def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
@@ -403,7 +413,7 @@ store.put(key_of(0), kv_of(0, layers=500))
 loader = Loader(store)
 kv = start(loader, key_of(0)).kv
 kv.layer(3)
-print("leaving", kv.complete)
+print("leaving", kv.ready == 500)
 """
 
 
