@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ragcachekit.threads import Condition
-from ragcachekit.types import KVKey
 
 
 class InFlightMoves:
@@ -18,7 +17,7 @@ class InFlightMoves:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._under_way: set[tuple[int, KVKey]] = set()
+        self._moving: Counter[str] = Counter()
         self._dropping: Counter[str] = Counter()
         self._drops = 0
         self._dropped: dict[str, int] = {}  # namespace to the number of its last drop
@@ -28,24 +27,17 @@ class InFlightMoves:
         return self._drops
 
     @contextmanager
-    def move(self, key: KVKey, place: int, since: int) -> Iterator[bool]:
-        """Whether ``key`` may be written into tier ``place``; a drop waits until this is left.
-
-        False after or during a drop in its namespace, or if another thread moves the same entry.
-        """
+    def move(self, namespace: str, since: int) -> Iterator[bool]:
+        """Whether an entry may be written into another tier: not after or during a drop in its namespace."""
         with self._changed:
-            namespace = key.namespace
-            stale = self._dropping[namespace] or self._dropped.get(namespace, 0) > since
-            may = not stale and (place, key) not in self._under_way
-            if may:
-                self._under_way.add((place, key))
+            may = not self._dropping[namespace] and self._dropped.get(namespace, 0) <= since
+            self._moving[namespace] += may
         try:
             yield may
         finally:
-            if may:
-                with self._changed:
-                    self._under_way.discard((place, key))
-                    self._changed.notify_all()
+            with self._changed:
+                self._moving -= Counter({namespace: int(may)})  # removes zeros
+                self._changed.notify_all()
 
     @contextmanager
     def drop(self, namespace: str) -> Iterator[None]:
@@ -53,10 +45,10 @@ class InFlightMoves:
         with self._changed:
             self._dropping[namespace] += 1
         try:
-            self._changed.wait_for(lambda: all(k.namespace != namespace for _, k in self._under_way))
+            self._changed.wait_for(lambda: not self._moving[namespace])
             yield
         finally:
             with self._changed:
-                self._dropping -= Counter([namespace])  # removes zeros
+                self._dropping -= Counter([namespace])
                 self._drops += 1
                 self._dropped[namespace] = self._drops

@@ -6,38 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
+from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, Tier, WrappedSource
 from ragcachekit.store.in_flight_moves import InFlightMoves
 from ragcachekit.types import KVKey
 
 
-class Tier(KVStore, Protocol):
-    """A store that reports which entries it dropped, so that copies in several tiers count once."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes use it."""
-        ...
-
-    @property
-    def remote(self) -> bool:
-        """Whether a call may wait for another machine."""
-        ...
-
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As ``forget``, returning the digests of the dropped keys."""
-        ...
-
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As ``put``, returning also evicted entries that a slower tier may keep."""
-        ...
-
-
-class TieredStore:
+class TieredStore(KVStore):
     """Several tiers, looked up in turn; hits are copied into the faster ones.
 
     A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
@@ -101,17 +78,15 @@ class TieredStore:
             tier.discard(key)
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys of all tiers that can be listed, the slowest first; each once."""
-        tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
-        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in tiers)))
+        """Keys of all tiers that list theirs, the slowest first; each once."""
+        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in reversed(self._tiers))))
 
     def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` from all tiers that are :class:`Evictable`."""
         for tier in reversed(self._tiers):
-            if isinstance(tier, Evictable):
-                tier.evict(key)
+            tier.evict(key)
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """Drop entries from every tier, even if one raises; copies count once."""
         dropped: set[str] = set()
 
         def drop(tier: Tier) -> None:
@@ -120,11 +95,7 @@ class TieredStore:
         with self._moves.drop(namespace), ExitStack() as every:  # which goes on where a tier raises
             for tier in reversed(self._tiers):
                 every.callback(drop, tier)
-        return frozenset(dropped)
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries from every tier, even if one raises; copies count once."""
-        return len(self.drop(namespace, chunk_ids))
+        return len(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
         return tuple(record for tier in self._tiers for record in tier.stats())
@@ -141,7 +112,7 @@ class TieredStore:
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
         """Write what another tier returned after ``since`` into tier ``place``, unless it is there."""
-        with self._moves.move(key, place, since) as may:
+        with self._moves.move(key.namespace, since) as may:
             if may and key not in self._tiers[place]:
                 self._admit(place, key, kv)
 

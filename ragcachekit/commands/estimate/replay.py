@@ -101,7 +101,7 @@ class _HostTier:
             return
         tokens = use.chunk.tokens
         access = Access(False, self._prefill_seconds(tokens), tokens)
-        self._ranking.add(use.key, use.nbytes, tokens, "", access, hold=True)
+        self._ranking.add(use.key, use.nbytes, access=access, hold=True)
         while self._ranking.nbytes > self._budget:
             self._ranking.evict()
         self._ranking.release(use.key)

@@ -39,8 +39,7 @@ MISS = Access(hit=False)
 class Record:
     """State of one entry, kept for some time after its eviction."""
 
-    nbytes: int
-    tokens: int
+    nbytes: int = 0
     group: str = ""  # its namespace
     priority: float = 0.0
     frequency: float = 0.0  # accesses within the policy's window, as of the last access

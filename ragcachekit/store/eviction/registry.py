@@ -13,20 +13,14 @@ from ragcachekit.store.eviction.pgdsf import Pgdsf
 from ragcachekit.store.eviction.reuse import FrequencyReuse
 from ragcachekit.store.eviction.window import Seconds
 
-_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
+POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "lru": Lru,
     "lfu": Lfu,
     "gdsf": Gdsf,
     "pgdsf": Pgdsf,
     "f_r": FrequencyReuse,
 }
-_WITHOUT_NUMBER = frozenset({"lru"})
 _WITH_WINDOW = frozenset({"lfu", "gdsf", "pgdsf"})
-
-
-def known_evictions() -> tuple[str, ...]:
-    """The names that :func:`open_eviction` accepts."""
-    return tuple(_POLICIES)
 
 
 def weighs_cost(name: str) -> bool:
@@ -50,15 +44,15 @@ def open_eviction(name: str) -> EvictionPolicy:
         For an unknown name (the known ones are listed) or a bad number.
     """
     kind, colon, number = name.partition(":")
-    if kind not in _POLICIES:
-        raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(known_evictions())}")
+    if kind not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(POLICIES)}")
     if not colon:
-        return _POLICIES[kind]()
-    if kind in _WITHOUT_NUMBER:
-        raise ValueError(f"eviction policy {name!r}: {kind} takes no number; write {kind!r}")
+        return POLICIES[kind]()
+    if kind == "lru":
+        raise ValueError(f"eviction policy {name!r}: it takes no number; write 'lru'")
     if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
-        return _POLICIES[kind](Seconds(int(number[:-1]), time.monotonic))
+        return POLICIES[kind](Seconds(int(number[:-1]), time.monotonic))
     if not number.isdecimal():
         unit = "accesses, nor of seconds such as 600s" if kind in _WITH_WINDOW else "accesses"
         raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of {unit}")
-    return _POLICIES[kind](int(number))
+    return POLICIES[kind](int(number))
