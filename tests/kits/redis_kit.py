@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import redis
 
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.redis_store import RedisStore
+from ragcachekit.threads import Job
 
 KEY_BYTES = b"a key for tests, nothing more"
 REDIS_BUDGET = 1 << 20
@@ -105,3 +107,17 @@ def redis_store(server: RedisServer, **changes: Any) -> RedisStore:
     settings: dict[str, Any] = {"key": KEY_BYTES, "entry_bytes": REDIS_BUDGET, "deadline": 20.0}
     budget = changes.pop("budget", REDIS_BUDGET)
     return RedisStore(server.url, budget, **(settings | changes))
+
+
+def failures_of(executor: DeadlineExecutor) -> list[str]:
+    """Why operations fail from now on."""
+    reasons: list[str] = []
+    plain = executor._failure
+
+    def noted(job: Job, deadline: float) -> str | None:
+        reason = plain(job, deadline)
+        reasons.extend([reason] if reason is not None else [])
+        return reason
+
+    executor._failure = noted  # type: ignore[method-assign]
+    return reasons

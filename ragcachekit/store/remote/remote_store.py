@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from threading import Event, Lock
+from threading import Lock
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, quota_of
+from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import EntryImage, from_bytes
 from ragcachekit.store.entry.layout import storable
-from ragcachekit.store.remote.base import Backend, Left, Saved, Usage
+from ragcachekit.store.remote.base import Backend, Usage
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.pending_deletes import PendingDeletes
+from ragcachekit.store.remote.pending_deletes import Pending, PendingDeletes
 from ragcachekit.store.remote.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
 
@@ -29,7 +28,7 @@ RETRY_SECONDS = 1.0
 """How long after a forget that failed it is tried again."""
 
 
-class RemoteStore:
+class RemoteStore(Tier):
     """Sealed chunk KV on a :class:`~ragcachekit.store.remote.base.Backend`, with deadlines.
 
     If the service does not answer within the deadline (ten of them for ``forget``), methods return a miss,
@@ -38,8 +37,14 @@ class RemoteStore:
 
     Parameters
     ----------
+    tier : str
+        Its name in reports.
     budget : int
         Bytes that all sealed entries may take together; > 0.
+    key : bytes, str or None
+        Signs entries: bytes, or the name of an environment variable.
+    deadline : float
+        Seconds per operation, enough to read and verify an entry.
     largest : int or None
         Bytes of the largest entry; a put of a larger one is False and counts as no failure.
     quotas : mapping of str to int
@@ -53,24 +58,30 @@ class RemoteStore:
         self,
         tier: str,
         backend: Backend,
-        seal: Seal,
-        executor: DeadlineExecutor,
         budget: int,
         *,
+        key: bytes | str | None,
+        deadline: float,
         largest: int | None = None,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
-        self._tier, self._backend, self._seal, self._executor = tier, backend, seal, executor
+        if budget <= 0:
+            raise ValueError(
+                f"the {tier} tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
+            )
+        self._tier, self._backend, self._seal = tier, backend, Seal(key)
+        self._executor = DeadlineExecutor(tier, deadline)
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
         self._pending = PendingDeletes()
         self._deleting = Lock()
-        self._retry_at = math.inf  # monotonic seconds
+        self._retry_at = 0.0  # monotonic seconds
         # A store dropped without close leaves no connection open. Not at exit: that may hang.
         self._end = weakref.finalize(self, backend.close)
         self._end.atexit = False
         refuse_after_fork(self)
+        self._executor.run(backend.open, None, FORGET_DEADLINES * deadline)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
@@ -81,15 +92,11 @@ class RemoteStore:
         self._counters.count("hits")
         return Found(kv, self._tier)
 
-    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`: the seal is over all layers, so none can be used before the last."""
-        return self.get(key, weight)
-
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Seal and keep ``kv``, evicting least recently used entries.
 
-        False if the entry is too large, a forget of it is pending, or the service does not answer in time;
-        what is saved late is deleted again. TypeError for KV of a dtype without a safetensors name.
+        False if the entry is too large, a forget of it is pending, or the service does not answer in time:
+        then it may arrive later. TypeError for KV of a dtype without a safetensors name.
         """
         for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
             storable(tensor.dtype)
@@ -100,7 +107,8 @@ class RemoteStore:
             self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
         elif self._largest is not None and kv.nbytes > self._largest:
             return False
-        elif self._put(key, kv, limit):
+        elif (evicted := self._put(key, kv, limit)) is not None:
+            self._counters.count("evictions", evicted)
             return True
         self._counters.count("failed_writes")
         return False
@@ -121,23 +129,16 @@ class RemoteStore:
             self._executor.run(lambda: self._backend.delete(key), None)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys."""
+        """Drop entries. What the service does not confirm is pending (:attr:`pending_forgets`)."""
         dropped: set[str] = set()
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
         seconds = FORGET_DEADLINES * self._executor.deadline
         self._pending.add(namespace, chunk_ids)
-        try:
-            self._executor.run(lambda: self._forget(namespace, dropped, seconds), None, seconds)
-        finally:
-            if namespace in self._pending:
-                self._retry_at = 0.0 if self._retry_at == math.inf else self._retry_at
-                self._counters.warn_once("pending", "a forget is pending; this process reads nothing of it")
+        self._executor.run(lambda: self._forget(namespace, dropped, seconds), None, seconds)
+        if self._pending:
+            self._counters.warn_once("pending", "a forget is pending; this process reads nothing of it")
         return frozenset(dropped)
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries; returns how many were dropped. The rest is pending (:attr:`pending_forgets`)."""
-        return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; sizes come from the service, 0 if it does not answer."""
@@ -171,37 +172,28 @@ class RemoteStore:
             self._backend.delete(key)
         return None
 
-    def _put(self, key: KVKey, kv: ChunkKV, limit: int) -> bool:
+    def _put(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
         # Counted before asking whether the entry is forgotten: no forget slips in between.
-        forgets, awaited = self._pending.count, Event()
-        awaited.set()
-        try:
-            saved = self._executor.run(lambda: self._save(key, kv, forgets, limit, awaited), Saved(False))
-        finally:
-            awaited.clear()
-        self._counters.count("evictions", saved.evicted)
-        return saved.kept
+        forgets = self._pending.count
 
-    def _save(self, key: KVKey, kv: ChunkKV, forgets: int, limit: int, awaited: Event) -> Saved:
-        if not self._may_use(key):
-            return Saved(False)
-        blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
-        if len(blob) > limit:  # with header and seal
-            return Saved(False)
-        saved = self._backend.save(key, blob, lambda: awaited.is_set() and self._pending.count == forgets)
-        if saved.kept and not awaited.is_set():  # late: put has returned False
-            self._backend.delete(key)
-        return saved
+        def save() -> int | None:
+            if not self._may_use(key):
+                return None
+            blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
+            if len(blob) > limit:  # with header and seal
+                return None
+            return self._backend.save(key, blob, lambda: self._pending.count == forgets)
+
+        return self._executor.run(save, None)
 
     def _may_use(self, key: KVKey) -> bool:
         """Retry pending forgets if it is time; whether ``key`` is in none of them."""
         due = self._pending and time.monotonic() >= self._retry_at
         if due and self._deleting.acquire(blocking=False):  # else another thread does
             try:
-                self._retry_at = math.inf
-                for namespace in self._pending.namespaces():
+                for namespace, pending in self._pending.items():
                     with suppress(Exception):  # goes on with other namespaces, and is tried again
-                        self._delete_pending(namespace, set())
+                        self._delete(namespace, pending, set())
             finally:
                 self._deleting.release()
         return not self._pending.concern(key)
@@ -210,18 +202,17 @@ class RemoteStore:
         if not self._deleting.acquire(timeout=seconds):
             raise TimeoutError("an earlier forget has not ended")
         try:
-            self._delete_pending(namespace, dropped)
-        except Left:
-            pass  # no failure of the service
+            pending = dict(self._pending.items()).get(namespace)
+            if pending is not None:
+                self._delete(namespace, pending, dropped)
         finally:
             self._deleting.release()
 
-    def _delete_pending(self, namespace: str, dropped: set[str]) -> None:
-        chunk_ids, number = self._pending.of(namespace)
+    def _delete(self, namespace: str, pending: Pending, dropped: set[str]) -> None:
         try:
-            self._backend.forget(namespace, chunk_ids, dropped)
+            self._backend.forget(namespace, pending.chunk_ids, dropped)
         except BaseException as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._counters.warn_once("forget", "a forget is not done, and is tried again: %s", error)
             raise
-        self._pending.confirm(namespace, number)
+        self._pending.confirm(namespace, pending.number)

@@ -18,20 +18,20 @@ def test_concerns_chunks_and_what_was_encoded_behind_them() -> None:
     assert pending.concern(key_of(2, context=("chunk-0", "chunk-1")))
     assert not pending.concern(key_of(2))
     assert not pending.concern(key_of(1, namespace="globex"))
-    assert (len(pending), SPACE in pending, "globex" in pending) == (1, True, False)
+    assert [namespace for namespace, _ in pending.items()] == [SPACE]
 
 
-def test_a_confirmation_leaves_out_what_came_after_it() -> None:
+def test_a_confirmation_counts_for_the_last_forget_alone() -> None:
     pending = PendingDeletes()
     pending.add(SPACE, frozenset({"chunk-1", "chunk-2"}))
-    ids, number = pending.of(SPACE)
+    (_, (ids, number)), *_ = pending.items()
     assert ids == {"chunk-1", "chunk-2"}
     pending.add(SPACE, frozenset({"chunk-2", "chunk-3"}))
     pending.confirm(SPACE, number)
-    assert [pending.concern(key_of(n)) for n in (1, 2, 3)] == [False, True, True]
+    assert [pending.concern(key_of(n)) for n in (1, 2, 3, 4)] == [True, True, True, False]
     pending.add(SPACE, None)
     pending.confirm(SPACE, number)
-    assert pending.of(SPACE) == (None, 3)
+    assert pending.items() == [(SPACE, (None, 3))]
     pending.confirm(SPACE, 3)
     assert (len(pending), pending.concern(key_of(3))) == (0, False)
 
@@ -44,6 +44,6 @@ def test_too_many_ids_stand_for_the_whole_namespace(monkeypatch: pytest.MonkeyPa
         pending.add(SPACE, frozenset({f"chunk-{number}"}))
     assert not pending.concern(key_of(9))
     pending.add(SPACE, frozenset({"chunk-3"}))
-    assert pending.of(SPACE)[0] is None
+    assert dict(pending.items())[SPACE].chunk_ids is None
     assert pending.concern(key_of(9))
-    assert pending.of("globex")[0] == {"chunk-1"}
+    assert dict(pending.items())["globex"].chunk_ids == {"chunk-1"}
