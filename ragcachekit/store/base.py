@@ -169,7 +169,7 @@ class KVStore:
 
 
 class Tier(KVStore):
-    """A store on one medium, ``shared`` with other processes or not; a ``remote`` one may wait for a service."""
+    """A store on one medium: ``shared`` with other processes or not, ``remote`` if a service may be slow."""
 
     shared = False
     remote = False

@@ -9,8 +9,7 @@ from benchmarks.eviction.replay import CHUNKS, TREE, Plan, Prompt, plan, replay
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction.lru import Lru
-from ragcachekit.store.eviction.pgdsf import Pgdsf
+from ragcachekit.store.eviction.policies import Lru, Pgdsf
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.eviction.registry import POLICIES, open_eviction
 

@@ -9,15 +9,17 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from ragcachekit.errors import StoreError
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.redis_store import RedisStore
+from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.threads import Job
 
 KEY_BYTES = b"a key for tests, nothing more"
@@ -121,3 +123,10 @@ def failures_of(executor: DeadlineExecutor) -> list[str]:
 
     executor._failure = noted  # type: ignore[method-assign]
     return reasons
+
+
+def forget_at_last(store: RemoteStore, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+    """Forget again until the service confirms it."""
+    while True:  # ends with the test's own time limit at the latest
+        with suppress(StoreError):
+            return store.forget(namespace, chunk_ids)

@@ -6,11 +6,7 @@ import time
 from collections.abc import Callable
 
 from ragcachekit.store.eviction.base import EvictionPolicy
-from ragcachekit.store.eviction.gdsf import Gdsf
-from ragcachekit.store.eviction.lfu import Lfu
-from ragcachekit.store.eviction.lru import Lru
-from ragcachekit.store.eviction.pgdsf import Pgdsf
-from ragcachekit.store.eviction.reuse import FrequencyReuse
+from ragcachekit.store.eviction.policies import FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf
 from ragcachekit.store.eviction.window import Seconds
 
 POLICIES: dict[str, Callable[..., EvictionPolicy]] = {

@@ -14,7 +14,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.eviction.base import HIT, Access, EvictionPolicy
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.memory.own_memory import in_own_memory
 from ragcachekit.types import KVKey

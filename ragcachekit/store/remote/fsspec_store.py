@@ -15,7 +15,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import key_in
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.remote.base import Usage, hashed
 from ragcachekit.store.remote.remote_store import RemoteStore

@@ -8,13 +8,9 @@ import random
 import pytest
 
 from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy
-from ragcachekit.store.eviction.gdsf import Gdsf
-from ragcachekit.store.eviction.lfu import Lfu
-from ragcachekit.store.eviction.lru import Lru
-from ragcachekit.store.eviction.pgdsf import Pgdsf
+from ragcachekit.store.eviction.policies import FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.eviction.registry import POLICIES, open_eviction
-from ragcachekit.store.eviction.reuse import FrequencyReuse
 from ragcachekit.store.eviction.window import Seconds
 
 ITEMS = "abcdefghijkl"

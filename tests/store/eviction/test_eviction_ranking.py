@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 
 items = st.sampled_from("abcdefg")

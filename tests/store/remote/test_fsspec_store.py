@@ -19,12 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.entry.image import EntryImage
-from ragcachekit.store.remote import deadlines, remote_store
+from ragcachekit.store.remote import deadlines
 from ragcachekit.store.remote.fsspec_store import FsspecBackend, FsspecStore
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import OVERHEAD
 from ragcachekit.types import KVKey
-from redis_kit import KEY_BYTES, failures_of
+from redis_kit import KEY_BYTES, failures_of, forget_at_last
 from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
@@ -96,12 +96,6 @@ def hangs() -> Iterator[Hangs]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it fails, the service is asked again."""
     monkeypatch.setattr(deadlines, "FAILURES", 10_000)
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets that failed are tried again by the next operation."""
-    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 0.0)
 
 
 def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
@@ -198,11 +192,11 @@ def test_every_operation_may_fail(tmp_path: Path) -> None:
     assert store.get(KEY) is None
     assert not store.put(key_of(2), kv_of(2))
     assert KEY not in store
-    assert store.forget(KEY.namespace) == 0
-    assert store.pending_forgets == 1
+    with pytest.raises(StoreError, match="forget again: OSError: find fails"):
+        store.forget(KEY.namespace)
     fails.names = set()
+    store.forget(KEY.namespace)
     assert store.get(KEY) is None
-    assert store.pending_forgets == 0
     assert MemoryFileSystem().find(str(tmp_path)) == []
 
 
@@ -263,49 +257,7 @@ def test_a_half_written_object_that_cannot_be_deleted_counts(tmp_path: Path) -> 
     assert store.stats()[0].nbytes == sum(fs.size(path) for path in fs.find(root))
 
 
-@pytest.mark.usefixtures("patient")
-def test_forgets_that_a_dead_service_has_not_heard_are_held_once_per_namespace(tmp_path: Path) -> None:
-    fails = Fails()
-    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
-    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
-    assert store.put(key_of(0, namespace="globex"), kv_of(0))
-    fails.names = {"find"}
-    for number in range(50):
-        assert store.forget("acme/docs", frozenset({f"chunk-{number % 3}"})) == 0
-    assert store.forget("globex") == 0
-    assert store.forget("globex", frozenset({"chunk-7"})) == 0
-    assert store.pending_forgets == 2
-    assert dict(store._pending.items())["acme/docs"].chunk_ids == {"chunk-0", "chunk-1", "chunk-2"}
-    assert dict(store._pending.items())["globex"].chunk_ids is None
-    assert store.get(key_of(0)) is None
-    assert store.get(key_of(0, namespace="globex")) is None
-    assert not store.put(key_of(9, namespace="globex"), kv_of(9))
-    fails.names = set()
-    assert store.get(key_of(3)) is not None
-    assert store.pending_forgets == 0
-    assert [path.stem for path in files(tmp_path)] == [key_of(3).digest()]
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_forget_that_comes_while_the_service_hears_of_another_is_told_too(
-    tmp_path: Path, hangs: Hangs
-) -> None:
-    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
-    for number in range(3):
-        while not store.put(key_of(number), kv_of(number)):
-            pass
-    hangs.names = {"find"}
-    for number in range(3):  # the first is being told, and hangs, when the others come
-        assert store.forget("acme/docs", frozenset({f"chunk-{number}"})) == 0
-    assert dict(store._pending.items())["acme/docs"].chunk_ids == {"chunk-0", "chunk-1", "chunk-2"}
-    hangs.names = set()
-    hangs.go_on.set()
-    while store.pending_forgets:
-        assert [store.get(key_of(number)) for number in range(3)] == [None] * 3
-    assert files(tmp_path) == []
-
-
-def test_a_forget_that_fails_half_way_is_finished_later(tmp_path: Path) -> None:
+def test_a_forget_that_fails_half_way_says_so_and_is_finished_by_the_next(tmp_path: Path) -> None:
     left = [2]
 
     def before(name: str) -> None:
@@ -317,10 +269,11 @@ def test_a_forget_that_fails_half_way_is_finished_later(tmp_path: Path) -> None:
     store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
     for number in range(5):
         store.put(key_of(number), kv_of(number))
-    assert store.forget("acme/docs") == 4, "the one that stays keeps no other"
-    assert (len(files(tmp_path)), store.pending_forgets) == (1, 1)
-    assert store.get(key_of(4)) is None
-    assert (files(tmp_path), store.pending_forgets) == ([], 0)
+    with pytest.raises(StoreError, match="rm_file fails once"):
+        store.forget("acme/docs")
+    assert len(files(tmp_path)) == 1, "the one that stays keeps no other"
+    assert store.forget("acme/docs") == 1
+    assert files(tmp_path) == []
 
 
 def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
@@ -340,44 +293,29 @@ def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
     store = store_on(Unreadable(), str(tmp_path))
     failures = failures_of(store._executor)
     assert store.forget("acme/docs", frozenset({"chunk-2"})) == 2, "it may be about that chunk"
-    assert store.pending_forgets == 0
     assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
     assert store.get(key_of(9, namespace="globex")) is not None
     assert failures == []
 
 
-def test_an_object_that_cannot_be_deleted_keeps_nothing_but_its_forget_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 60.0)
-
+def test_an_object_that_cannot_be_deleted_is_an_error_of_its_forget_alone(tmp_path: Path) -> None:
     class Kept(LocalFileSystem):
         cachable = False
-        listed = 0
 
         def rm_file(self, path: str) -> None:
             if key_of(0).digest() in path:
                 raise PermissionError("kept")
             super().rm_file(path)
 
-        def find(self, *args: Any, **options: Any) -> Any:
-            self.listed += 1
-            return super().find(*args, **options)
-
-    fs = Kept()
-    store = store_on(fs, str(tmp_path))
+    store = store_on(Kept(), str(tmp_path))
     assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
     assert store.put(key_of(9, namespace="globex"), kv_of(9))
-    assert store.forget("acme/docs") == 3
-    assert [path.stem for path in files(tmp_path / ".")].count(key_of(0).digest()) == 1
-    assert store.get(key_of(0)) is None, "nobody is served what was forgotten"
-    listed = fs.listed
-    for number in range(10):
-        assert store.put(key_of(number, namespace="globex"), kv_of(number))
-        assert store.get(key_of(number, namespace="globex")) is not None
-    assert fs.listed == listed, "others do not ask every time whether it can be deleted now"
-    assert store.forget("globex") == 10
-    assert (store.pending_forgets, store._executor._breaker.is_open) == (1, False)
+    for _ in range(5):
+        with pytest.raises(StoreError, match="forget again: PermissionError: kept"):
+            store.forget("acme/docs")
+    assert not store._executor._breaker.is_open
+    assert [key_of(number) in store for number in range(4)] == [True, False, False, False]
+    assert store.forget("globex") == 1
 
 
 def test_a_forget_reads_each_header_once(tmp_path: Path) -> None:
@@ -425,11 +363,10 @@ def test_a_write_that_ends_after_its_forget_does_not_stay(tmp_path: Path, hangs:
     hangs.names = {"mv"}
     assert not store.put(KEY, kv_of(1))
     assert hangs.inside.is_set()
-    assert store.forget(KEY.namespace) == 0
-    assert store.pending_forgets == 1
+    with pytest.raises(StoreError, match="an earlier write has not ended"):
+        store.forget(KEY.namespace)
     hangs.go_on.set()
-    while store.pending_forgets:
-        assert store.get(KEY) is None
+    forget_at_last(store, KEY.namespace)
     assert store.get(KEY) is None
     assert files(tmp_path) == []
 
@@ -448,7 +385,6 @@ def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
     backend = ForgottenWhileSaved(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
     backend.store = store = RemoteStore("bulk", backend, BUDGET, key=KEY_BYTES, deadline=20.0)
     assert not store.put(KEY, kv_of(1))
-    assert store.pending_forgets == 0
     assert files(tmp_path) == []
 
 

@@ -10,9 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from ragcachekit.errors import StoreError
 from ragcachekit.store.remote import deadlines
 from ragcachekit.store.remote.redis_store import RedisStore
-from redis_kit import KEY_BYTES, REDIS_BUDGET, RedisServer, failures_of, redis_store, running_server
+from redis_kit import (
+    KEY_BYTES,
+    REDIS_BUDGET,
+    RedisServer,
+    failures_of,
+    forget_at_last,
+    redis_store,
+    running_server,
+)
 from store_kit import KEY, contents, key_of, kv_of
 
 SHORT = 0.05  # seconds that a test waits for a server that hangs
@@ -193,7 +202,8 @@ def test_a_dead_server_is_no_error_from_opening_on(
     assert not store.put(KEY, kv_of(1))
     assert store.get(KEY) is None
     assert KEY not in store
-    assert store.forget("acme/docs") == 0
+    with pytest.raises(StoreError, match="the redis tier may hold"):
+        store.forget("acme/docs")
     assert store.stats()[0].entries == 0
     assert store._executor._breaker.is_open
     mortal.start()
@@ -227,22 +237,16 @@ def hung(server: RedisServer, store: RedisStore) -> Iterator[None]:
         store._executor.deadline = patient
 
 
-def test_forgotten_during_an_absence_stays_forgotten(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forget_during_an_absence_is_an_error(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlines, "FAILURES", 100)
     store = redis_store(server)
     gone, here = key_of(1), key_of(2)
     for key in (gone, here):
         assert store.put(key, kv_of(1))
-    with hung(server, store):
-        assert store.forget("acme/docs", frozenset({"chunk-1"})) == 0
-        assert store.pending_forgets == 1
-        assert store.get(gone) is None
-        assert gone not in store
-        assert not store.put(gone, kv_of(1))
-    while store.pending_forgets:
-        assert store.get(gone) is None
+    with hung(server, store), pytest.raises(StoreError, match="forget again: no answer in time"):
+        store.forget("acme/docs", frozenset({"chunk-1"}))
+    forget_at_last(store, "acme/docs", frozenset({"chunk-1"}))
+    assert store.get(gone) is None
     assert store.get(here) is not None
     assert set(server.entries()) == {here.digest()}
     assert store.put(gone, kv_of(1))
@@ -258,9 +262,9 @@ def test_a_put_that_arrives_after_its_forget_is_refused(
     assert store.put(key_of(1), kv_of(1))
     with hung(server, store):
         assert not store.put(key_of(2), kv_of(2))
-        assert store.forget("acme/docs") == 0
-    while store.pending_forgets:
-        assert store.get(key_of(2)) is None
+        with pytest.raises(StoreError, match="forget again"):
+            store.forget("acme/docs")
+    forget_at_last(store, "acme/docs")
     assert [other.get(key_of(number)) for number in (1, 2)] == [None, None]
     agrees(server, other)
 
