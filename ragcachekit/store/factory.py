@@ -9,7 +9,7 @@ from typing import Any
 from ragcachekit.config import StoreConfig
 from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.memory.gpu import GpuStore
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.memory.memory_store import Cost

@@ -13,10 +13,9 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.in_flight_moves import InFlightMoves
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.store.tiered import TieredStore
+from ragcachekit.store.tiered import InFlightMoves, TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of
 

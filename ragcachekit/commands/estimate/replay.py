@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ragcachekit.commands.estimate.requests import Request, Use
 from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.store.eviction.base import Access
+from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.eviction.registry import open_eviction
 from ragcachekit.types import KVKey
 
 HOST, DISK = "host", "disk"

@@ -1,8 +1,9 @@
-"""The eviction policies."""
+"""The eviction policies: adding one is a class and a line in :data:`POLICIES`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from ragcachekit.store.eviction.base import Access, EvictionPolicy, Record
 from ragcachekit.store.eviction.window import Seconds, Window
@@ -58,12 +59,6 @@ class Pgdsf(Gdsf):
     The average cost is the mean, over the accesses that missed, of the request's prefill time by its new
     tokens. It is divided by the first known cost, which changes no order. An entry of unknown cost counts as
     the average of the known ones; where no cost is known, this is GDSF.
-
-    Parameters
-    ----------
-    window : int, Seconds or None
-        Accesses of the tier, or a time as in the paper, within which accesses count as frequency, also those
-        from before an entry was evicted. None counts as GDSF does.
     """
 
     def __init__(self, window: int | Seconds | None = PGDSF_WINDOW) -> None:
@@ -110,3 +105,48 @@ class FrequencyReuse(EvictionPolicy):
             record.priority = math.log2(record.weight) + now / self._half_life
         else:
             record.priority = -math.inf
+
+
+POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "gdsf": Gdsf,
+    "pgdsf": Pgdsf,
+    "f_r": FrequencyReuse,
+}
+_WITH_WINDOW = frozenset({"lfu", "gdsf", "pgdsf"})
+
+
+def weighs_cost(name: str) -> bool:
+    """Whether a policy of this name uses the cost of entries."""
+    return name.partition(":")[0] == "pgdsf"
+
+
+def open_eviction(name: str) -> EvictionPolicy:
+    """A new policy object for one tier.
+
+    Parameters
+    ----------
+    name : str
+        ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number behind a colon:
+        the window of the frequency in accesses of the tier (``pgdsf:20000``) or in seconds
+        (``pgdsf:600s``), for ``f_r`` its half-life in accesses.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name (the known ones are listed) or a bad number.
+    """
+    kind, colon, number = name.partition(":")
+    if kind not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(POLICIES)}")
+    if not colon:
+        return POLICIES[kind]()
+    if kind == "lru":
+        raise ValueError(f"eviction policy {name!r}: it takes no number; write 'lru'")
+    if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
+        return POLICIES[kind](Seconds(number[:-1]))
+    if not number.isdecimal():
+        unit = "accesses, nor of seconds such as 600s" if kind in _WITH_WINDOW else "accesses"
+        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of {unit}")
+    return POLICIES[kind](int(number))

@@ -60,10 +60,6 @@ class MemoryStore(Tier):
         quotas: Mapping[str, int] | None = None,
         cost: Cost | None = None,
     ) -> None:
-        if budget <= 0:
-            raise ValueError(
-                f"the {tier} tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
-            )
         self._tier = tier
         self._budget = budget
         self._quotas = dict(quotas or {})
@@ -103,7 +99,7 @@ class MemoryStore(Tier):
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
             # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
-            self._ranking.add(key, nbytes, key.namespace, access)
+            self._ranking.add(key, nbytes, key.namespace, access, hold=True)
             return True, self._make_room(key)
 
     def __contains__(self, key: KVKey) -> bool:
@@ -179,10 +175,9 @@ class MemoryStore(Tier):
         return True
 
     def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
-        """Evict until quota and budget hold; not the entry under ``key``."""
+        """Evict until quota and budget hold; not the entry under ``key``, which is released."""
         evicted: list[tuple[KVKey, ChunkKV]] = []
         namespace, quota = key.namespace, quota_of(self._quotas, key.namespace)
-        self._ranking.hold(key)
         while quota is not None and self._ranking.nbytes_of(namespace) > quota:
             evicted += self._evict(namespace)
         while self._ranking.nbytes > self._budget:

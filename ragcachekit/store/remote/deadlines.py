@@ -38,7 +38,7 @@ class LookupBudget:
     """Seconds that one plan has waited for each service."""
 
     def __init__(self) -> None:
-        self._spent: defaultdict[object, float] = defaultdict(float)
+        self.spent: defaultdict[object, float] = defaultdict(float)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -48,14 +48,6 @@ class LookupBudget:
             yield
         finally:
             _current.reset(token)
-
-    def lasts(self, service: object, deadline: float) -> bool:
-        """Whether a whole deadline is left for another look-up."""
-        return self._spent[service] <= (PLAN_DEADLINES - 1) * deadline
-
-    def spend(self, service: object, seconds: float) -> None:
-        """Count the time of one look-up."""
-        self._spent[service] += seconds
 
 
 class Breaker:
@@ -125,17 +117,17 @@ class DeadlineExecutor:
         return default if failure is not None else job.result
 
     def look(self, operation: Callable[[], T], default: T) -> T:
-        """As :meth:`run`, but refused if the current plan has waited long enough for this service."""
+        """As :meth:`run`, but refused if the current plan has no whole deadline left for this service."""
         plan = _current.get()
         if plan is None:
             return self.run(operation, default)
-        if not plan.lasts(self, self.deadline):
+        if plan.spent[self] > (PLAN_DEADLINES - 1) * self.deadline:
             return default
         begun = time.monotonic()
         try:
             return self.run(operation, default)
         finally:
-            plan.spend(self, time.monotonic() - begun)
+            plan.spent[self] += time.monotonic() - begun
 
     def close(self) -> None:
         """Refuse further operations; does not wait."""

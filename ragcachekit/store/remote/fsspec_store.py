@@ -41,7 +41,7 @@ class FsspecStore(RemoteStore):
     budget, key, deadline, quotas
         As in :class:`RemoteStore`.
 
-    Raises ValueError for a bad budget, url or key, and StoreError if fsspec, or what it needs for this url,
+    Raises ValueError for a bad url or key, and StoreError if fsspec, or what it needs for this url,
     is not installed.
     """
 
@@ -147,8 +147,6 @@ class FsspecBackend:
             raise failed
 
     def usage(self) -> Usage:
-        if not self._listed:
-            self.open()
         with self._lock:
             return Usage(len(self._index), self._index.nbytes)
 

@@ -34,7 +34,7 @@ class RedisStore(RemoteStore):
     entry_bytes : int
         Limit per entry.
 
-    Raises ValueError for a bad budget, url or key, and StoreError if redis-py is not installed.
+    Raises ValueError for a bad url or key, and StoreError if redis-py is not installed.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class RedisStore(RemoteStore):
         deadline: float,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
-        if not 0 < entry_bytes <= _LARGEST:
-            raise ValueError(f"entry_bytes must be from 1 to {_LARGEST}, got {entry_bytes}")
+        if entry_bytes > _LARGEST:
+            raise ValueError(f"entry_bytes must be at most {_LARGEST}, got {entry_bytes}")
         backend = RedisBackend(connect(url, deadline), budget, quotas or {})
         limits: dict[str, Any] = {"largest": entry_bytes, "deadline": deadline}
         super().__init__("redis", backend, budget, key=key, quotas=quotas, **limits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 from ragcachekit.errors import StoreError
@@ -58,19 +57,12 @@ class RemoteStore(Tier):
         largest: int | None = None,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
-        if budget <= 0:
-            raise ValueError(
-                f"the {tier} tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
-            )
         self._tier, self._backend, self._seal = tier, backend, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
         self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = 0
-        # A store dropped without close leaves no connection open. Not at exit: that may hang.
-        self._end = weakref.finalize(self, backend.close)
-        self._end.atexit = False
         refuse_after_fork(self)
         self._executor.run(backend.open, None, FORGET_DEADLINES * deadline)
 
@@ -98,7 +90,7 @@ class RemoteStore(Tier):
             self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
         elif self._largest is not None and kv.nbytes > self._largest:
             return False
-        elif (evicted := self._put(key, kv, limit)) is not None:
+        elif (evicted := self._save(key, kv, limit)) is not None:
             self._counters.count("evictions", evicted)
             return True
         self._counters.count("failed_writes")
@@ -149,7 +141,7 @@ class RemoteStore(Tier):
         """Close connections; further calls are misses."""
         self._closed = True
         self._executor.close()
-        self._end()
+        self._backend.close()
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self._backend.load(key)
@@ -165,7 +157,7 @@ class RemoteStore(Tier):
             self._backend.delete(key)
         return None
 
-    def _put(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
+    def _save(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
         forgets = self._forgets
 
         def save() -> int | None:

@@ -282,10 +282,8 @@ def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> No
 
 
 def test_bad_arguments_say_what_to_do(server: RedisServer) -> None:
-    with pytest.raises(ValueError, match="leave the tier out"):
-        redis_store(server, budget=0)
     with pytest.raises(ValueError, match="entry_bytes"):
-        redis_store(server, entry_bytes=0)
+        redis_store(server, entry_bytes=1 << 30)
     with pytest.raises(ValueError, match="openssl"):
         redis_store(server, key=None)
     with pytest.raises(ValueError, match="scheme"):
