@@ -78,8 +78,6 @@ class TieredStore(KVStore):
     """
 
     def __init__(self, tiers: Sequence[Tier], *, hot: int = 0) -> None:
-        if not tiers:
-            raise ValueError("a tiered store needs at least one tier; use NullStore for none")
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._moves = InFlightMoves()

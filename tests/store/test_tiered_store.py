@@ -111,11 +111,6 @@ def test_a_read_during_forget_does_not_bring_it_back_either() -> None:
     assert store.get(KEY) is None
 
 
-def test_no_tiers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="NullStore"):
-        TieredStore([])
-
-
 def test_what_another_process_forgot_is_not_handed_back_to_the_shared_disk(tmp_path: Path) -> None:
     ours, theirs = (TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)]) for _ in range(2))
     ours.put(KEY, kv_of(1))

@@ -39,7 +39,6 @@ class HostStore(MemoryStore):
         self._pinned = pinned and torch.cuda.is_available()
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the evicted entries."""
         kept, evicted = super().admit(key, kv)
         if evicted and self._pinned:
             give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))

@@ -133,7 +133,6 @@ class MemoryStore(Tier):
         return frozenset(key.digest() for key in doomed)
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record."""
         with self._lock:
             entries, nbytes = len(self._entries), self._ranking.nbytes
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
@@ -199,8 +198,7 @@ class MemoryStore(Tier):
         known = self._lent.get(key)
         view = known() if known is not None else None
         if view is None:
-            if known is not None:
-                self._release(key)
+            self._release(key)
             view = copy.copy(kv)  # shares the tensors
             # The callback may run at any moment, so it only appends.
             self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))

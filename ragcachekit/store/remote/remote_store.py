@@ -97,7 +97,6 @@ class RemoteStore(Tier):
         return False
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`; evicted entries are not handed down."""
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
