@@ -174,7 +174,7 @@ class _Cache:
         ranking, size, parent = self._ranking, self._tokens[entry], self._parents[entry]
         if size > self._capacity:
             return False
-        ranking.add(entry, size, size, access=missed)
+        ranking.add(entry, size, access=missed)
         ranking.hold(entry)
         ranking.hold(parent)  # -1, where there is none, is not here
         while ranking.nbytes > self._capacity:

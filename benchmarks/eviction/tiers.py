@@ -99,7 +99,7 @@ class _Tier:
         ranking, size, parent = self.ranking, self._tokens[entry], self._parents[entry]
         if size > self._capacity:
             return False
-        ranking.add(entry, size, size, access=access)
+        ranking.add(entry, size, access=access)
         # One hold for itself, as long as room is made, and on the host, where children arrive before
         # their parent does, one for each of them.
         for _ in range(1 + self._children[entry]):

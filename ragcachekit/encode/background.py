@@ -71,7 +71,7 @@ class BackgroundEncoder:
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
                 return stored
-            with self.forgets.storing():
+            with self.forgets.storing:
                 if self._is_current(item):
                     stored += self._put(item.key, kv)
             done(kv.tokens)
@@ -80,7 +80,7 @@ class BackgroundEncoder:
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
         """Store what a request computed itself, unless forgotten since or stored already."""
         for item, kv in entries:
-            with self.forgets.storing():
+            with self.forgets.storing:
                 if self._is_current(item) and item.key not in self._store:
                     self._put(item.key, kv)
 
@@ -149,7 +149,7 @@ class BackgroundEncoder:
         Inside, call ``store.forget`` with the same arguments, then add them to :attr:`forgets`, even if the
         store raised. Entries being encoded at that time are then not stored either.
         """
-        with self.forgets.storing(), self.forgets.storing_in_tree():
+        with self.forgets.storing, self.forgets.storing_in_tree:
             try:
                 yield
             finally:

@@ -42,7 +42,7 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.factory import open_tree
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.registry import weighs_cost
+from ragcachekit.store.eviction.policies import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
 

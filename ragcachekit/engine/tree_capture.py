@@ -71,7 +71,7 @@ class RowCapture:
             offset = generated.width - len(plan.token_ids)
             kvs = captured(plan, generated.cache, item, offset, self._rope)
             new = len(plan.token_ids) - plan.beginning.tokens
-            with self._forgets.storing_in_tree():
+            with self._forgets.storing_in_tree:
                 if not self._forgot(plan, plan.beginning.members):
                     self.tree.insert(plan.beginning.match, kvs, new=new)
             turns = self.tree.turns
@@ -81,7 +81,7 @@ class RowCapture:
             turn = turn_of(plan, answer, generated.cache, item, offset, self._rope, turns.budget)
             if turn is None:
                 continue
-            with self._forgets.storing_in_tree():
+            with self._forgets.storing_in_tree:
                 if not self._forgot(plan, turn.members):
                     turns.keep(turn, plan.beginning.epoch)
 

@@ -17,7 +17,7 @@ from ragcachekit.plan.lookup import Entry, Fetch
 from ragcachekit.plan.segments import Wanted
 from ragcachekit.policies.base import SelectionPolicy, VariantPolicy
 from ragcachekit.policies.craft.scores import Impact
-from ragcachekit.store.base import Evictable, Found, KVStore, concerns
+from ragcachekit.store.base import Found, KVStore, concerns
 from ragcachekit.types import KVKey
 
 HALF_LIFE = 1000
@@ -189,12 +189,13 @@ class VariantPool:
 def open_pool(store: KVStore) -> VariantPool:
     """A pool with :data:`SHARE` of the bytes of a store's largest tier."""
     budget = int(SHARE * max((record.budget for record in store.stats()), default=0))
-    return VariantPool(budget=budget, free=store.evict if isinstance(store, Evictable) else lambda _: None)
+    return VariantPool(budget=budget, free=store.evict)
 
 
 def recall(pool: VariantPool, store: KVStore, fingerprint: str) -> None:
     """Add what the store holds for a model, from its entries' headers; no layer is read."""
-    for key in store.keys() if isinstance(store, Evictable) else ():
+    stored = store.keys()
+    for key in stored:
         if key.fingerprint != fingerprint or key.encoding.partition("@")[0] != IN_PROMPT:
             continue
         opened = store.open(key, 0.0)

@@ -13,7 +13,7 @@ from ragcachekit.prefix_tree.disk import FOLDER
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.eviction.policies import open_eviction
 
 
 def open_tree(

@@ -20,7 +20,7 @@ from ragcachekit.prefix_tree.memory_tier import MemoryTier
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction.base import MISS, Access, EvictionPolicy
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.types import KVKey
 
 

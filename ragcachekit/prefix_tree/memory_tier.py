@@ -82,7 +82,7 @@ class MemoryTier:
         self._copies[name] = copy
         node.copies += 1
         copy.held = self._is_held(copy)
-        self._ranking.add(name, node.nbytes, node.tokens, access=access, hold=copy.held)
+        self._ranking.add(name, node.nbytes, access=access, hold=copy.held)
         if parent is not None:
             siblings = self._children.get(parent.digest, 0)
             self._children[parent.digest] = siblings + 1

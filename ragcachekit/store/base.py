@@ -104,9 +104,8 @@ class StoreStats:
     writable: bool = True
 
 
-@runtime_checkable
-class KVStore(Protocol):
-    """A store of chunk KV. Implementations promise:
+class KVStore:
+    """A store of chunk KV, the base of every implementation. They promise:
 
     - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (a tier that
       quantises: the same rounded KV every time, marked as such). An entry that fails verification is a miss.
@@ -117,6 +116,8 @@ class KVStore(Protocol):
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
       (one larger than the budget, or than its namespace's quota, is not kept).
     - An entry is not evicted from memory while a caller holds what ``get`` returned.
+
+    Neither a Protocol nor an ABC: :mod:`ragcachekit.forks` can replace the class of no such object.
     """
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
@@ -124,23 +125,31 @@ class KVStore(Protocol):
 
         ``weight`` is for eviction policies that weigh uses; 0 counts no use (a prefetch).
         """
-        ...
+        raise NotImplementedError
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`, without waiting for layers that have to be read."""
-        ...
+        """As :meth:`get`, without waiting for layers that have to be read; by default it is :meth:`get`."""
+        return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv`` under ``key``; True if it can now be read back. Idempotent."""
-        ...
+        raise NotImplementedError
 
     def __contains__(self, key: KVKey) -> bool:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
-        ...
+        raise NotImplementedError
 
     def discard(self, key: KVKey) -> None:
         """Drop an unusable entry and count it as damaged; no error if there is none."""
-        ...
+        raise NotImplementedError
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of all readable entries, the latest first; by default none are listed."""
+        return iter(())
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key``, if there is one, and count an eviction; by default nothing."""
+        return
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries of the namespace whose chunk id, or any context id, is among ``chunk_ids``.
@@ -148,28 +157,36 @@ class KVStore(Protocol):
         ``None`` drops the whole namespace. Returns the number of dropped entries. Raises StoreError if some
         may be left.
         """
-        ...
+        raise NotImplementedError
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release files and threads; further calls are misses."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Evictable(Protocol):
-    """A store whose entries a caller can list, rank and evict one by one."""
+class Tier(KVStore):
+    """A store on one medium: ``shared`` with other processes or not, ``remote`` if a service may be slow."""
 
-    def keys(self) -> Iterator[KVKey]:
-        """Keys of all readable entries, the latest first."""
-        ...
+    shared = False
+    remote = False
 
-    def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key``, if there is one, and count an eviction."""
-        ...
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        return self.admit(key, kv)[0]
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, returning also evicted entries that a slower tier may keep."""
+        raise NotImplementedError
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        return len(self.drop(namespace, chunk_ids))
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """As :meth:`forget`, returning the digests of the dropped keys, which several tiers may have."""
+        raise NotImplementedError
 
 
 def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> bool:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.config import StoreConfig
-from ragcachekit.store.base import KVStore
+from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.memory.gpu import GpuStore
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.memory.memory_store import Cost
 from ragcachekit.store.null import NullStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.store.tiered import TieredStore
 
 
 def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
@@ -54,13 +54,12 @@ def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
 def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]:
     """The tiers; optional dependencies are imported only where configured."""
     quotas = config.quotas
-    ranked: dict[str, Any] = {"quotas": quotas} if cost is None else {"quotas": quotas, "cost": cost}
     if config.gpu_bytes:
-        yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), **ranked)
-    if config.host_bytes:
-        pinned = bool(config.gpu_bytes) or config.pin_host
         policy = open_eviction(config.eviction)
-        yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, **ranked)
+        yield "gpu", GpuStore(config.gpu_bytes, policy=policy, quotas=quotas, cost=cost)
+    if config.host_bytes:
+        pinned, policy = bool(config.gpu_bytes) or config.pin_host, open_eviction(config.eviction)
+        yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, quotas=quotas, cost=cost)
     if config.disk_path is not None:
         from ragcachekit.store.disk.disk_store import DiskStore
 

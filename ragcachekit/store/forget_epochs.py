@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
@@ -23,25 +22,20 @@ class _Namespace:
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
 
-    Work takes :meth:`now` before its first lookup, and stores a result inside :meth:`storing` if nothing it
-    depends on was forgotten since. A forget is added inside :meth:`storing` and :meth:`storing_in_tree` when
-    it has reached every tier. ``most`` names of one namespace are remembered; beyond that the whole namespace
-    counts as forgotten, which costs work in progress.
+    Work takes :meth:`now` before its first lookup, and stores a result inside ``storing`` if nothing it
+    depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
+    reached every tier. :data:`MOST_NAMES` names of one namespace are remembered; beyond that the whole
+    namespace counts as forgotten, which costs work in progress.
     """
 
-    def __init__(self, most: int = MOST_NAMES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._epoch = 0
         self._namespaces: dict[str, _Namespace] = {}
-        self._lock, self._storing, self._storing_in_tree = Lock(), Lock(), Lock()
-
-    def storing(self) -> AbstractContextManager[object]:
-        """The lock around storing, and around forgetting in every tier."""
-        return self._storing
-
-    def storing_in_tree(self) -> AbstractContextManager[object]:
-        """As :meth:`storing`, for the knowledge tree, whose disk would delay encoding; taken second."""
-        return self._storing_in_tree
+        self._lock = Lock()
+        self.storing = Lock()
+        """Around storing, and around forgetting in every tier."""
+        self.storing_in_tree = Lock()
+        """The same for the knowledge tree, whose disk would delay encoding; taken second."""
 
     def now(self) -> int:
         """The number of forgets so far."""
@@ -59,7 +53,7 @@ class ForgetEpochs:
             for name in names or ():
                 known.last[name] = epoch
                 known.last.move_to_end(name)
-            while len(known.last) > self._most:
+            while len(known.last) > MOST_NAMES:
                 known.whole = max(known.whole, known.last.popitem(last=False)[1])
             self._epoch = epoch
 

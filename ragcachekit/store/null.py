@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, LayerSource, StoreStats
+from ragcachekit.store.base import Found, KVStore, StoreStats
 from ragcachekit.store.counters import Counters
 from ragcachekit.types import KVKey
 
 
-class NullStore:
+class NullStore(KVStore):
     """Every ``get`` is a miss and every ``put`` is refused."""
 
     def __init__(self) -> None:
@@ -17,9 +17,6 @@ class NullStore:
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         self._counters.count("misses")
         return None
-
-    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        return self.get(key, weight)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Always False; not a failure, so not counted as one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -22,8 +21,7 @@ from ragcachekit.model.packed import (
     unpacked_layer,
     unpacked_shapes,
 )
-from ragcachekit.store.base import Evictable, Evicted, Found, LayerSource, StoreStats, WrappedSource
-from ragcachekit.store.tiered import Tier
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, Tier, WrappedSource
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 from ragcachekit_kernels.dispatch import uses_triton
 
@@ -67,7 +65,7 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if kind == "int8" else scaled).to(dtype), scale
 
 
-class QuantisedStore:
+class QuantisedStore(Tier):
     """A :class:`Tier` that rounds KV to eight bits, and returns it marked as rounded.
 
     Rounded KV has its own keys (encoding ``+int8``), so a tier without rounding, or of another kind, does not
@@ -82,10 +80,10 @@ class QuantisedStore:
     """
 
     def __init__(self, tier: Tier, kind: str) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"unknown quantisation {kind!r}; known: {', '.join(KINDS)}")
-        self._tier = tier
-        self._kind: str = kind
+        self._tier, self._kind = tier, kind
+        self._device = torch.device(
+            "cuda" if torch.cuda.is_available() else "cpu"
+        )  # where prompts are linked
         self.shared, self.remote = tier.shared, tier.remote
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
@@ -111,11 +109,8 @@ class QuantisedStore:
         self.discard(key)
         return None
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Store ``kv`` rounded; KV that cannot be rounded is refused."""
-        return self.admit(key, kv)[0]
-
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """Store ``kv`` rounded; KV that cannot be rounded is refused."""
         if not _exact(key):
             try:
                 kv = pack(kv, self._kind)
@@ -132,29 +127,20 @@ class QuantisedStore:
 
     def keys(self) -> Iterator[KVKey]:
         """As the tier, for entries of this kind."""
-        keys = self._tier.keys() if isinstance(self._tier, Evictable) else iter(())
+        keys = self._tier.keys()
         return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def evict(self, key: KVKey) -> None:
-        if isinstance(self._tier, Evictable):
-            self._tier.evict(self._key(key))
+        self._tier.evict(self._key(key))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         return self._tier.drop(namespace, chunk_ids)
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        return self._tier.forget(namespace, chunk_ids)
 
     def stats(self) -> tuple[StoreStats, ...]:
         return self._tier.stats()
 
     def close(self) -> None:
         self._tier.close()
-
-    @cached_property
-    def _device(self) -> torch.device:
-        """Where this machine links."""
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def _handed_out(self, packed: ChunkKV) -> ChunkKV:
         return (PackedKV.of if uses_triton(self._device) else unpack)(packed, self._kind)

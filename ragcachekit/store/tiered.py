@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evictable, Evicted, Found, KVStore, LayerSource, StoreStats, WrappedSource
-from ragcachekit.store.in_flight_moves import InFlightMoves
+from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, Tier, WrappedSource
+from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
 
 
-class Tier(KVStore, Protocol):
-    """A store that reports which entries it dropped, so that copies in several tiers count once."""
+class InFlightMoves:
+    """Moves between tiers; one whose namespace was dropped since the entry was read is refused.
 
-    @property
-    def shared(self) -> bool:
-        """Whether other processes use it."""
-        ...
+    Moves never wait; a drop waits for the moves of its own namespace.
+    """
 
-    @property
-    def remote(self) -> bool:
-        """Whether a call may wait for another machine."""
-        ...
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._moving: Counter[str] = Counter()
+        self._dropping: Counter[str] = Counter()
+        self._drops = 0
+        self._dropped: dict[str, int] = {}  # namespace to the number of its last drop
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As ``forget``, returning the digests of the dropped keys."""
-        ...
+    def now(self) -> int:
+        """The number to take before an entry is read, for :meth:`move`."""
+        return self._drops
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As ``put``, returning also evicted entries that a slower tier may keep."""
-        ...
+    @contextmanager
+    def move(self, namespace: str, since: int) -> Iterator[bool]:
+        """Whether an entry may be written into another tier: not after or during a drop in its namespace."""
+        with self._changed:
+            may = not self._dropping[namespace] and self._dropped.get(namespace, 0) <= since
+            self._moving[namespace] += may
+        try:
+            yield may
+        finally:
+            with self._changed:
+                self._moving -= Counter({namespace: int(may)})  # removes zeros
+                self._changed.notify_all()
+
+    @contextmanager
+    def drop(self, namespace: str) -> Iterator[None]:
+        """A block in which tiers forget and nothing of the namespace moves."""
+        with self._changed:
+            self._dropping[namespace] += 1
+        try:
+            self._changed.wait_for(lambda: not self._moving[namespace])
+            yield
+        finally:
+            with self._changed:
+                self._dropping -= Counter([namespace])
+                self._drops += 1
+                self._dropped[namespace] = self._drops
 
 
-class TieredStore:
+class TieredStore(KVStore):
     """Several tiers, looked up in turn; hits are copied into the faster ones.
 
     A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
@@ -55,8 +78,6 @@ class TieredStore:
     """
 
     def __init__(self, tiers: Sequence[Tier], *, hot: int = 0) -> None:
-        if not tiers:
-            raise ValueError("a tiered store needs at least one tier; use NullStore for none")
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._moves = InFlightMoves()
@@ -101,17 +122,15 @@ class TieredStore:
             tier.discard(key)
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys of all tiers that can be listed, the slowest first; each once."""
-        tiers = [tier for tier in reversed(self._tiers) if isinstance(tier, Evictable)]
-        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in tiers)))
+        """Keys of all tiers that list theirs, the slowest first; each once."""
+        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in reversed(self._tiers))))
 
     def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` from all tiers that are :class:`Evictable`."""
         for tier in reversed(self._tiers):
-            if isinstance(tier, Evictable):
-                tier.evict(key)
+            tier.evict(key)
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        """Drop entries from every tier, even if one raises; copies count once."""
         dropped: set[str] = set()
 
         def drop(tier: Tier) -> None:
@@ -120,11 +139,7 @@ class TieredStore:
         with self._moves.drop(namespace), ExitStack() as every:  # which goes on where a tier raises
             for tier in reversed(self._tiers):
                 every.callback(drop, tier)
-        return frozenset(dropped)
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries from every tier, even if one raises; copies count once."""
-        return len(self.drop(namespace, chunk_ids))
+        return len(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
         return tuple(record for tier in self._tiers for record in tier.stats())
@@ -141,7 +156,7 @@ class TieredStore:
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
         """Write what another tier returned after ``since`` into tier ``place``, unless it is there."""
-        with self._moves.move(key, place, since) as may:
+        with self._moves.move(key.namespace, since) as may:
             if may and key not in self._tiers[place]:
                 self._admit(place, key, kv)
 

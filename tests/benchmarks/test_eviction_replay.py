@@ -9,10 +9,8 @@ from benchmarks.eviction.replay import CHUNKS, TREE, Plan, Prompt, plan, replay
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction.lru import Lru
-from ragcachekit.store.eviction.pgdsf import Pgdsf
+from ragcachekit.store.eviction.policies import POLICIES, Lru, Pgdsf, open_eviction
 from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.eviction.registry import known_evictions, open_eviction
 
 PROFILE = PrefillProfile([0, 1000], [1, 1000], [[0.011, 1.01], [0.012, 2.01]])
 PROMPT = Prompt(system=50, question=10)
@@ -106,7 +104,7 @@ def test_no_policy_exceeds_the_bounds(name, structure):
     for capacity in (200, 1000, 4000):
         hits = most_hits(accesses, made.tokens, capacity) / len(accesses)
         tokens = most_token_hits(accesses, made.tokens, capacity) / asked
-        for policy in known_evictions():
+        for policy in POLICIES:
             outcome = replay(made, open_eviction(policy), capacity, PROFILE, PROMPT)
             assert 0 < outcome.hit_rate <= hits
             assert outcome.token_hit_rate <= tokens
@@ -115,7 +113,7 @@ def test_no_policy_exceeds_the_bounds(name, structure):
 
 def test_all_policies_agree_where_everything_fits():
     made = plan(open_trace("zipf", SHAPE, 2), TREE, PROFILE, PROMPT)
-    found = {replay(made, open_eviction(p), 10**9, PROFILE, PROMPT) for p in known_evictions()}
+    found = {replay(made, open_eviction(p), 10**9, PROFILE, PROMPT) for p in POLICIES}
     assert len(found) == 1
     accesses = [entry for request in made.requests for entry in request]
     assert found.pop().hit_rate == pytest.approx(1 - len(set(accesses)) / len(accesses))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ragcachekit.forward.copy_streams import Streams
 from ragcachekit.forward.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.loading.load import Load, LoadFailed, LoadingKV
-from ragcachekit.store.memory.page_locked import in_slabs
+from ragcachekit.store.memory import page_locked
 from ragcachekit.store.quantised import pack
 from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey
@@ -39,7 +40,12 @@ def on_host(device, kv):
 
 def in_stretches(device, kv):
     """As the host tier lays page-locked entries."""
-    return in_slabs(kv, lambda n: device.put(torch.full((n,), 0xFF, dtype=torch.uint8), device=False))
+
+    def allocated(nbytes):
+        return device.put(torch.full((nbytes,), 0xFF, dtype=torch.uint8), device=False)
+
+    with mock.patch.object(page_locked, "page_locked", allocated):
+        return page_locked.in_slabs(kv)
 
 
 def used(device, transfers, layers):

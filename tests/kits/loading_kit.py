@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, StoreStats
+from ragcachekit.store.base import Found, KVStore, StoreStats
 from ragcachekit.store.loading.load import LoadingKV
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import KVKey
@@ -52,7 +52,7 @@ class Source:
         self.closed = True
 
 
-class SlowStore:
+class SlowStore(KVStore):
     """A ``disk`` tier in memory. ``before_read(key, layer)`` runs in the reading thread."""
 
     def __init__(self, before_read: Callable[[KVKey, int], object] = lambda *_: None) -> None:

@@ -9,14 +9,18 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from ragcachekit.errors import StoreError
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from ragcachekit.store.remote.redis_store import RedisStore
+from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.threads import Job
 
 KEY_BYTES = b"a key for tests, nothing more"
 REDIS_BUDGET = 1 << 20
@@ -105,3 +109,24 @@ def redis_store(server: RedisServer, **changes: Any) -> RedisStore:
     settings: dict[str, Any] = {"key": KEY_BYTES, "entry_bytes": REDIS_BUDGET, "deadline": 20.0}
     budget = changes.pop("budget", REDIS_BUDGET)
     return RedisStore(server.url, budget, **(settings | changes))
+
+
+def failures_of(executor: DeadlineExecutor) -> list[str]:
+    """Why operations fail from now on."""
+    reasons: list[str] = []
+    plain = executor._failure
+
+    def noted(job: Job, deadline: float) -> str | None:
+        reason = plain(job, deadline)
+        reasons.extend([reason] if reason is not None else [])
+        return reason
+
+    executor._failure = noted  # type: ignore[method-assign]
+    return reasons
+
+
+def forget_at_last(store: RemoteStore, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+    """Forget again until the service confirms it."""
+    while True:  # ends with the test's own time limit at the latest
+        with suppress(StoreError):
+            return store.forget(namespace, chunk_ids)

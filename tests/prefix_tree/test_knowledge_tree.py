@@ -11,7 +11,7 @@ import pytest
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.memory.host import HostStore
 from tree_kit import ROOT, ROW, kv_of, path_of, request, same, tiers
 

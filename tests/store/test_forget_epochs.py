@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ragcachekit.store import forget_epochs
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from store_kit import key_of
 
@@ -23,8 +24,9 @@ def test_a_chunk_and_what_was_encoded_behind_it():
 
 
 @pytest.mark.parametrize("most", [1, 100])
-def test_the_whole_namespace(most):
-    forgets = ForgetEpochs(most)
+def test_the_whole_namespace(most, monkeypatch):
+    monkeypatch.setattr(forget_epochs, "MOST_NAMES", most)
+    forgets = ForgetEpochs()
     forgets.add(SPACE, {"chunk-1"})
     since = forgets.now()
     forgets.add(SPACE)
@@ -46,8 +48,9 @@ def test_texts_whatever_whitespace_stands_around_them(given):
     assert forgets.forgot_text(SPACE, "\ud800", 1)
 
 
-def test_beyond_its_bound_more_counts_as_forgotten_and_never_less():
-    forgets = ForgetEpochs(most=3)
+def test_beyond_its_bound_more_counts_as_forgotten_and_never_less(monkeypatch):
+    monkeypatch.setattr(forget_epochs, "MOST_NAMES", 3)
+    forgets = ForgetEpochs()
     for number in range(6):
         forgets.add(SPACE, {f"chunk-{number}"})
     for number in range(6):

@@ -51,7 +51,7 @@ go_on, done = threading.Event(), []
 jobs = Background(lambda job: (go_on.wait(60), done.append(job)), 4, "test")
 assert jobs.submit(1) and jobs.submit(2)
 
-bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32))
+bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32), deadline=2.0)
 tree = KnowledgeTree(host_bytes=1 << 20)
 assert bulk.put(key_of(0), kv_of(0))
 

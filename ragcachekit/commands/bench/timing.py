@@ -16,11 +16,11 @@ import torch
 from ragcachekit.engine.admission import tolerance_for
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.store.base import KVStore
+from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.memory.gpu import GpuStore
 from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.tiered import Tier, TieredStore
+from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import Prompt
 
 COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ragcachekit.commands.estimate.requests import Request, Use
 from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.store.eviction.base import Access
+from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.eviction.registry import open_eviction
 from ragcachekit.types import KVKey
 
 HOST, DISK = "host", "disk"
@@ -101,7 +101,7 @@ class _HostTier:
             return
         tokens = use.chunk.tokens
         access = Access(False, self._prefill_seconds(tokens), tokens)
-        self._ranking.add(use.key, use.nbytes, tokens, "", access, hold=True)
+        self._ranking.add(use.key, use.nbytes, access=access, hold=True)
         while self._ranking.nbytes > self._budget:
             self._ranking.evict()
         self._ranking.release(use.key)

@@ -28,7 +28,7 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.base import LayerwisePolicy, VariantPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.store.eviction.registry import open_eviction
+from ragcachekit.store.eviction.policies import open_eviction
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """Host budgets, as shares of the KV that the log touches; at least what one prompt uses."""

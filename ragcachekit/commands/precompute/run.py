@@ -190,14 +190,14 @@ class PrecomputeRun:
         self._rag.encode(texts, system=self._system, progress=progress)
 
 
-class _ListingStore:
+class _ListingStore(KVStore):
     """Another store, which claims to hold every key while it lists them."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._keys: list[KVKey] | None = None
-        self.get, self.open, self.put, self.discard = store.get, store.open, store.put, store.discard
-        self.forget, self.stats, self.close = store.forget, store.stats, store.close
+        for name in ("get", "open", "put", "discard", "keys", "evict", "forget", "stats", "close"):
+            setattr(self, name, getattr(store, name))
 
     @contextmanager
     def listing(self) -> Iterator[list[KVKey]]:

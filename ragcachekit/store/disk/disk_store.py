@@ -12,7 +12,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns
+from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, Tier, concerns
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.entry_files import SECONDS_TO_LOCK, SECONDS_TO_OPEN, EntryFiles, entry_files
 from ragcachekit.store.disk.folder import FolderBusy, LockFailed, claim_folder, not_writable
@@ -29,7 +29,7 @@ STEPS = ("evicted", "room made", "created", "half written", "written", "renamed"
 """Arguments that ``at`` is called with."""
 
 
-class DiskStore:
+class DiskStore(Tier):
     """Chunk KV in files that survive the process; several processes may share the folder.
 
     A read opens the file, verifies all of it, and sets its modification time: the order of use. A write goes
@@ -61,7 +61,6 @@ class DiskStore:
     """
 
     shared = True
-    remote = False
 
     def __init__(
         self, path: Path, budget: int, *, quotas: Mapping[str, int] | None = None, at: At = nowhere
@@ -155,6 +154,17 @@ class DiskStore:
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """Delete the namespace's files that hold, or were encoded behind, one of ``chunk_ids``.
+
+        Files with a damaged header are deleted as well, whosever they are.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be listed, a file not be read or deleted (Windows deletes no open file), or
+            another process keeps writing. All other files have been deleted, and this store returns nothing
+            from those that could not be; forget again.
+        """
         if self._closed or not self._folder.is_dir():
             return frozenset()
         busy: FolderBusy | None = None
@@ -186,20 +196,6 @@ class DiskStore:
                 f"forget again when it goes on or has ended: {busy}"
             ) from busy
         return frozenset(dropped)
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Delete the namespace's files that hold, or were encoded behind, one of ``chunk_ids``.
-
-        Files with a damaged header are deleted as well, whosever they are.
-
-        Raises
-        ------
-        StoreError
-            If the folder cannot be listed, a file not be read or deleted (Windows deletes no open file), or
-            another process keeps writing. All other files have been deleted, and this store returns nothing
-            from those that could not be; forget again.
-        """
-        return len(self.drop(namespace, chunk_ids))
 
     def stats(self) -> tuple[StoreStats, ...]:
         entries, nbytes = (0, 0) if self._closed else self._files.content()

@@ -39,14 +39,13 @@ MISS = Access(hit=False)
 class Record:
     """State of one entry, kept for some time after its eviction."""
 
-    nbytes: int
-    tokens: int
+    nbytes: int = 0
     group: str = ""  # its namespace
     priority: float = 0.0
     frequency: float = 0.0  # accesses within the policy's window, as of the last access
     current: float = 0.0  # accesses in the bucket of the window with the number ``bucket``
     previous: float = 0.0  # accesses in the bucket before
-    bucket: int = 0
+    bucket: float = 0
     at: int = 0  # number of the last access, counted over all entries
     missed: int = 0  # misses of known cost
     cost: float = 0.0  # sum over these of seconds per new token

@@ -51,28 +51,17 @@ class Ranking(Generic[K]):
         """Bytes of an entry; KeyError if it is not here."""
         return self._live[item].nbytes
 
-    def priority(self, item: K) -> float:
-        """The policy's number for an entry; KeyError if it is not here."""
-        return self._live[item].priority
-
     def add(
-        self,
-        item: K,
-        nbytes: int,
-        tokens: int = 0,
-        group: str = "",
-        access: Access = MISS,
-        *,
-        hold: bool = False,
+        self, item: K, nbytes: int, group: str = "", access: Access = MISS, *, hold: bool = False
     ) -> None:
         """Add an entry, or set its size; counts as an access. ``hold``: as :meth:`hold` after it."""
         record = self._live.get(item)
         if record is None:
-            record = self._past.pop(item, None) or Record(0, 0)
+            record = self._past.pop(item, None) or Record()
             self._live[item] = record
         else:
             self._uncount(record)
-        record.nbytes, record.tokens, record.group = nbytes, tokens, group
+        record.nbytes, record.group = nbytes, group
         self._count(record)
         record.holds += hold
         self._accessed(item, record, access)
@@ -88,7 +77,7 @@ class Ranking(Generic[K]):
         if item in self._live:
             self.touch(item, access)
             return
-        record = self._past.pop(item, None) or Record(0, 0)
+        record = self._past.pop(item, None) or Record()
         self._count_access(record, access)
         self._remember(item, record)
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
 
 from ragcachekit.store.eviction.base import Access, Record
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """A window's length in seconds, and the clock."""
-
-    length: float
-    clock: Callable[[], float]
+class Seconds(float):
+    """A window's length in seconds of the monotonic clock."""
 
 
 class Window:
@@ -31,32 +26,21 @@ class Window:
     """
 
     def __init__(self, length: int | Seconds | None = None) -> None:
-        if isinstance(length, Seconds):
-            if length.length <= 0:
-                raise ValueError(f"a window must be longer than 0 seconds, got {length.length}")
-        elif length is not None and length < 1:
-            raise ValueError(f"a window must be at least 1 access long, got {length}")
-        self.length = length
+        if length is not None and length < 1:
+            raise ValueError(f"a window must be at least 1 access or 1 second long, got {length}")
+        self._length = length
 
     def count(self, record: Record, access: Access, now: int) -> float:
         """Count access number ``now`` of the tier; sets and returns ``record.frequency``."""
-        if self.length is None:
+        if self._length is None:
             record.frequency = record.frequency + access.times if access.hit else float(access.times)
             return record.frequency
-        bucket, share = self._place(now)
+        at = time.monotonic() if isinstance(self._length, Seconds) else now
+        bucket, into = divmod(at, self._length)
         passed = bucket - record.bucket
         if passed:
             record.previous = record.current if passed == 1 else 0.0
             record.current, record.bucket = 0.0, bucket
         record.current += access.times
-        record.frequency = record.current + record.previous * (1 - share)
+        record.frequency = record.current + record.previous * (1 - into / self._length)
         return record.frequency
-
-    def _place(self, now: int) -> tuple[int, float]:
-        """Number of the bucket, and the share of it that has passed."""
-        assert self.length is not None
-        if isinstance(self.length, Seconds):
-            bucket, into = divmod(self.length.clock(), self.length.length)
-            return int(bucket), into / self.length.length
-        bucket, into = divmod(now, self.length)
-        return bucket, into / self.length

@@ -11,7 +11,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted
 from ragcachekit.store.memory.memory_store import MemoryOptions, MemoryStore
 from ragcachekit.store.memory.own_memory import in_own_memory
-from ragcachekit.store.memory.page_locked import Allocate, give_back, in_slabs, page_locked, taken_by
+from ragcachekit.store.memory.page_locked import give_back, in_slabs, taken_by
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -32,24 +32,13 @@ class HostStore(MemoryStore):
         Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
         memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
         copied to ordinary memory.
-    allocate : callable
-        Allocates page-locked memory.
     """
 
-    def __init__(
-        self,
-        budget: int,
-        *,
-        pinned: bool = False,
-        allocate: Allocate = page_locked,
-        **options: Unpack[MemoryOptions],
-    ) -> None:
+    def __init__(self, budget: int, *, pinned: bool = False, **options: Unpack[MemoryOptions]) -> None:
         super().__init__("host", budget, **options)
         self._pinned = pinned and torch.cuda.is_available()
-        self._allocate = allocate
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the evicted entries."""
         kept, evicted = super().admit(key, kv)
         if evicted and self._pinned:
             give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))
@@ -63,7 +52,7 @@ class HostStore(MemoryStore):
     def _in_memory(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         if self._pinned:
             try:
-                return in_slabs(kv, self._allocate), taken_by(kv)
+                return in_slabs(kv), taken_by(kv)
             except RuntimeError as error:  # the system limits how much may be page-locked
                 log.warning("host tier: cannot page-lock, going on without: %s", error)
                 self._pinned = False

@@ -11,10 +11,10 @@ from typing import TypedDict
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, concerns, quota_of
+from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.eviction.base import HIT, Access, EvictionPolicy
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 from ragcachekit.store.memory.own_memory import in_own_memory
 from ragcachekit.types import KVKey
@@ -28,10 +28,10 @@ class MemoryOptions(TypedDict, total=False):
 
     policy: EvictionPolicy | None
     quotas: Mapping[str, int] | None
-    cost: Cost
+    cost: Cost | None
 
 
-class MemoryStore:
+class MemoryStore(Tier):
     """Chunk KV in memory, by reference. Views of much more memory than the entry are copied.
 
     An entry that ``get`` returned is not evicted until the caller drops it, as that would free no memory. A
@@ -47,12 +47,9 @@ class MemoryStore:
         This tier's own; default least recently used.
     quotas : mapping of str to int
         Bytes that single namespaces may take (``*``: every other one).
-    cost : callable
+    cost : callable, optional
         Cost of an entry for cost-aware policies; default its number of tokens.
     """
-
-    shared = False
-    remote = False
 
     def __init__(
         self,
@@ -61,16 +58,12 @@ class MemoryStore:
         *,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] | None = None,
-        cost: Cost = lambda kv: float(kv.tokens),
+        cost: Cost | None = None,
     ) -> None:
-        if budget <= 0:
-            raise ValueError(
-                f"the {tier} tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
-            )
         self._tier = tier
         self._budget = budget
         self._quotas = dict(quotas or {})
-        self._cost = cost
+        self._cost = cost or (lambda kv: float(kv.tokens))
         self._entries: dict[KVKey, ChunkKV] = {}
         self._ranking: Ranking[KVKey] = Ranking(policy or Lru(), groups=bool(self._quotas))
         self._lent: dict[KVKey, weakref.ref[ChunkKV]] = {}
@@ -93,16 +86,8 @@ class MemoryStore:
                 self._ranking.touch(key, HIT if weight == 1 else Access(weight=weight))
             return Found(view, self._tier)
 
-    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        """As :meth:`get`."""
-        return self.get(key, weight)
-
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
-        return self.admit(key, kv)[0]
-
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, with the evicted entries."""
+        """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
         with self._lock:
             if self._closed or not self._may_fit(key, self._least(kv)):
                 return False, ()
@@ -114,7 +99,7 @@ class MemoryStore:
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
             # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
-            self._ranking.add(key, nbytes, kv.tokens, key.namespace, access)
+            self._ranking.add(key, nbytes, key.namespace, access, hold=True)
             return True, self._make_room(key)
 
     def __contains__(self, key: KVKey) -> bool:
@@ -141,19 +126,13 @@ class MemoryStore:
                 self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys."""
         with self._lock:
             doomed = [key for key in self._entries if concerns(key, namespace, chunk_ids)]
             for key in doomed:
                 self._remove(key)
         return frozenset(key.digest() for key in doomed)
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop entries as in :meth:`~ragcachekit.store.base.KVStore.forget`."""
-        return len(self.drop(namespace, chunk_ids))
-
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record."""
         with self._lock:
             entries, nbytes = len(self._entries), self._ranking.nbytes
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
@@ -195,10 +174,9 @@ class MemoryStore:
         return True
 
     def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
-        """Evict until quota and budget hold; not the entry under ``key``."""
+        """Evict until quota and budget hold; not the entry under ``key``, which is released."""
         evicted: list[tuple[KVKey, ChunkKV]] = []
         namespace, quota = key.namespace, quota_of(self._quotas, key.namespace)
-        self._ranking.hold(key)
         while quota is not None and self._ranking.nbytes_of(namespace) > quota:
             evicted += self._evict(namespace)
         while self._ranking.nbytes > self._budget:
@@ -220,8 +198,7 @@ class MemoryStore:
         known = self._lent.get(key)
         view = known() if known is not None else None
         if view is None:
-            if known is not None:
-                self._release(key)
+            self._release(key)
             view = copy.copy(kv)  # shares the tensors
             # The callback may run at any moment, so it only appends.
             self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))

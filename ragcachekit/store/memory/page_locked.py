@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,9 +10,6 @@ import torch
 
 from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
 from ragcachekit.model.tensor_block import carved, offsets
-
-Allocate = Callable[[int], torch.Tensor]
-"""Allocates uint8 memory of so many bytes, or raises RuntimeError."""
 
 _WASTE = 16
 """A slab is divided if rounding it up would waste more than this part of it."""
@@ -54,13 +51,13 @@ def taken_by(kv: ChunkKV) -> int:
     return _taken_by(sizes, slabs(sizes)) + kv.nbytes - stored  # sums stay where they are
 
 
-def in_slabs(kv: ChunkKV, allocate: Allocate = page_locked) -> ChunkKV:
-    """A copy in memory from ``allocate`` with contiguous layers (:attr:`ChunkKV.stretches`)."""
+def in_slabs(kv: ChunkKV) -> ChunkKV:
+    """A copy in page-locked memory with contiguous layers (:attr:`ChunkKV.stretches`)."""
     shapes = kv.stored_shapes
     sizes = [offsets(specs)[-1] for specs in shapes]
     layers, first = list[list[torch.Tensor]](), 0
     for count in slabs(sizes):
-        slab, at = allocate(sum(sizes[first : first + count])), 0
+        slab, at = page_locked(sum(sizes[first : first + count])), 0
         for layer in range(first, first + count):
             layers.append(carved(slab[at : at + sizes[layer]], shapes[layer]))
             for into, source in zip(layers[layer], kv.stored_layer(layer), strict=True):

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ragcachekit.types import KVKey
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The outcome of a save: whether the entry is there now, and how many were evicted for it."""
-
-    kept: bool
-    evicted: int = 0
 
 
 class Usage(NamedTuple):
@@ -23,10 +14,6 @@ class Usage(NamedTuple):
 
     entries: int
     nbytes: int
-
-
-class Left(Exception):
-    """Some entries could not be deleted; the others were."""
 
 
 class Backend(Protocol):
@@ -39,12 +26,19 @@ class Backend(Protocol):
     - an entry saved late never survives a ``forget`` called after its ``save``, or that ``forget`` raises.
     """
 
+    def open(self) -> None:
+        """Evict what exceeds the budget."""
+        ...
+
     def load(self, key: KVKey) -> bytes | None:
         """Return the entry under ``key``, now the most recently used one, or None."""
         ...
 
-    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
-        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile."""
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
+
+        Return how many entries were evicted for it, or None if it is not kept.
+        """
         ...
 
     def delete(self, key: KVKey) -> None:
@@ -56,10 +50,7 @@ class Backend(Protocol):
         ...
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``.
-
-        Raises :class:`Left` at the end if some entries could not be deleted.
-        """
+        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``."""
         ...
 
     def usage(self) -> Usage:

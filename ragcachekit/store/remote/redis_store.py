@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.base import quota_of
-from ragcachekit.store.remote.base import Saved, Usage, hashed
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store.remote.base import Usage, hashed
 from ragcachekit.store.remote.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
 from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.store.remote.seal import Seal
 from ragcachekit.types import KVKey
 
-DEFAULT_ENTRY_BYTES = 1 << 20
 _LARGEST = 256 << 20  # Redis takes strings of up to 512 MB
 _READ = 1 << 20  # reading a megabyte at once is ten times as fast as redis-py's 64 KiB
 _AT_ONCE = 500  # entries per forgetting step: other clients wait that long
+_ROOT = "{ragcachekit}"  # begins all keys; the braces put them into one slot of a cluster
 
 
 class RedisStore(RemoteStore):
@@ -32,20 +29,12 @@ class RedisStore(RemoteStore):
     ----------
     url : str
         ``redis://[user:password@]host:port/0``, ``rediss://`` over TLS, ``unix://``.
-    budget, quotas
+    budget, key, deadline, quotas
         As in :class:`RemoteStore`; the same budget in all processes.
-    key : bytes, str or None
-        Signs entries: bytes, or the name of an environment variable.
     entry_bytes : int
         Limit per entry.
-    deadline : float
-        Seconds per operation.
-    prefix : str
-        Of all keys on the server; one per budget.
-    failures, cooldown, clock
-        As in :class:`~ragcachekit.store.remote.deadlines.Breaker`.
 
-    Raises ValueError for a bad budget, url or key, and StoreError if redis-py is not installed.
+    Raises ValueError for a bad url or key, and StoreError if redis-py is not installed.
     """
 
     def __init__(
@@ -54,48 +43,38 @@ class RedisStore(RemoteStore):
         budget: int,
         *,
         key: bytes | str | None,
-        entry_bytes: int = DEFAULT_ENTRY_BYTES,
-        deadline: float = 0.2,
-        prefix: str = "ragcachekit",
+        entry_bytes: int,
+        deadline: float,
         quotas: Mapping[str, int] | None = None,
-        failures: int = 3,
-        cooldown: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if budget <= 0:
-            raise ValueError(
-                f"the redis tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
-            )
-        if not 0 < entry_bytes <= _LARGEST:
-            raise ValueError(f"entry_bytes must be from 1 to {_LARGEST}, got {entry_bytes}")
-        seal = Seal(key)
-        executor = DeadlineExecutor("redis", deadline, failures=failures, cooldown=cooldown, clock=clock)
-        backend = RedisBackend(url, prefix, budget, dict(quotas or {}), deadline)
-        super().__init__("redis", backend, seal, executor, budget, largest=entry_bytes, quotas=quotas)
-        executor.run(backend.trim, 0)  # the budget may be smaller than last time
+        if entry_bytes > _LARGEST:
+            raise ValueError(f"entry_bytes must be at most {_LARGEST}, got {entry_bytes}")
+        backend = RedisBackend(connect(url, deadline), budget, quotas or {})
+        limits: dict[str, Any] = {"largest": entry_bytes, "deadline": deadline}
+        super().__init__("redis", backend, budget, key=key, quotas=quotas, **limits)
 
 
 class RedisBackend:
-    """Entries, their sizes and the order of use, all on the server."""
+    """Entries, their sizes and the order of use, all on the server of ``client``."""
 
-    def __init__(
-        self, url: str, prefix: str, budget: int, quotas: Mapping[str, int], deadline: float
-    ) -> None:
-        self._client = connect(url, deadline)
-        self._root = "{" + prefix + "}"
+    def __init__(self, client: Any, budget: int, quotas: Mapping[str, int]) -> None:
+        self._client = client
         self._budget, self._quotas = budget, quotas
         self._tokens: dict[str, str] = {}
+
+    def open(self) -> None:
+        self._eval(TRIM, self._budget)
 
     def load(self, key: KVKey) -> bytes | None:
         digest = key.digest()
         both = self._client.pipeline(transaction=False)
         both.get(self._blob(digest))
         # The script's text, not its hash: a restarted server has no cached scripts.
-        both.eval(TOUCH, 1, self._root, digest)
+        both.eval(TOUCH, 1, _ROOT, digest)
         blob, known = both.execute()
         return blob if known else None
 
-    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> Saved:
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
         namespace = hashed(key.namespace)
         quota = quota_of(self._quotas, key.namespace) or 0
         ids = sorted({hashed(name) for name in (key.chunk_id, *key.context)})
@@ -106,9 +85,9 @@ class RedisBackend:
                 break
             reply = self._eval(SAVE, key.digest(), namespace, token, blob, self._budget, quota, *ids)
             if reply[0] >= 0:
-                return Saved(True, reply[0])
+                return int(reply[0])
             token = self._tokens[namespace] = reply[1].decode()
-        return Saved(False)
+        return None
 
     def delete(self, key: KVKey) -> None:
         self._eval(DROP, key.digest())
@@ -117,8 +96,6 @@ class RedisBackend:
         return bool(self._client.exists(self._blob(key.digest())))
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        if chunk_ids is not None and not chunk_ids:
-            return
         ids = sorted(hashed(name) for name in chunk_ids or ())
         token = secrets.token_hex(8)
         while digests := self._eval(FORGET, hashed(namespace), token, _AT_ONCE, *ids):
@@ -126,23 +103,19 @@ class RedisBackend:
 
     def usage(self) -> Usage:
         both = self._client.pipeline(transaction=True)
-        both.hlen(f"{self._root}:info")
-        both.hget(f"{self._root}:sums", "all")
+        both.hlen(f"{_ROOT}:info")
+        both.hget(f"{_ROOT}:sums", "all")
         entries, nbytes = both.execute()
         return Usage(entries, int(nbytes or 0))
-
-    def trim(self) -> int:
-        """Evict what exceeds the budget."""
-        return int(self._eval(TRIM, self._budget))
 
     def close(self) -> None:
         self._client.close()
 
     def _blob(self, digest: str) -> str:
-        return f"{self._root}:e:{digest}"
+        return f"{_ROOT}:e:{digest}"
 
     def _eval(self, script: str, *arguments: Any) -> Any:
-        return self._client.eval(script, 1, self._root, *arguments)
+        return self._client.eval(script, 1, _ROOT, *arguments)
 
 
 def connect(url: str, deadline: float) -> Any:

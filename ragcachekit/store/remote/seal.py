@@ -27,38 +27,34 @@ class OtherKey(EntryDamaged):
     """The entry was sealed with the key of another deployment, or an earlier key of this one."""
 
 
-def load_key(source: bytes | str | None) -> bytes:
-    """The key: ``source`` if it is bytes, else the value of the environment variable of that name.
-
-    Raises ValueError if there is no key or it is shorter than 16 bytes. The message does not repeat
-    ``source``, which might be the key itself, given in place of a name.
-    """
-    if source is None:
-        raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
-    if isinstance(source, str):
-        value = os.environ.get(source)
-        if value is None:
-            raise ValueError(
-                f"remote_key= is the name of an environment variable, and that one is not set: {_HOW}"
-            )
-        source = value.encode()
-    if len(source) < _SHORTEST:
-        raise ValueError(
-            f"the key of the remote tier has {len(source)} bytes, fewer than {_SHORTEST}: {_HOW}"
-        )
-    return bytes(source)
-
-
 class Seal:
-    """Signs and verifies entries with a key as in :func:`load_key`."""
+    """Signs and verifies entries.
+
+    Parameters
+    ----------
+    key : bytes, str or None
+        The key, or the name of the environment variable that has it; at least 16 bytes.
+
+    Raises ValueError if there is no key or it is too short. The message does not repeat ``key``, which might
+    be the key itself, given in place of a name.
+    """
 
     def __init__(self, key: bytes | str | None) -> None:
-        self._key = load_key(key)
+        if key is None:
+            raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
+        if isinstance(key, str):
+            if key not in os.environ:
+                raise ValueError(
+                    f"remote_key= is the name of an environment variable, and that one is not set: {_HOW}"
+                )
+            key = os.environ[key].encode()
+        if len(key) < _SHORTEST:
+            raise ValueError(
+                f"the key of the remote tier has {len(key)} bytes, fewer than {_SHORTEST}: {_HOW}"
+            )
+        self._key = key
         # Tells entries of another key from damaged ones, and reveals nothing about the key.
-        self._id = hmac.digest(self._key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
-
-    def __repr__(self) -> str:
-        return f"Seal(id={self._id.hex()})"
+        self._id = hmac.digest(key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
 
     def sealed(self, digest: str, parts: Sequence[bytes | memoryview]) -> memoryview:
         """The seal and ``parts`` in one buffer, to be stored under the name ``digest``."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.lru import Lru
+from ragcachekit.store.eviction.policies import Lru
 from ragcachekit.store.eviction.ranking import Ranking
 
 items = st.sampled_from("abcdefg")
@@ -102,7 +102,7 @@ class RankingMachine(RuleBasedStateMachine):
                 )
         for item, entry in self.model.items():
             assert item in self.ranking
-            assert (self.ranking.priority(item), self.ranking.size(item)) == (entry[0], entry[2])
+            assert (self.ranking._live[item].priority, self.ranking.size(item)) == (entry[0], entry[2])
         assert len(self.policy.left) == self.left
 
 
@@ -190,10 +190,10 @@ def test_what_was_known_survives_eviction_for_a_while_but_not_removal():
         ranking.evict()
     ranking.add(5999, 1)
     ranking.add(0, 1)
-    assert (ranking.priority(5999), ranking.priority(0)) == (3, 1), "4,096 are remembered"
+    assert (ranking._live[5999].priority, ranking._live[0].priority) == (3, 1), "4,096 are remembered"
     ranking.remove(5999)
     ranking.add(5999, 1)
-    assert ranking.priority(5999) == 1
+    assert ranking._live[5999].priority == 1
 
 
 class _Counting(Given):

@@ -18,6 +18,7 @@ from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.loading.load import LoadingKV
 from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.remote import deadlines
 from ragcachekit.store.remote.deadlines import DeadlineExecutor
 from store_kit import contents, key_of, kv_of
 
@@ -98,7 +99,8 @@ def main(folder: Path, seed: int, rounds: int) -> None:
     assert all(store.put(key_of(number), kv_of(number)) for number in range(ENTRIES))
     loader = Loader(store, deadline=20.0)
     # Never given up for being late, and never left alone after failures: what is counted is interrupts alone.
-    guard = DeadlineExecutor("test", 20.0, failures=1 << 30, cooldown=0.0)
+    deadlines.FAILURES = 1 << 30
+    guard = DeadlineExecutor("test", 20.0)
     works = ((load, loader), (prefetch, loader), (read, store), (guarded, guard))
     for work, what in works:
         work(what, [0, 1])

@@ -301,7 +301,7 @@ def test_gpu_and_page_locked_host_memory() -> None:
 def test_a_window_of_time_from_the_configuration(monkeypatch) -> None:
     """Popular an hour ago and used once since: that counts less than two uses just now."""
     now = [0.0]
-    monkeypatch.setattr("ragcachekit.store.eviction.registry.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ragcachekit.store.eviction.window.time", SimpleNamespace(monotonic=lambda: now[0]))
     left = {}
     for eviction in ("lfu:600s", "lfu:10000"):
         now[0] = 0.0

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.packed import PackedKV
 from ragcachekit.store.memory import host
+from ragcachekit.store.memory import page_locked as page_locked_module
 from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.memory.page_locked import give_back, in_slabs, page_locked, slabs, taken, taken_by
+from ragcachekit.store.memory.page_locked import give_back, in_slabs, slabs, taken, taken_by
 from ragcachekit.store.quantised import QuantisedStore, pack
 from store_kit import contents, key_of, kv_of
 
@@ -35,6 +36,13 @@ class Locked:
     def rounded(self) -> int:
         """As CachingHostAllocatorImpl rounds: PowerOf2Ceil."""
         return sum(next(1 << n for n in range(64) if 1 << n >= size) for size in self.asked)
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
+    locked = Locked()
+    monkeypatch.setattr(page_locked_module, "page_locked", locked)
+    return locked
 
 
 @pytest.fixture
@@ -63,12 +71,12 @@ def assert_in_stretches(kv: ChunkKV) -> None:
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 4, 7])
-def test_a_layer_is_one_stretch(kind: str | None, tokens: int) -> None:
+def test_a_layer_is_one_stretch(locked: Locked, kind: str | None, tokens: int) -> None:
     plain = kv_of(1, tokens=tokens, layers=5, width=6, dtype=torch.bfloat16)
     kv = replace(plain, start=3, sums={"attended": torch.arange(tokens).float()})
     kv = kv if kind is None else pack(kv, kind)
     assert kv.stretches == (None,) * 5
-    ours = in_slabs(kv, Locked())
+    ours = in_slabs(kv)
     assert contents(ours) == contents(kv)
     assert set(ours.sums) == set(kv.sums)
     assert all(torch.equal(ours.sums[name], kv.sums[name]) for name in kv.sums)
@@ -111,9 +119,8 @@ def test_little_is_wasted_on_entries_of_many_layers(size: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 5, 9])
-def test_what_is_taken_counts(cuda: list[int], tokens: int) -> None:
-    locked = Locked()
-    store = HostStore(1 << 20, pinned=True, allocate=locked)
+def test_what_is_taken_counts(locked: Locked, cuda: list[int], tokens: int) -> None:
+    store = HostStore(1 << 20, pinned=True)
     kv = replace(kv_of(1, tokens=tokens), sums={"attended": torch.zeros(tokens)})
     assert store.put(key_of(1), kv)
     assert store.stats()[0].nbytes == locked.rounded + 4 * tokens == taken_by(kv)
@@ -125,12 +132,11 @@ def test_what_is_taken_counts(cuda: list[int], tokens: int) -> None:
     assert "stretches" in vars(found.kv), "asked for when it came"
 
 
-def test_the_budget_holds_for_what_is_taken(cuda: list[int]) -> None:
+def test_the_budget_holds_for_what_is_taken(locked: Locked, cuda: list[int]) -> None:
     kv = kv_of(0, tokens=5)  # 2 x 5 x 8 floats are 320 bytes, which begin at multiples of 256
     took = taken(4 * 512)
     assert took > kv.nbytes
-    locked = Locked()
-    store = HostStore(3 * took + took // 2, pinned=True, quotas={"small": took - 1}, allocate=locked)
+    store = HostStore(3 * took + took // 2, pinned=True, quotas={"small": took - 1})
     held = []
     for number in range(5):
         assert store.put(key_of(number), kv_of(number, tokens=5))
@@ -146,9 +152,11 @@ def test_the_budget_holds_for_what_is_taken(cuda: list[int]) -> None:
     assert store.put(key_of(9), kv_of(9, tokens=5))
 
 
-def test_goes_on_without_when_there_is_none_left(cuda: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    locked = Locked(limit=1024)
-    store = HostStore(1 << 20, pinned=True, allocate=locked)
+def test_goes_on_without_when_there_is_none_left(
+    locked: Locked, cuda: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    locked.limit = 1024
+    store = HostStore(1 << 20, pinned=True)
     for number in range(3):
         assert store.put(key_of(number), kv_of(number))
         found = store.get(key_of(number))
@@ -159,9 +167,8 @@ def test_goes_on_without_when_there_is_none_left(cuda: list[int], caplog: pytest
     assert store.stats()[0].nbytes == 3 * kv_of(0).nbytes
 
 
-def test_rounded_entries_are_locked_with_their_scales(cuda: list[int]) -> None:
-    locked = Locked()
-    tier = HostStore(1 << 20, pinned=True, allocate=locked)
+def test_rounded_entries_are_locked_with_their_scales(locked: Locked, cuda: list[int]) -> None:
+    tier = HostStore(1 << 20, pinned=True)
     store, kv = QuantisedStore(tier, "int8"), kv_of(1, tokens=6)
     assert store.put(key_of(1), kv)
     (entry,) = tier._entries.values()
@@ -187,7 +194,7 @@ def test_torch_keeps_only_what_is_spared(monkeypatch: pytest.MonkeyPatch, active
 def test_on_a_gpu() -> None:
     before = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
     kv = kv_of(1, tokens=700, layers=9, heads=5)
-    ours = in_slabs(kv, page_locked)
+    ours = in_slabs(kv)
     grown = torch.cuda.host_memory_stats()["allocated_bytes.allocated"] - before
     assert grown <= taken_by(kv)
     assert all(tensor.is_pinned() for tensor in (*ours.keys, *ours.values, *ours.stretches))

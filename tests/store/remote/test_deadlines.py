@@ -6,10 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from ragcachekit.store.remote.deadlines import Breaker, DeadlineExecutor
+from ragcachekit.store.remote import deadlines
+from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from redis_kit import failures_of
 
 SHORT, LONG = 0.02, 60.0
 
@@ -38,6 +41,18 @@ class Hanging:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "THREADS", 1)
+
+
+@pytest.fixture
 def hanging() -> Iterator[Hanging]:
     hanging = Hanging()
     yield hanging
@@ -54,9 +69,10 @@ def failing() -> str:
 
 def test_returns_what_the_operation_returns() -> None:
     guard = DeadlineExecutor("test", LONG)
+    failures = failures_of(guard)
     assert [guard.run(lambda n=n: n * n, -1) for n in range(5)] == [0, 1, 4, 9, 16]
     assert guard.run(lambda: None, "default") is None
-    assert (guard.counts["calls"], guard.counts["errors"], guard.is_open) == (6, 0, False)
+    assert failures == []
 
 
 @pytest.mark.parametrize("error", [ValueError, TimeoutError, SystemExit, KeyboardInterrupt, MemoryError])
@@ -65,23 +81,24 @@ def test_no_error_reaches_the_caller(error: type[BaseException]) -> None:
         raise error("no")
 
     guard = DeadlineExecutor("test", LONG)
+    failures = failures_of(guard)
     assert guard.run(operation, "default") == "default"
-    assert (guard.counts["errors"], guard.counts["timeouts"]) == (1, 0)
+    assert failures == [f"{error.__name__}: no"]
     assert guard.run(lambda: "next", "default") == "next"
 
 
 def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
     guard = DeadlineExecutor("test", SHORT)
+    failures = failures_of(guard)
     assert guard.run(hanging, "default") == "default"
-    assert (guard.counts["timeouts"], guard.stuck) == (1, 1)
+    assert (failures, guard._pool.stuck) == ([f"no answer within {SHORT} s"], 1)
     hanging.go_on.set()
     assert hanging.ended.acquire(timeout=LONG)
     assert guard.run(lambda: "next", "default", LONG) == "next"
 
 
-def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down() -> None:
-    clock, calls = Clock(), []
-    guard = DeadlineExecutor("test", LONG, failures=3, cooldown=5, clock=clock)
+def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(clock: Clock) -> None:
+    guard, calls = DeadlineExecutor("test", LONG), []
 
     def operation(answer: bool) -> str:
         calls.append(clock.now)
@@ -89,11 +106,11 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
 
     for answer in (False, False, True, False, False, False):
         guard.run(lambda answer=answer: operation(answer), "default")
-    assert guard.is_open
+    assert guard._breaker.is_open
     assert len(calls) == 6
     clock.now += 4.9
     assert guard.run(lambda: operation(True), "default") == "default"
-    assert (len(calls), guard.counts["refused"]) == (6, 1)
+    assert len(calls) == 6
     clock.now += 0.2
     assert guard.run(lambda: operation(False), "default") == "default"
     assert len(calls) == 7
@@ -101,13 +118,12 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
     assert len(calls) == 7, "a failed trial opens it for another cool-down"
     clock.now += 5.1
     assert [guard.run(lambda: operation(True), "default") for _ in range(3)] == ["answer"] * 3
-    assert not guard.is_open
+    assert not guard._breaker.is_open
 
 
-def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
-    clock = Clock()
-    guard = DeadlineExecutor("test", LONG, failures=1, cooldown=5, clock=clock)
-    guard.run(failing, "")
+def test_while_one_tries_the_others_are_refused(clock: Clock, hanging: Hanging) -> None:
+    guard = DeadlineExecutor("test", LONG)
+    assert [guard.run(failing, "failed") for _ in range(3)] == ["failed"] * 3
     clock.now += 6
     trial = threading.Thread(target=guard.run, args=(hanging, ""))
     trial.start()
@@ -118,11 +134,17 @@ def test_while_one_tries_the_others_are_refused(hanging: Hanging) -> None:
     assert guard.run(lambda: "third", "refused") == "third"
 
 
-def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging: Hanging) -> None:
-    guard = DeadlineExecutor("bounded", SHORT, failures=10**6, threads=5)
+def test_hanging_threads_are_bounded_and_then_everything_is_refused(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "FAILURES", 10**6)
+    monkeypatch.setattr(deadlines, "THREADS", 5)
+    guard = DeadlineExecutor("bounded", SHORT)
+    failures = failures_of(guard)
     assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
     assert len(threads_of("bounded")) == 5
-    assert (guard.counts["timeouts"], guard.stuck, guard.counts["refused"]) == (5, 5, 15)
+    assert guard._pool.stuck == 5
+    assert failures == [f"no answer within {SHORT} s"] * 5 + ["every thread hangs"] * 15
     hanging.go_on.set()
     for _ in range(5):
         assert hanging.ended.acquire(timeout=LONG)
@@ -164,26 +186,31 @@ def test_a_guard_does_not_hold_what_it_did_last() -> None:
     guard.close()
 
 
-def test_one_thread_after_the_other() -> None:
-    guard = DeadlineExecutor("returning", LONG, threads=1)
+def test_one_thread_after_the_other(one_thread: None) -> None:
+    guard = DeadlineExecutor("returning", LONG)
+    failures = failures_of(guard)
     assert [guard.run(lambda n=n: n, -1) for n in range(200)] == list(range(200))
-    assert guard.counts["refused"] == 0
+    assert failures == []
 
 
-def test_an_operation_that_gets_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_gets_no_thread_is_refused(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    guard = DeadlineExecutor("test", LONG, threads=1)
+    guard = DeadlineExecutor("test", LONG)
+    failures = failures_of(guard)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert guard.run(lambda: 1, 0) == 0
-    assert (guard.counts["refused"], guard.stuck) == (1, 0)
+    assert (failures, guard._pool.stuck) == (["every thread hangs"], 0)
     assert guard.run(lambda: 1, 0) == 1, "the place is free again"
 
 
-def test_many_callers_share_few_threads() -> None:
-    guard = DeadlineExecutor("test", LONG, threads=2)
+def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "THREADS", 2)
+    guard = DeadlineExecutor("test", LONG)
     most, here, lock = [0], [0], threading.Lock()
 
     def operation() -> int:
@@ -207,8 +234,8 @@ def test_many_callers_share_few_threads() -> None:
     assert most[0] <= 2
 
 
-def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> None:
-    guard = DeadlineExecutor("test", LONG, threads=1)
+def test_an_operation_that_never_started_is_not_run_later(one_thread: None, hanging: Hanging) -> None:
+    guard = DeadlineExecutor("test", LONG)
     ran: list[str] = []
     first = threading.Thread(target=guard.run, args=(hanging, ""))
     first.start()
@@ -220,37 +247,22 @@ def test_an_operation_that_never_started_is_not_run_later(hanging: Hanging) -> N
     assert ran == []
 
 
-def test_opens_when_too_many_of_the_last_ones_failed() -> None:
-    clock = Clock()
-    breaker = Breaker(3, 5.0, clock)
-    outcomes = [False, False, True, False, False, True, False, False]
-    opened = [breaker.record(outcome) for outcome in outcomes]
-    assert opened == [False] * 7 + [True], "six of twelve, never three in a row"
-    assert not breaker.allow()
-    clock.now += 6
-    assert breaker.allow()
-    assert not breaker.record(False), "was open"
-    assert not breaker.allow(), "a trial that fails leaves it open, whatever it was opened for"
-    clock.now += 6
-    assert breaker.allow()
-    breaker.record(True)
-    assert not any(breaker.record(outcome) for outcome in (False, False, True, False)), "counts anew"
-    assert breaker.allow()
-
-
 def test_one_failure_in_three_opens_nothing() -> None:
-    breaker = Breaker(3, 5.0, Clock())
+    breaker = deadlines.Breaker()
     assert not any(breaker.record(number % 3 > 0) for number in range(300))
 
 
-@pytest.mark.parametrize("deadline", [0, -1, float("nan")])
-def test_a_deadline_has_to_be_positive(deadline: float) -> None:
-    with pytest.raises(ValueError, match="deadline must be > 0"):
-        DeadlineExecutor("test", deadline)
+def test_an_interrupted_trial_lets_another_one_try(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(job: object, deadline: float) -> None:
+        raise KeyboardInterrupt
 
-
-def test_a_breaker_needs_sense() -> None:
-    with pytest.raises(ValueError, match="failures"):
-        Breaker(0, 1.0)
-    with pytest.raises(ValueError, match="cooldown"):
-        Breaker(3, -1.0)
+    guard = DeadlineExecutor("test", LONG)
+    for _ in range(3):
+        guard.run(failing, "")
+    clock.now += 6
+    with monkeypatch.context() as patched:
+        patched.setattr(guard, "_failure", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            guard.run(failing, "")
+    clock.now += 6
+    assert guard.run(lambda: "answer", "refused") == "answer"

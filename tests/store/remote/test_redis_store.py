@@ -6,11 +6,22 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from ragcachekit.errors import StoreError
+from ragcachekit.store.remote import deadlines
 from ragcachekit.store.remote.redis_store import RedisStore
-from redis_kit import KEY_BYTES, RedisServer, redis_store, running_server
+from redis_kit import (
+    KEY_BYTES,
+    REDIS_BUDGET,
+    RedisServer,
+    failures_of,
+    forget_at_last,
+    redis_store,
+    running_server,
+)
 from store_kit import KEY, contents, key_of, kv_of
 
 SHORT = 0.05  # seconds that a test waits for a server that hangs
@@ -151,7 +162,8 @@ def test_a_thousand_lookups_of_another_tenant(server: RedisServer) -> None:
 
 
 def write_many(url: str, worker: int) -> None:
-    store = RedisStore(url, 12_000, key=KEY_BYTES, deadline=20)
+    store = RedisStore(url, 12_000, key=KEY_BYTES, entry_bytes=REDIS_BUDGET, deadline=20)
+    failures = failures_of(store._executor)
     for step in range(60):
         number = (worker * 5 + step * 3) % 13
         if step % 10 == 9:
@@ -159,7 +171,7 @@ def write_many(url: str, worker: int) -> None:
         elif store.put(key_of(number), kv_of(number, tokens=number + 1)):
             found = store.get(key_of((number + step) % 13))
             assert found is None or found.kv.tokens == (number + step) % 13 + 1
-    assert store._executor.counts["errors"] == 0
+    assert failures == []
     store.close()
     os._exit(0)
 
@@ -180,17 +192,20 @@ def test_four_processes_cannot_corrupt_the_sums(server: RedisServer) -> None:
     assert (server.entries(), server.sums().get("all")) == ({}, 0)
 
 
-def test_a_dead_server_is_no_error_from_opening_on(mortal: RedisServer) -> None:
+def test_a_dead_server_is_no_error_from_opening_on(
+    mortal: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mortal.kill()
     clock = Clock()
-    store = redis_store(mortal, clock=clock)
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=clock))
+    store = redis_store(mortal)
     assert not store.put(KEY, kv_of(1))
     assert store.get(KEY) is None
     assert KEY not in store
-    assert store.forget("acme/docs") == 0
+    with pytest.raises(StoreError, match="the redis tier may hold"):
+        store.forget("acme/docs")
     assert store.stats()[0].entries == 0
-    assert store._executor.is_open
-    assert store._executor.counts["refused"] > 0
+    assert store._executor._breaker.is_open
     mortal.start()
     assert store.get(KEY) is None, "left alone during the cool-down"
     clock.now += 6
@@ -200,13 +215,14 @@ def test_a_dead_server_is_no_error_from_opening_on(mortal: RedisServer) -> None:
 
 def test_a_restarted_server_is_used_again_without_a_failure(mortal: RedisServer) -> None:
     store = redis_store(mortal)
+    failures = failures_of(store._executor)
     assert store.put(KEY, kv_of(1))
     mortal.kill()
     mortal.start()
     assert store.get(KEY) is None
     assert store.put(KEY, kv_of(1))
     assert store.get(KEY) is not None
-    assert (store._executor.counts["errors"], store._executor.counts["timeouts"]) == (0, 0)
+    assert failures == []
 
 
 @contextmanager
@@ -221,34 +237,34 @@ def hung(server: RedisServer, store: RedisStore) -> Iterator[None]:
         store._executor.deadline = patient
 
 
-def test_forgotten_during_an_absence_stays_forgotten(server: RedisServer) -> None:
-    store = redis_store(server, failures=100)
+def test_a_forget_during_an_absence_is_an_error(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "FAILURES", 100)
+    store = redis_store(server)
     gone, here = key_of(1), key_of(2)
     for key in (gone, here):
         assert store.put(key, kv_of(1))
-    with hung(server, store):
-        assert store.forget("acme/docs", frozenset({"chunk-1"})) == 0
-        assert store.pending_forgets == 1
-        assert store.get(gone) is None
-        assert gone not in store
-        assert not store.put(gone, kv_of(1))
-    while store.pending_forgets:
-        assert store.get(gone) is None
+    with hung(server, store), pytest.raises(StoreError, match="forget again: no answer in time"):
+        store.forget("acme/docs", frozenset({"chunk-1"}))
+    forget_at_last(store, "acme/docs", frozenset({"chunk-1"}))
+    assert store.get(gone) is None
     assert store.get(here) is not None
     assert set(server.entries()) == {here.digest()}
     assert store.put(gone, kv_of(1))
     assert store.get(gone) is not None
 
 
-def test_a_put_that_arrives_after_its_forget_is_refused(server: RedisServer) -> None:
+def test_a_put_that_arrives_after_its_forget_is_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hung server still works off what lies in its socket when it goes on."""
-    store, other = redis_store(server, failures=100), redis_store(server)
+    monkeypatch.setattr(deadlines, "FAILURES", 100)
+    store, other = redis_store(server), redis_store(server)
     assert store.put(key_of(1), kv_of(1))
     with hung(server, store):
         assert not store.put(key_of(2), kv_of(2))
-        assert store.forget("acme/docs") == 0
-    while store.pending_forgets:
-        assert store.get(key_of(2)) is None
+        with pytest.raises(StoreError, match="forget again"):
+            store.forget("acme/docs")
+    forget_at_last(store, "acme/docs")
     assert [other.get(key_of(number)) for number in (1, 2)] == [None, None]
     agrees(server, other)
 
@@ -260,18 +276,15 @@ def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> No
     others.forget(KEY.namespace)
     backend = ours._backend
     asked = iter([True, False])
-    saved = backend.save(KEY, memoryview(b"late"), lambda: next(asked))
-    assert not saved.kept
+    assert backend.save(KEY, memoryview(b"late"), lambda: next(asked)) is None
     assert server.entries() == {}
     assert ours.put(KEY, kv_of(1)), "a put of later is kept"
 
 
 def test_bad_arguments_say_what_to_do(server: RedisServer) -> None:
-    with pytest.raises(ValueError, match="leave the tier out"):
-        redis_store(server, budget=0)
     with pytest.raises(ValueError, match="entry_bytes"):
-        redis_store(server, entry_bytes=0)
+        redis_store(server, entry_bytes=1 << 30)
     with pytest.raises(ValueError, match="openssl"):
         redis_store(server, key=None)
     with pytest.raises(ValueError, match="scheme"):
-        RedisStore("localhost:6379", 1, key=KEY_BYTES)
+        RedisStore("localhost:6379", 1, key=KEY_BYTES, entry_bytes=1, deadline=1.0)

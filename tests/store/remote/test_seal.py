@@ -16,7 +16,7 @@ import torch
 
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import EntryImage, from_bytes, key_in
-from ragcachekit.store.remote.seal import OVERHEAD, OtherKey, Seal, body, load_key
+from ragcachekit.store.remote.seal import OVERHEAD, OtherKey, Seal, body
 from store_kit import KEY, contents, key_of, kv_of
 
 SECRET = b"sixteen bytes...and more"
@@ -129,18 +129,18 @@ def test_damage_of_the_image_alone_is_noticed_too() -> None:
 
 def test_the_key_comes_as_bytes_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAG_KEY", "0123456789abcdef")
-    assert load_key("RAG_KEY") == load_key(b"0123456789abcdef") == b"0123456789abcdef"
+    assert Seal("RAG_KEY").opened(DIGEST, Seal(b"0123456789abcdef").sealed(DIGEST, [b"entry"])) == b"entry"
     for bad in (None, "RAG_KEY_THAT_IS_NOT_SET", b"short", ""):
         with pytest.raises(ValueError, match="openssl rand -hex 32"):
-            load_key(bad)
+            Seal(bad)
     monkeypatch.setenv("RAG_KEY", "short")
     with pytest.raises(ValueError, match="fewer than 16"):
-        load_key("RAG_KEY")
+        Seal("RAG_KEY")
 
 
 def test_no_message_repeats_the_key() -> None:
     mistaken = "deadbeefdeadbeefdeadbeefdeadbeef"  # the key itself where a name is wanted
     with pytest.raises(ValueError, match="not set") as caught:
-        load_key(mistaken)
+        Seal(mistaken)
     assert mistaken not in str(caught.value)
     assert SECRET.decode() not in repr(Seal(SECRET))
