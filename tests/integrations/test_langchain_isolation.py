@@ -28,6 +28,7 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda, Runnable
 from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr
+from query_kit import check_retrieval
 
 from langchain_ragcachekit import RagCacheRetriever
 
@@ -544,7 +545,7 @@ def test_an_index_that_is_exchanged_and_gone_disturbs_nothing(store, documents, 
         gc.collect()
         retriever.invoke(QUESTION)
         retriever.invoke("It snows")
-        retriever._retrieval.check()
+        check_retrieval(retriever._retrieval)
     assert rag.forget() >= 1
     assert retriever._retrieval.stats().entries == 0
 

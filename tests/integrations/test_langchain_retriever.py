@@ -12,6 +12,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ConfigDict, Field
+from query_kit import check_retrieval
 
 from langchain_ragcachekit import RagCacheRetriever
 
@@ -412,7 +413,7 @@ def test_many_threads_get_the_right_documents(store):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(retriever.invoke, questions))
     assert [ids(documents) for documents in found] == [[wanted[q]] for q in questions]
-    retriever._retrieval.check()
+    check_retrieval(retriever._retrieval)
 
 
 @pytest.mark.parametrize("engine", ["x", True, {}])
