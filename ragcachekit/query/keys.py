@@ -128,7 +128,11 @@ class _Reader:
     """Makes the key of one object graph. How objects are read depends on their class alone."""
 
     def __init__(
-        self, rules: KeyRules, limit: int = MAX_VALUES, ancestors: tuple[int, ...] = (), in_index: bool = False
+        self,
+        rules: KeyRules,
+        limit: int = MAX_VALUES,
+        ancestors: tuple[int, ...] = (),
+        in_index: bool = False,
     ) -> None:
         self._rules, self._left, self._in_index = rules, limit, in_index
         self._ancestors = list(ancestors)
@@ -142,7 +146,8 @@ class _Reader:
             return "cycle", self._ancestors.index(id(value))
         self._ancestors.append(id(value))
         try:
-            return kind, self._content(kind, value)
+            content = self._content(kind, value)
+            return type(value), content  # the class is another since an index is observed
         finally:
             self._ancestors.pop()
 

@@ -52,13 +52,14 @@ class KeyMatrix:
         ranks = metric.rank(self._rows[:size].dot(query), self._side[:size], squared)
         if code is not None:
             ranks[self._codes[:size] != code] = np.inf
-        lowest = float(ranks.min())
+        lowest = float(ranks[ranks.argmin()])
         error = metric.error(self._dot_error, squared, self._largest)
         limit = metric.limit(tolerance, squared) + error
         if lowest > limit:
             return None, 0.0
-        near = np.flatnonzero(ranks <= min(lowest + 2 * error, limit))  # what float32 cannot tell apart
-        distances = metric.distance(wide, self._rows[near].astype(np.float64), squared, self._products[near])
+        near = (ranks <= min(lowest + 2 * error, limit)).nonzero()[0]  # what float32 cannot tell apart
+        keys = self._rows.take(near, axis=0).astype(np.float64)
+        distances = metric.distance(wide, keys, squared, self._products.take(near))
         best = int(distances.argmin())
         distance = float(distances[best])
         return (int(near[best]), distance) if distance <= tolerance else (None, 0.0)
