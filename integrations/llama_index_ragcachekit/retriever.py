@@ -190,7 +190,7 @@ def copied(item: NodeWithScore, is_near: bool = False) -> NodeWithScore:
     try:
         node = deepcopy(item.node, {id(target): target})
     except Exception:  # metadata with a lock, a client: whoever put it there shares it
-        node = item.node.modelcopied(update={"metadata": dict(item.node.metadata)})
+        node = item.node.model_copy(update={"metadata": dict(item.node.metadata)})
     if is_near and item.score is not None:
         node.metadata[SCORE_NOTE] = "of the cached question"
         node.excluded_llm_metadata_keys.append(SCORE_NOTE)

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import datetime
 import decimal
 import enum
 import fractions
 import functools
-import logging
 import pathlib
 import re
-import sys
-import threading
 import types
 import uuid
-import weakref
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from ragcachekit.query.index_changes import observe
-
-_LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
-_IGNORED = (logging.Logger, logging.Handler, type(threading.Lock()), type(threading.RLock()))
+from ragcachekit.query.key_rules import KeyRules, class_with_parts
+from ragcachekit.query.objects import (
+    CODE,
+    FUNCTIONS,
+    SCALARS,
+    Identity,
+    attributes_of,
+    closure_of,
+    hides_state,
+    referred_by,
+)
 
 MAX_VALUES = 10_000
 """Values visited for one key; beyond it, comparing takes longer than many a search."""
 _MAX_SETTING = 200  # values in an attribute of an index; more are its documents
 
-SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...)})
-_BUILT_IN = (int, float, complex, str, bytes, dict, list, tuple, set, frozenset)
+_OPEN = (
+    *(int, float, complex, str, bytes, dict, list, tuple, set, frozenset, np.ndarray, np.ufunc),
+    *(bytearray, array.array, collections.deque, types.MappingProxyType, types.SimpleNamespace),
+)
+"""Types whose subclasses may hold more than their items, and types that can be changed: refused."""
 _VALUES = (
     *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, pathlib.PurePath, np.dtype),
 )
 """Types whose ``repr`` shows all that there is of a value."""
-FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-CODE = (type, types.ModuleType)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class NotKeyable(TypeError):
@@ -50,71 +55,6 @@ class TooLarge(NotKeyable):
     """A value with too much content to be compared at every question."""
 
 
-@dataclass(frozen=True)
-class KeyRules:
-    """Rules for a framework's classes. Classes of all other packages are refused.
-
-    Attributes
-    ----------
-    libraries : frozenset of str
-        Top-level packages whose classes depend on their attributes and on nothing else.
-    indexes : tuple of type
-        Classes that hold documents: keyed by identity, settings, and the number of changes so far.
-    delegating : tuple of type
-        Abstract classes whose changing methods only call those of their subclasses.
-    embedders, opaque : tuple of type
-        Classes that depend on the embedded text alone; classes keyed by identity (language models).
-    ignored, searching : tuple of type
-        Classes that change no result (callbacks, loggers, locks); classes that are never ignored.
-    uncached : tuple of type
-        Classes whose results depend on more than can be read.
-    """
-
-    libraries: frozenset[str] = frozenset()
-    indexes: tuple[type, ...] = ()
-    delegating: tuple[type, ...] = ()
-    embedders: tuple[type, ...] = ()
-    opaque: tuple[type, ...] = ()
-    ignored: tuple[type, ...] = ()
-    searching: tuple[type, ...] = ()
-    uncached: tuple[type, ...] = ()
-
-    def is_known_package(self, module: str | None) -> bool:
-        """Whether the module belongs to one of the libraries."""
-        top = (module or "").partition(".")[0]
-        return top in self.libraries or top in _LIBRARIES
-
-    def is_library(self, module: str | None) -> bool:
-        """Whether the module belongs to one of the libraries or to Python's own."""
-        top = (module or "").partition(".")[0]
-        # "types" is the module of classes made at run time.
-        return self.is_known_package(module) or (top in sys.stdlib_module_names and top != "types")
-
-    def is_ignored(self, kind: type) -> bool:
-        """Whether objects of the class change no result."""
-        return issubclass(kind, (*_IGNORED, *self.ignored)) and not issubclass(kind, self.searching)
-
-
-class Identity:
-    """A key that is equal for one object only, also after that is deleted (a weak reference if possible)."""
-
-    __slots__ = ("_hash", "_object")
-
-    def __init__(self, value: object) -> None:
-        self._hash = id(value)
-        self._object: Any
-        try:
-            self._object = weakref.ref(value)  # one and the same for every call
-        except TypeError:
-            self._object = value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self._object is other._object
-
-
 def object_key(value: object, rules: KeyRules | None = None) -> Hashable:
     """``value`` and all that it refers to as something hashable, equal only for equal values of equal types.
 
@@ -122,6 +62,22 @@ def object_key(value: object, rules: KeyRules | None = None) -> Hashable:
     An object with a method ``cache_key_parts()`` is keyed by what that returns.
     """
     return _Reader(rules or KeyRules()).key(value)
+
+
+def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int], ...]:
+    """The versions of the indexes in attributes, short containers and closures that ``value`` refers to."""
+    versions: list[tuple[Identity, int]] = []
+    seen: set[int] = set()
+    todo = [value]
+    while todo and len(seen) < MAX_VALUES:
+        one = todo.pop()
+        if id(one) in seen or type(one) in SCALARS or isinstance(one, CODE):
+            continue
+        seen.add(id(one))
+        if isinstance(one, rules.indexes) and (changes := observe(one, rules.delegating)) is not None:
+            versions.append((Identity(one), changes.version))
+        todo += referred_by(one)
+    return tuple(versions)
 
 
 class _Reader:
@@ -187,7 +143,8 @@ class _Reader:
             raise NotKeyable(f"{code} may depend on anything")
 
     def _object(self, kind: type, value: Any) -> Hashable:
-        rules, parts = self._rules, _class_with_parts(kind, self._rules)
+        rules = self._rules
+        parts = class_with_parts(kind, rules)
         if parts is None and not rules.is_library(kind.__module__):
             return self._of_others(kind, value)
         if issubclass(kind, rules.indexes):
@@ -229,13 +186,13 @@ class _Reader:
         self._count(value.size)
         return str(value.dtype), value.shape, value.tobytes()
 
-    def _library_object(self, kind: type, value: object) -> Hashable:
+    def _library_object(self, kind: Any, value: object) -> Hashable:
         """An object of a library by its attributes; part of an index (a client, a splitter) by identity."""
-        if issubclass(kind, (*_BUILT_IN, np.ufunc)):
+        if issubclass(kind, _OPEN):
             raise NotKeyable(f"a {_name(kind)} may depend on anything")
         if self._in_index:
             return Identity(value)
-        if _hides_state(kind) or object.__getstate__(value) is None:
+        if hides_state(kind) or object.__getstate__(value) is None:
             if self._rules.is_known_package(kind.__module__):
                 return Identity(value)  # a client, a tokenizer: it is what it is
             raise NotKeyable(f"a {_name(kind)} does not show its content")
@@ -258,59 +215,17 @@ class _Reader:
         settings: list[Hashable] = []
         documents: dict[str, object] = {}
         for name, one in sorted(attributes_of(value).items()):
-            reader = _Reader(self._rules, _MAX_SETTING, tuple(self._ancestors), in_index=True)
+            reader = self
+            if not isinstance(one, self._rules.indexes):
+                reader = _Reader(self._rules, _MAX_SETTING, tuple(self._ancestors), in_index=True)
             try:
                 settings.append((name, reader._attribute(kind, name, one)))
             except TooLarge:
+                if reader is self:
+                    raise
                 documents[name] = one
         changes.compare(documents)
         return Identity(value), changes.version, tuple(settings)
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Attributes of an object, private ones of pydantic models among them, without cached properties."""
-    state: Any = object.__getstate__(value)  # not of the class, which may leave some out
-    plain, slots = state if isinstance(state, tuple) else (state, None)
-    attributes = {**(plain or {}), **(slots or {})}
-    attributes |= attributes.pop("__pydantic_private__", None) or {}
-    for name in _computed(type(value)) & attributes.keys():
-        del attributes[name]
-    return attributes
-
-
-def closure_of(function: Any) -> Iterator[object]:
-    """What the closure of a function holds."""
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-
-
-def _class_with_parts(kind: type, rules: KeyRules) -> Any:
-    """The class with ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
-    by = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
-    if by is None or rules.is_library(kind.__module__) or not rules.is_library(by.__module__):
-        return by
-    return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _computed(kind: type) -> frozenset[str]:
-    """What changes though the object does not: cached properties, and pydantic's record of what was set."""
-    named = [item for base in kind.__mro__ for item in vars(base).items()]
-    cached = {name for name, one in named if isinstance(one, functools.cached_property)}
-    return frozenset({"__pydantic_fields_set__", *cached})
-
-
-@functools.lru_cache(maxsize=1024)
-def _hides_state(kind: type) -> bool:
-    """Whether a base is written in C, so that objects may hold more than their attributes show."""
-    return any(
-        not base.__flags__ & _HEAP_TYPE or isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
-        for base in kind.__mro__
-        if base is not object
-    )
 
 
 def _name(kind: type) -> str:

@@ -76,7 +76,8 @@ class InnerProduct(L2):
         return distance
 
     def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
-        return np.abs(np.maximum(kk, qq) - keys.dot(query))
+        distances: Float64 = np.abs(np.maximum(kk, qq) - keys.dot(query))
+        return distances
 
 
 class Cosine(L2):
@@ -98,7 +99,8 @@ class Cosine(L2):
         return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
 
     def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
-        return np.abs(1.0 - keys.dot(query) / np.sqrt(qq * kk))
+        distances: Float64 = np.abs(1.0 - keys.dot(query) / np.sqrt(qq * kk))
+        return distances
 
 
 Metric: TypeAlias = L2

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable
 
 from ragcachekit.query.base import LogOnce, Partition, positive
-from ragcachekit.query.index_changes import observe
-from ragcachekit.query.keys import (
-    CODE,
-    FUNCTIONS,
-    MAX_VALUES,
-    SCALARS,
-    Identity,
-    KeyRules,
-    NotKeyable,
-    attributes_of,
-    closure_of,
-    object_key,
-)
+from ragcachekit.query.key_rules import KeyRules
+from ragcachekit.query.keys import NotKeyable, index_versions, object_key
 
 log = logging.getLogger(__name__)
-
-_MAX_ITEMS = 32  # of a container that is searched for indexes
 
 
 class Partitioner:
@@ -67,7 +52,7 @@ class Partitioner:
             counts = self._custom(*question)
             if counts is None:
                 return None
-            versions = _index_versions(retriever, self._rules)
+            versions = index_versions(retriever, self._rules)
             return Partition(namespace, k, called, object_key(counts, self._rules), versions)
         except Exception as error:  # of the user's code, too; and other threads may change what is read
             why = str(error) if isinstance(error, NotKeyable) else repr(error)
@@ -87,31 +72,3 @@ class Partitioner:
                 "search itself changes them (a counter, a list), pass partition= to name what counts"
             )
         return False
-
-
-def _index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int], ...]:
-    """The versions of the indexes in attributes, short containers and closures that ``value`` refers to."""
-    versions: list[tuple[Identity, int]] = []
-    seen: set[int] = set()
-    todo = [value]
-    while todo and len(seen) < MAX_VALUES:
-        one = todo.pop()
-        if id(one) in seen or type(one) in SCALARS or isinstance(one, CODE):
-            continue
-        seen.add(id(one))
-        if isinstance(one, rules.indexes) and (changes := observe(one, rules.delegating)) is not None:
-            versions.append((Identity(one), changes.version))
-        todo += _referred(one)
-    return tuple(versions)
-
-
-def _referred(value: Any) -> Iterator[object]:
-    if isinstance(value, Mapping | list | tuple | Set):
-        if len(value) <= _MAX_ITEMS:
-            yield from value.values() if isinstance(value, Mapping) else value
-        return
-    if isinstance(value, (*FUNCTIONS, functools.partial)):
-        names = ("__self__", "__func__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
-        yield from (getattr(value, name, None) for name in names)
-    yield from closure_of(value)
-    yield from attributes_of(value).values()

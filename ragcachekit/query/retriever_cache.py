@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from ragcachekit.query.base import Partition
-from ragcachekit.query.keys import KeyRules
+from ragcachekit.query.key_rules import KeyRules
 from ragcachekit.query.partitioning import Partitioner
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved

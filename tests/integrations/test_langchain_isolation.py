@@ -28,9 +28,9 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda, Runnable
 from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr
-from query_kit import check_retrieval
 
 from langchain_ragcachekit import RagCacheRetriever
+from query_kit import check_retrieval
 
 QUESTION = "Where was Ada Lind born?"
 USER = contextvars.ContextVar("user", default="a")

@@ -12,9 +12,9 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ConfigDict, Field
-from query_kit import check_retrieval
 
 from langchain_ragcachekit import RagCacheRetriever
+from query_kit import check_retrieval
 
 QUESTION = "Where was Ada Lind born?"
 

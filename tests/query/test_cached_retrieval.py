@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from query_kit import check_retrieval
 
 import ragcachekit
+from query_kit import check_retrieval
 from ragcachekit.query.base import Entry, Partition
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from query_kit import check_cache
 
+from query_kit import check_cache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.proximity import ProximityCache
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from query_kit import check_cache
 
+from query_kit import check_cache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.base import Entry
 from ragcachekit.query.proximity import ProximityCache
