@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple, TypeAlias
 
+from ragcachekit.config import positive
 from ragcachekit.query.keys import object_key
 
 ResultId: TypeAlias = str | int
@@ -95,12 +95,3 @@ class LogOnce:
             self._left -= 1
             self._logged.add(message)
             self._log.warning("%s", message, exc_info=error)
-
-
-def positive(name: str, value: int) -> int:
-    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)

@@ -33,10 +33,11 @@ from ragcachekit.query.objects import (
 
 MAX_VALUES = 10_000
 """Values visited for one key; beyond it, comparing takes longer than many a search."""
-_MAX_SETTING = 200  # values in an attribute of an index; more are its documents
+_MAX_SETTING = 100  # values in an attribute of an index; more are its documents
 
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _OPEN = (
-    *(int, float, complex, str, bytes, dict, list, tuple, set, frozenset, np.ndarray, np.ufunc),
+    *(*_CONTAINERS, int, float, complex, str, bytes, np.ndarray, np.ufunc),
     *(bytearray, array.array, collections.deque, types.MappingProxyType, types.SimpleNamespace),
 )
 """Types whose subclasses may hold more than their items, and types that can be changed: refused."""
@@ -95,7 +96,8 @@ class _Reader:
 
     def key(self, value: Any) -> Hashable:
         kind = type(value)
-        self._count(1)
+        self._require_room(1)
+        self._left -= 1
         if kind in SCALARS:
             return kind, repr(value) if kind is float or kind is complex else value  # 0.0 == -0.0
         if id(value) in self._ancestors:
@@ -107,12 +109,13 @@ class _Reader:
         finally:
             self._ancestors.pop()
 
-    def _count(self, values: int) -> None:
-        self._left -= values
-        if self._left < 0:
+    def _require_room(self, values: int) -> None:
+        if values > self._left:
             raise TooLarge("there is too much of it to compare at every question")
 
     def _content(self, kind: type, value: Any) -> Hashable:
+        if kind in _CONTAINERS:
+            self._require_room(len(value))
         if kind is dict:  # in order, which decides where a filter language sorts by it
             return tuple([(self.key(name), self.key(one)) for name, one in list(value.items())])
         if kind is list or kind is tuple:
@@ -183,7 +186,7 @@ class _Reader:
     def _array(self, value: Any) -> Hashable:
         if value.dtype.hasobject:
             raise NotKeyable("an array of objects does not show its content")
-        self._count(value.size)
+        self._require_room(value.size)
         return str(value.dtype), value.shape, value.tobytes()
 
     def _library_object(self, kind: Any, value: object) -> Hashable:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ragcachekit.query.base import LogOnce, Partition, positive
+from ragcachekit.config import positive
+from ragcachekit.query.base import LogOnce, Partition
 from ragcachekit.query.key_rules import KeyRules
 from ragcachekit.query.keys import NotKeyable, index_versions, object_key
 

@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from numpy.typing import ArrayLike
 
+from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, positive
+from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId
 from ragcachekit.query.matrix import KeyMatrix, as_vector, exact_bytes, widened
 from ragcachekit.query.metrics import Float32, Float64, get_metric
 
