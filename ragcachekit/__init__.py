@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
-    from ragcachekit.query.keys import Identity, KeyRules
+    from ragcachekit.query.key_rules import KeyRules
+    from ragcachekit.query.objects import Identity
     from ragcachekit.query.partitioning import Partitioner
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
@@ -70,7 +71,8 @@ _LAZY = {
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.query.base": ("Partition",),
     "ragcachekit.query.calibrate": ("calibrate",),
-    "ragcachekit.query.keys": ("Identity", "KeyRules"),
+    "ragcachekit.query.key_rules": ("KeyRules",),
+    "ragcachekit.query.objects": ("Identity",),
     "ragcachekit.query.partitioning": ("Partitioner",),
     "ragcachekit.query.proximity": ("ProximityCache",),
     "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),

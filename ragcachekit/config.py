@@ -33,6 +33,15 @@ _FIELDS: dict[str, tuple[Kinds, str]] = {
 """Accepted types of a configuration field, by the field's annotation."""
 
 
+def positive(name: str, value: int) -> int:
+    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return int(value)
+
+
 def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
     """Raise TypeError unless ``value`` is one of ``kinds``; the message names the argument and what to
     ``give``.

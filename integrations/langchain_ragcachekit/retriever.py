@@ -18,22 +18,21 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
 from langchain_core.runnables.configurable import DynamicRunnable
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.arguments import (
-    INTERNAL,
-    RULES,
-    CustomPartition,
-    called_with,
-    vector_store_of,
-)
-from langchain_ragcachekit.search import Search, VectorPath
+from langchain_ragcachekit.partitions import RULES
+from langchain_ragcachekit.search import Search, vector_store_of
 from ragcachekit import Lookup, Partition, Retrieved, RetrieverCache, RetrieverSettings
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
 
+CustomPartition = Callable[[str, RunnableConfig], object]
+"""Gives what counts for a question and the config of its call, or None: do not cache."""
+
+INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
+UNSTATED_K = 1  # of a partition where none was given
 CONFIG = "_run_config"
 """Keyword under which ``invoke`` passes its config on: LangChain gives a retriever only the callbacks."""
 
@@ -85,7 +84,6 @@ class RagCacheRetriever(BaseRetriever):
     eviction: str = "fifo"
     partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
     _retrieval: RetrieverCache[Document] = PrivateAttr()
-    _path: VectorPath = PrivateAttr()
 
     @classmethod
     def wrap(
@@ -120,7 +118,6 @@ class RagCacheRetriever(BaseRetriever):
             self._retrieval = RetrieverCache(RULES, _text, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        self._path = VectorPath(self.embeddings)
         return self
 
     def clear(self) -> int:
@@ -192,22 +189,21 @@ class RagCacheRetriever(BaseRetriever):
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
-        return Search(retriever, self._path, query, overrides, config, callbacks)
+        return Search(retriever, self.embeddings, query, overrides, config, callbacks)
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
-        k, arguments = called_with(search.overrides)
-        if arguments is None:
-            return None
-        configurable = search.config.get("configurable") or {}
-        retrieval = self._retrieval
+        configurable: dict[str, Any] = {}
+        if type(search.retriever) is not VectorStoreRetriever:  # which reads none
+            values = search.config.get("configurable") or {}
+            configurable = {n: value for n, value in values.items() if not n.startswith(INTERNAL)}
         text = search.query if self.tolerance == 0 and search.is_by_text else None
-        return retrieval.partitioner.partition(
-            retrieval.namespace_of(self.cache, self.namespace),
-            k,
+        return self._retrieval.partitioner.partition(
+            self._retrieval.namespace_of(self.cache, self.namespace),
+            search.overrides.get("k", UNSTATED_K),
             search.retriever,
-            (*arguments, self.embeddings, text),
-            configurable={n: value for n, value in configurable.items() if not n.startswith(INTERNAL)},
+            (dict(search.overrides), self.embeddings, text),
+            configurable=configurable,
             question=(search.query, search.config),
         )
 

@@ -2,82 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackManager
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import patch_config
+from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
-from langchain_ragcachekit.arguments import RULES, search_arguments, takes, with_arguments
-from ragcachekit import Identity
+BY_VECTOR = frozenset(
+    {
+        "langchain_chroma.vectorstores.Chroma",
+        "langchain_community.vectorstores.faiss.FAISS",
+        "langchain_core.vectorstores.in_memory.InMemoryVectorStore",
+        "langchain_postgres.vectorstores.PGVector",
+    }
+)
+"""Stores whose ``similarity_search`` embeds the question and does nothing else with its text.
 
-logger = logging.getLogger(__name__)
-
-
-class VectorPath:
-    """Decides whether ``similarity_search_by_vector`` may replace a retriever's own search.
-
-    The store must be of a known library and embed with the very same object. Its two searches must also be
-    shown to agree, since the text search of some stores adds keywords to the vectors. For every store and set
-    of argument names the first search therefore goes both ways.
-    """
-
-    def __init__(self, embeddings: Embeddings) -> None:
-        self._embeddings = embeddings
-        self._agrees: dict[tuple[Identity, frozenset[str]], bool] = {}
-
-    def store_for(self, retriever: Any, kwargs: Mapping[str, Any]) -> tuple[VectorStore | None, bool]:
-        """The store to search by vector, and whether its two searches agree; None where only text will do."""
-        store = self._store_of(retriever)
-        if store is None:
-            return None, False
-        agrees = self._agrees.get(_searched(store, kwargs))
-        if agrees is None and takes(store.similarity_search_by_vector, frozenset(kwargs)):
-            return store, False
-        return (store if agrees else None), bool(agrees)
-
-    @contextmanager
-    def comparing(
-        self, store: VectorStore, kwargs: Mapping[str, Any], by_text: list[Document]
-    ) -> Iterator[list[Document]]:
-        """Compare ``by_text`` with what the block adds to the list; text alone from now on if it fails."""
-        by_vector: list[Document] = []
-        try:
-            yield by_vector
-        except Exception as error:
-            logger.info("searching by vector failed, searching by text from now on: %s", error)
-            self._agrees[_searched(store, kwargs)] = False
-            return
-        agrees = _contents(by_text) == _contents(by_vector)
-        if by_text or not agrees:  # two empty results prove nothing: compare at the next search, too
-            self._agrees[_searched(store, kwargs)] = agrees
-
-    def _store_of(self, retriever: Any) -> VectorStore | None:
-        """The retriever's store, where a search by vector could be the same; its fields may change."""
-        if type(retriever) is not VectorStoreRetriever or retriever.search_type != "similarity":
-            return None
-        store = retriever.vectorstore
-        by_vector = type(store).similarity_search_by_vector is not VectorStore.similarity_search_by_vector
-        if not by_vector or not RULES.is_library(type(store).__module__):
-            return None
-        try:
-            return store if store.embeddings is self._embeddings else None
-        except Exception:  # a property of the store, which is read here alone
-            return None
-
-
-def _searched(store: VectorStore, kwargs: Mapping[str, Any]) -> tuple[Identity, frozenset[str]]:
-    return Identity(store), frozenset(kwargs)
-
-
-def _contents(documents: list[Document]) -> list[tuple[str | None, str]]:
-    return [(document.id, document.page_content) for document in documents]
+Others add keywords to the vector, at times by a setting; they are always asked with the text.
+"""
 
 
 class Search:
@@ -89,46 +37,71 @@ class Search:
     def __init__(
         self,
         retriever: Runnable[Any, Any],
-        path: VectorPath,
+        embeddings: Embeddings,
         query: str,
         overrides: Mapping[str, Any],
         config: RunnableConfig,
         callbacks: Callable[[], BaseCallbackManager],
     ) -> None:
         self.retriever, self.query, self.overrides, self.config = retriever, query, overrides, config
-        self._path, self._callbacks = path, callbacks
-        self._arguments = search_arguments(retriever, overrides)
-        self._asked, self._kwargs = with_arguments(retriever, overrides)
+        self._callbacks = callbacks
+        self._asked, self._kwargs = _with_arguments(retriever, overrides)
+        self._store, self._arguments = _by_vector(retriever, embeddings, overrides)
 
     @property
     def is_by_text(self) -> bool:
         """Whether what is found depends on more of the question than its embedding."""
-        return self._path.store_for(self.retriever, self._arguments)[0] is None
+        return self._store is None
 
     def run(self, embedding: Any) -> list[Document]:
         """Search by vector where that is known to be the same, else by text; by text without an embedding."""
-        store, agrees = self._store(embedding)
-        if store and agrees:
-            return store.similarity_search_by_vector(embedding, **self._arguments)
+        if self._store is not None and embedding is not None:
+            return self._store.similarity_search_by_vector(embedding, **self._arguments)
         found: list[Document] = self._asked.invoke(self.query, self._child(), **self._kwargs)
-        if store:
-            with self._path.comparing(store, self._arguments, found) as other:
-                other += store.similarity_search_by_vector(embedding, **self._arguments)
         return found
 
     async def arun(self, embedding: Any) -> list[Document]:
         """:meth:`run`, awaited."""
-        store, agrees = self._store(embedding)
-        if store and agrees:
-            return await store.asimilarity_search_by_vector(embedding, **self._arguments)
+        if self._store is not None and embedding is not None:
+            return await self._store.asimilarity_search_by_vector(embedding, **self._arguments)
         found: list[Document] = await self._asked.ainvoke(self.query, self._child(), **self._kwargs)
-        if store:
-            with self._path.comparing(store, self._arguments, found) as other:
-                other += await store.asimilarity_search_by_vector(embedding, **self._arguments)
         return found
-
-    def _store(self, embedding: Any) -> tuple[VectorStore | None, bool]:
-        return (None, False) if embedding is None else self._path.store_for(self.retriever, self._arguments)
 
     def _child(self) -> RunnableConfig:
         return patch_config(self.config, callbacks=self._callbacks())
+
+
+def vector_store_of(retriever: Any) -> VectorStore | None:
+    """The store of a vector store's own retriever, configurable or not."""
+    while isinstance(retriever, DynamicRunnable):
+        retriever = retriever.default
+    return retriever.vectorstore if isinstance(retriever, VectorStoreRetriever) else None
+
+
+def _by_vector(
+    retriever: Any, embeddings: Embeddings, overrides: Mapping[str, Any]
+) -> tuple[VectorStore | None, dict[str, Any]]:
+    """The store to search by vector and the arguments, read at every call; None where only text will do."""
+    if type(retriever) is not VectorStoreRetriever or retriever.search_type != "similarity":
+        return None, {}
+    store, kind = retriever.vectorstore, type(retriever.vectorstore)
+    if f"{kind.__module__}.{kind.__qualname__}" not in BY_VECTOR or store.embeddings is not embeddings:
+        return None, {}
+    return store, {**retriever.search_kwargs, **overrides}
+
+
+def _with_arguments(
+    retriever: Runnable[Any, Any], overrides: Mapping[str, Any]
+) -> tuple[Runnable[Any, Any], dict[str, Any]]:
+    """The retriever to ask, and the keyword arguments of its ``invoke``.
+
+    ``k`` is set as a field of a copy where the retriever has one. ValueError for arguments that the retriever
+    would silently drop.
+    """
+    # LangChain's own record of whether a retriever's search has parameters beside the question.
+    if not overrides or not isinstance(retriever, BaseRetriever) or retriever._expects_other_args:
+        return retriever, dict(overrides)
+    dropped = sorted(overrides.keys() - ({"k"} & type(retriever).model_fields.keys()))
+    if dropped:
+        raise ValueError(f"{type(retriever).__name__} takes no {', '.join(dropped)}; set it on the retriever")
+    return retriever.model_copy(update=dict(overrides)), {}

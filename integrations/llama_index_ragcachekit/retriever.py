@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, Unpack
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -10,14 +10,16 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
-from llama_index_ragcachekit.scores import ScoredNode
 from ragcachekit import Lookup, Partition, RetrieverCache, RetrieverSettings
 
 dispatcher = get_dispatcher(__name__)
+
+SCORE_NOTE = "ragcachekit_score"
+"""Metadata key of a node whose score is that of the cached question; hidden from model and embedder."""
 
 QUESTION_FIELDS = frozenset({"query_str", "custom_embedding_strs", "embedding"})
 """Of a query bundle; its other fields are part of the key."""
@@ -41,10 +43,8 @@ class RagCacheRetriever(BaseRetriever):
     """Wraps any LlamaIndex retriever; a question near enough to an earlier one is not searched.
 
     The nodes' bare texts are registered with the engine, so that the model finds them in the prompt
-    although query engines put metadata before them. A hit gives copies. Their scores are those of the
-    search where the question's embedding is the same. For a near question they are computed from the nodes'
-    vectors where the vector store gives these. Else the old ones are returned, and the nodes' metadata shows
-    it under ``ragcachekit_score``.
+    although query engines put metadata before them. A hit gives copies, with the scores of their search; for
+    a near question, the nodes' metadata shows that under ``ragcachekit_score``.
 
     A result is found again only for the same namespace and the same state of the wrapped retriever (its
     attributes and those of what it wraps, at any depth). Classes and functions of your own may depend on
@@ -90,9 +90,7 @@ class RagCacheRetriever(BaseRetriever):
         self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
         others: Any = {name: value for name, value in settings.items() if name != "namespace"}
-        self._retrieval: RetrieverCache[ScoredNode] = RetrieverCache(
-            RULES, lambda scored: _text(scored.node), **others
-        )
+        self._retrieval: RetrieverCache[NodeWithScore] = RetrieverCache(RULES, _text, **others)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -134,7 +132,7 @@ class RagCacheRetriever(BaseRetriever):
         return self._answer(asked, found, query_bundle, epoch)
 
     def _inner_bundle(
-        self, bundle: QueryBundle, asked: Lookup[ScoredNode] | None, embedding: list[float] | None
+        self, bundle: QueryBundle, asked: Lookup[NodeWithScore] | None, embedding: list[float] | None
     ) -> QueryBundle:
         # A copy: VectorIndexRetriever writes into the bundle. The embedding goes along only where it can
         # be used and the wrapped retriever would compute the very same.
@@ -156,43 +154,45 @@ class RagCacheRetriever(BaseRetriever):
             namespace, 1, self._retriever, arguments, question=(bundle,)
         )
 
-    def _vector_of(self, node: BaseNode) -> Any:
-        """The node's embedding, if it has it or the wrapped retriever's vector store gives it."""
-        if node.embedding is not None:
-            return node.embedding
-        get = getattr(getattr(self._retriever, "_vector_store", None), "get", None)
-        try:
-            return get(node.node_id) if get is not None else None
-        except Exception:  # not every store gives embeddings, and only a score is lost
-            return None
-
     def _answer(
         self,
-        asked: Lookup[ScoredNode] | None,
+        asked: Lookup[NodeWithScore] | None,
         found: list[NodeWithScore] | None,
         bundle: QueryBundle,
         epoch: int,
     ) -> list[NodeWithScore]:
-        """The nodes of a search or a hit (scored for this question), registered with the engine."""
+        """The nodes of a search or a hit, registered with the engine."""
         if asked is not None:
-            result, question = asked.result, asked.embedding
+            result = asked.result
             if found is None:
-                nodes = result.documents
-                found = [node.near(question) if result.distance else node.exact() for node in nodes]
+                found = [copied(item, is_near=bool(result.distance)) for item in result.documents]
             else:
-                vector_of = (lambda _: None) if self._exact else self._vector_of
-                scored = [ScoredNode.of(item, question, vector_of(item.node)) for item in found]
-                result = self._retrieval.answer(asked, scored, self._partition(bundle))
+                copies = [copied(item) for item in found]
+                result = self._retrieval.answer(asked, copies, self._partition(bundle))
             event = QueryCacheEvent(
                 hit=result.hit, distance=result.distance, lookup_us=result.lookup_us, note=result.note
             )
             dispatcher.event(event)
         nodes_found = found or []
-        texts = [text for item in nodes_found if (text := _text(item.node)).strip()]
+        texts = [text for item in nodes_found if (text := _text(item)).strip()]
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         self._retrieval.register(self._cache, namespace, texts, epoch)
         return nodes_found
 
 
-def _text(node: BaseNode) -> str:
-    return node.get_content(metadata_mode=MetadataMode.NONE)
+def _text(item: NodeWithScore) -> str:
+    return item.node.get_content(metadata_mode=MetadataMode.NONE)
+
+
+def copied(item: NodeWithScore, is_near: bool = False) -> NodeWithScore:
+    """A copy, marked if its score is of another question; a query engine that it points to is shared."""
+    target = getattr(item.node, "obj", None)
+    try:
+        node = deepcopy(item.node, {id(target): target})
+    except Exception:  # metadata with a lock, a client: whoever put it there shares it
+        node = item.node.model_copy(update={"metadata": dict(item.node.metadata)})
+    if is_near and item.score is not None:
+        node.metadata[SCORE_NOTE] = "of the cached question"
+        node.excluded_llm_metadata_keys.append(SCORE_NOTE)
+        node.excluded_embed_metadata_keys.append(SCORE_NOTE)
+    return NodeWithScore(node=node, score=item.score)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple, TypeAlias
 
-from ragcachekit.query.key_walk import freeze
+from ragcachekit.config import positive
+from ragcachekit.query.keys import object_key
 
 ResultId: TypeAlias = str | int
 """What names one result of a search."""
@@ -77,13 +78,20 @@ class Partition(NamedTuple):
         ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
         """
         positive("k", k)
-        return cls(namespace, k, freeze(filters), freeze(dict(search_kwargs or {})), freeze(index_id))
+        called = object_key(dict(search_kwargs or {}))
+        return cls(namespace, k, object_key(filters), called, object_key(index_id))
 
 
-def positive(name: str, value: int) -> int:
-    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)
+class LogOnce:
+    """Warnings that may come at every question, each logged once."""
+
+    def __init__(self, log: logging.Logger, most: int = 100) -> None:
+        self._log, self._left = log, most
+        self._logged: set[str] = set()
+
+    def __call__(self, message: str, error: Exception | None = None) -> None:
+        """Log a message with the traceback of ``error``."""
+        if message not in self._logged and self._left:
+            self._left -= 1
+            self._logged.add(message)
+            self._log.warning("%s", message, exc_info=error)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copyreg
-import dis
 import functools
 import inspect
 import re
 import threading
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,28 +72,12 @@ def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | 
             return known
         if known is not None:  # a copy
             kind = kind.__mro__[1]
-        if _finds_super_by_type(kind):
-            return None
         try:
             changes = IndexChanges(weakref.ref(index))
             object.__setattr__(index, "__class__", _counting_subclass(kind, changes, delegating))
         except TypeError:  # a class that allows no subclass or no weak reference, or of fixed layout
             return None
         return changes
-
-
-def _finds_super_by_type(kind: type) -> bool:
-    """Whether a method calls ``super(type(self), self)``: in a subclass it would call itself for ever."""
-    functions = (one for base in kind.__mro__ for one in vars(base).values())
-    for function in functions:
-        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-        if code is None or "super" not in code.co_names or not {"type", "__class__"} & {*code.co_names}:
-            continue
-        loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_")]
-        calls = zip(loads, loads[1:], loads[2:], strict=False)
-        if any(a == "super" and (b == "type" or c == "__class__") for a, b, c in calls):
-            return True
-    return False
 
 
 def _counting_subclass(kind: type, changes: IndexChanges, delegating: tuple[type, ...]) -> type:
@@ -129,9 +112,7 @@ def _counted(function: types.FunctionType, changes: IndexChanges) -> Callable[..
     def called(*args: Any, **kwargs: Any) -> Any:
         with changes.changing():
             result = function(*args, **kwargs)
-        if inspect.isawaitable(result):
-            return _counted_await(result, changes)
-        return _counted_steps(result, changes) if inspect.isgenerator(result) else result
+        return _counted_await(result, changes) if inspect.isawaitable(result) else result
 
     return called
 
@@ -139,15 +120,6 @@ def _counted(function: types.FunctionType, changes: IndexChanges) -> Callable[..
 async def _counted_await(result: Awaitable[Any], changes: IndexChanges) -> Any:
     with changes.changing():
         return await result
-
-
-def _counted_steps(steps: Generator[Any, Any, Any], changes: IndexChanges) -> Generator[Any, Any, Any]:
-    try:
-        for step in steps:
-            changes.count()
-            yield step
-    finally:
-        changes.count()
 
 
 def _reduced_as(kind: type) -> Callable[[Any, Any], Any]:

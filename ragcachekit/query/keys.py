@@ -1,45 +1,51 @@
-"""Keys of objects: the rules for a framework's classes, and what an object refers to."""
+"""Keys of objects: equal for equal content at any depth, refused where content does not show."""
 
 from __future__ import annotations
 
 import array
+import collections
+import datetime
+import decimal
+import enum
+import fractions
 import functools
-import logging
-import sys
-import sysconfig
-import threading
+import pathlib
+import re
 import types
-import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+import uuid
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
 from ragcachekit.query.index_changes import observe
-
-_LIBRARIES = frozenset({"numpy", "pydantic", "pydantic_core", "typing_extensions"})
-_IGNORED = (logging.Logger, logging.Handler, type(threading.Lock()), type(threading.RLock()))
-
-MAX_NODES = 2_000
-"""Objects visited for one key; beyond it, comparing takes longer than many a search."""
-MAX_ITEMS = 32
-"""Objects in an attribute of an index that are compared by value; more are its documents."""
-
-SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...)})
-SCALAR_BASES: tuple[type, ...] = (int, float, complex, str, bytes)
-CODE = (type, types.ModuleType)
-FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-CONTAINERS = (Mapping, list, tuple, deque, Set)
-READABLE = frozenset(
-    {dict, list, tuple, set, frozenset, bytearray, deque, OrderedDict, defaultdict, Counter}
-    | {array.array, np.ndarray, types.MappingProxyType, types.SimpleNamespace}
+from ragcachekit.query.key_rules import KeyRules, class_with_parts
+from ragcachekit.query.objects import (
+    CODE,
+    FUNCTIONS,
+    SCALARS,
+    Identity,
+    attributes_of,
+    closure_of,
+    hides_state,
+    referred_by,
 )
-"""Containers written in C whose whole content can be read."""
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_NOT_STATE = frozenset({"__dict__", "__weakref__", "__pydantic_fields_set__"})
+
+MAX_VALUES = 10_000
+"""Values visited for one key; beyond it, comparing takes longer than many a search."""
+_MAX_SETTING = 100  # values in an attribute of an index; more are its documents
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_OPEN = (
+    *(*_CONTAINERS, int, float, complex, str, bytes, np.ndarray, np.ufunc),
+    *(bytearray, array.array, collections.deque, types.MappingProxyType, types.SimpleNamespace),
+)
+"""Types whose subclasses may hold more than their items, and types that can be changed: refused."""
+_VALUES = (
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, pathlib.PurePath, np.dtype),
+)
+"""Types whose ``repr`` shows all that there is of a value."""
 
 
 class NotKeyable(TypeError):
@@ -50,159 +56,13 @@ class TooLarge(NotKeyable):
     """A value with too much content to be compared at every question."""
 
 
-@dataclass(frozen=True)
-class KeyRules:
-    """Rules for a framework's classes. Classes of all other packages are refused.
+def object_key(value: object, rules: KeyRules | None = None) -> Hashable:
+    """``value`` and all that it refers to as something hashable, equal only for equal values of equal types.
 
-    Attributes
-    ----------
-    libraries : frozenset of str
-        Top-level packages whose classes depend on their attributes and on nothing else.
-    indexes : tuple of type
-        Classes that hold documents: keyed by identity, settings, and the number of changes so far.
-    delegating : tuple of type
-        Abstract classes whose changing methods only call those of their subclasses.
-    embedders, opaque : tuple of type
-        Classes that depend on the embedded text alone; classes keyed by identity (language models).
-    ignored, searching : tuple of type
-        Classes that change no result (callbacks, loggers, locks); classes that are never ignored.
-    configurable, unconfigurable : tuple of type
-        Classes that may read the ``configurable`` values of a run; those of them that do not.
-    uncached : tuple of type
-        Classes whose results depend on more than can be read.
+    NotKeyable (a TypeError) for functions and objects of classes outside the libraries; it names the place.
+    An object with a method ``cache_key_parts()`` is keyed by what that returns.
     """
-
-    libraries: frozenset[str] = frozenset()
-    indexes: tuple[type, ...] = ()
-    delegating: tuple[type, ...] = ()
-    embedders: tuple[type, ...] = ()
-    opaque: tuple[type, ...] = ()
-    ignored: tuple[type, ...] = ()
-    searching: tuple[type, ...] = ()
-    configurable: tuple[type, ...] = ()
-    unconfigurable: tuple[type, ...] = ()
-    uncached: tuple[type, ...] = ()
-    readers: weakref.WeakKeyDictionary[type, Any] = field(
-        default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
-    )
-    """How objects of a class are read under these rules; filled at first use."""
-
-    def is_known_package(self, module: str | None) -> bool:
-        """Whether the module belongs to one of the libraries."""
-        top = (module or "").partition(".")[0]
-        return top in self.libraries or top in _LIBRARIES
-
-    def is_library(self, module: str | None) -> bool:
-        """Whether the module belongs to one of the libraries or to Python's own."""
-        return self.is_known_package(module) or _is_of_python((module or "").partition(".")[0])
-
-    def is_ignored(self, kind: type) -> bool:
-        """Whether objects of the class change no result."""
-        return issubclass(kind, (*_IGNORED, *self.ignored)) and not issubclass(kind, self.searching)
-
-
-@functools.cache
-def _is_of_python(top: str) -> bool:
-    """Whether a module is Python's own, and not one of the user's with such a name."""
-    if top not in sys.stdlib_module_names or top == "types":  # the module of classes made at run time
-        return False
-    spec = getattr(sys.modules.get(top), "__spec__", None)
-    origin = getattr(spec, "origin", None)
-    return origin in (None, "built-in", "frozen") or Path(origin).is_relative_to(sysconfig.get_path("stdlib"))
-
-
-class Identity:
-    """A key that is equal for one object only, also after that is deleted (a weak reference if possible)."""
-
-    __slots__ = ("_hash", "_object")
-
-    def __init__(self, value: object) -> None:
-        self._hash = id(value)
-        self._object: Any
-        try:
-            self._object = weakref.ref(value)  # one and the same for every call
-        except TypeError:
-            self._object = value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self._object is other._object
-
-
-class HashedKey:
-    """A key whose hash is computed once; that of nested tuples is computed at every look-up."""
-
-    __slots__ = ("_hash", "_key")
-
-    def __init__(self, key: Hashable) -> None:
-        self._key, self._hash = key, hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, HashedKey) and self._hash == other._hash and self._key == other._key
-
-
-class ObjectKey(NamedTuple):
-    """The key of an object; ``configurable`` if a part may read the ``configurable`` values of a run."""
-
-    key: Hashable
-    configurable: bool
-
-
-class ClassParts(NamedTuple):
-    """Slots of a class, whether it has state in C that no attribute shows, and its cached properties."""
-
-    slots: tuple[str, ...]
-    hides: bool
-    computed: frozenset[str]
-
-    @classmethod
-    def of(cls, kind: type) -> ClassParts:
-        """The parts of ``kind``, computed once."""
-        known = _CLASSES.get(kind)
-        if known is None:
-            named = (item for base in kind.__mro__ for item in vars(base).items())
-            computed = frozenset(n for n, one in named if isinstance(one, functools.cached_property))
-            known = cls(tuple(_slots(kind)), any(map(_hides_state, kind.__mro__)), computed)
-            _CLASSES[kind] = known
-        return known
-
-
-_CLASSES: weakref.WeakKeyDictionary[type, ClassParts] = weakref.WeakKeyDictionary()
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Attributes of an object, private ones of pydantic models among them, without cached properties."""
-    parts = ClassParts.of(type(value))
-    attributes = dict(getattr(value, "__dict__", ()))
-    attributes |= {name: getattr(value, name) for name in parts.slots if hasattr(value, name)}
-    attributes |= attributes.pop("__pydantic_private__", None) or {}
-    for name in parts.computed & attributes.keys():
-        del attributes[name]
-    return attributes
-
-
-def class_with_parts(kind: type, rules: KeyRules) -> type | None:
-    """The class with ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
-    by = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
-    if by is None or rules.is_library(kind.__module__) or not rules.is_library(by.__module__):
-        return by
-    return None
-
-
-def closure_of(function: Any) -> Iterator[object]:
-    """What the closure of a function holds."""
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    return _Reader(rules or KeyRules()).key(value)
 
 
 def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int], ...]:
@@ -210,39 +70,166 @@ def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int]
     versions: list[tuple[Identity, int]] = []
     seen: set[int] = set()
     todo = [value]
-    while todo and len(seen) < MAX_NODES:
+    while todo and len(seen) < MAX_VALUES:
         one = todo.pop()
         if id(one) in seen or type(one) in SCALARS or isinstance(one, CODE):
             continue
         seen.add(id(one))
         if isinstance(one, rules.indexes) and (changes := observe(one, rules.delegating)) is not None:
             versions.append((Identity(one), changes.version))
-        todo += _referred(one)
+        todo += referred_by(one)
     return tuple(versions)
 
 
-def _referred(value: Any) -> Iterator[object]:
-    if isinstance(value, CONTAINERS):
-        if len(value) <= MAX_ITEMS:
-            yield from value.values() if isinstance(value, Mapping) else value
-        return
-    if isinstance(value, (*FUNCTIONS, functools.partial)):
-        names = ("__self__", "__func__", "__defaults__", "__kwdefaults__", "func", "args", "keywords")
-        yield from (getattr(value, name, None) for name in names)
-    yield from closure_of(value)
-    yield from attributes_of(value).values()
+class _Reader:
+    """Makes the key of one object graph. How objects are read depends on their class alone."""
+
+    def __init__(
+        self,
+        rules: KeyRules,
+        limit: int = MAX_VALUES,
+        ancestors: tuple[int, ...] = (),
+        in_index: bool = False,
+    ) -> None:
+        self._rules, self._left, self._in_index = rules, limit, in_index
+        self._ancestors = list(ancestors)
+
+    def key(self, value: Any) -> Hashable:
+        kind = type(value)
+        self._require_room(1)
+        self._left -= 1
+        if kind in SCALARS:
+            return kind, repr(value) if kind is float or kind is complex else value  # 0.0 == -0.0
+        if id(value) in self._ancestors:
+            return "cycle", self._ancestors.index(id(value))
+        self._ancestors.append(id(value))
+        try:
+            content = self._content(kind, value)
+            return type(value), content  # the class is another since an index is observed
+        finally:
+            self._ancestors.pop()
+
+    def _require_room(self, values: int) -> None:
+        if values > self._left:
+            raise TooLarge("there is too much of it to compare at every question")
+
+    def _content(self, kind: type, value: Any) -> Hashable:
+        if kind in _CONTAINERS:
+            self._require_room(len(value))
+        if kind is dict:  # in order, which decides where a filter language sorts by it
+            return tuple([(self.key(name), self.key(one)) for name, one in list(value.items())])
+        if kind is list or kind is tuple:
+            return tuple([self.key(one) for one in list(value)])
+        if kind is set or kind is frozenset:
+            return frozenset([self.key(one) for one in list(value)])
+        if kind is functools.partial:
+            return self.key((value.func, value.args, value.keywords))
+        if issubclass(kind, FUNCTIONS):
+            return self._function(value)
+        if issubclass(kind, CODE):
+            module = value.__module__ if isinstance(value, type) else value.__name__
+            self._require_library(module, value.__name__)
+            return Identity(value)
+        return self._object(kind, value)
+
+    def _function(self, value: Any) -> Hashable:
+        """A function of a known library is itself; another may do anything."""
+        function = getattr(value, "__func__", value)
+        owner = self.key(getattr(value, "__self__", None))
+        if not isinstance(function, types.FunctionType):
+            return str(function.__name__), owner
+        self._require_library(function.__globals__.get("__name__"), f"the function {function.__qualname__}")
+        return Identity(function), owner, tuple([self.key(one) for one in closure_of(function)])
+
+    def _require_library(self, module: str | None, code: str) -> None:
+        if not self._rules.is_library(module):
+            raise NotKeyable(f"{code} may depend on anything")
+
+    def _object(self, kind: type, value: Any) -> Hashable:
+        rules = self._rules
+        parts = class_with_parts(kind, rules)
+        if parts is None and not rules.is_library(kind.__module__):
+            return self._of_others(kind, value)
+        if issubclass(kind, rules.indexes):
+            return self._index(kind, value, parts)
+        if parts is not None:
+            return self.key(parts.cache_key_parts(value))
+        if kind is object or issubclass(kind, rules.embedders):
+            return Identity(value)
+        if issubclass(kind, enum.Enum):
+            return str(value.name)
+        if issubclass(kind, re.Pattern):
+            return value.pattern, value.flags
+        if issubclass(kind, _VALUES):
+            return repr(value)
+        if kind is np.ndarray or issubclass(kind, np.generic):
+            return self._array(value)
+        if rules.is_ignored(kind):
+            return None
+        if issubclass(kind, rules.uncached):
+            raise NotKeyable(f"what a {_name(kind)} gives depends on more than its attributes")
+        if issubclass(kind, rules.opaque):
+            scalars = [item for item in sorted(attributes_of(value).items()) if type(item[1]) in SCALARS]
+            return Identity(value), self.key(scalars)
+        return self._library_object(kind, value)
+
+    def _of_others(self, kind: type, value: object) -> Hashable:
+        """An object of the user's classes: an embedder or a callback, unless it can be called."""
+        by = next((base for base in kind.__mro__ if "__call__" in vars(base)), None)
+        if by is None or self._rules.is_library(by.__module__):
+            if issubclass(kind, self._rules.embedders):
+                return Identity(value)
+            if self._rules.is_ignored(kind):
+                return None
+        raise NotKeyable(f"a {_name(kind)} may depend on anything")
+
+    def _array(self, value: Any) -> Hashable:
+        if value.dtype.hasobject:
+            raise NotKeyable("an array of objects does not show its content")
+        self._require_room(value.size)
+        return str(value.dtype), value.shape, value.tobytes()
+
+    def _library_object(self, kind: Any, value: object) -> Hashable:
+        """An object of a library by its attributes; part of an index (a client, a splitter) by identity."""
+        if issubclass(kind, _OPEN):
+            raise NotKeyable(f"a {_name(kind)} may depend on anything")
+        if self._in_index:
+            return Identity(value)
+        if hides_state(kind) or object.__getstate__(value) is None:
+            if self._rules.is_known_package(kind.__module__):
+                return Identity(value)  # a client, a tokenizer: it is what it is
+            raise NotKeyable(f"a {_name(kind)} does not show its content")
+        attributes = sorted(attributes_of(value).items())
+        return tuple([(name, self._attribute(kind, name, one)) for name, one in attributes])
+
+    def _attribute(self, kind: type, name: str, value: object) -> Hashable:
+        try:
+            return self.key(value)
+        except NotKeyable as error:
+            raise type(error)(f"{_name(kind)}.{name}: {error}") from error
+
+    def _index(self, kind: type, value: object, parts: Any) -> Hashable:
+        """An index by identity, version and settings; its documents are what the version counts."""
+        changes = observe(value, self._rules.delegating)
+        if changes is None:
+            raise NotKeyable(f"changes of a {_name(kind)} cannot be seen")
+        if parts is not None:
+            return Identity(value), changes.version, self.key(parts.cache_key_parts(value))
+        settings: list[Hashable] = []
+        documents: dict[str, object] = {}
+        for name, one in sorted(attributes_of(value).items()):
+            reader = self
+            if not isinstance(one, self._rules.indexes):
+                reader = _Reader(self._rules, _MAX_SETTING, tuple(self._ancestors), in_index=True)
+            try:
+                settings.append((name, reader._attribute(kind, name, one)))
+            except TooLarge:
+                if reader is self:
+                    raise
+                documents[name] = one
+        changes.compare(documents)
+        return Identity(value), changes.version, tuple(settings)
 
 
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else tuple(names):
-            private = name.startswith("__") and not name.endswith("__")
-            if name not in _NOT_STATE:
-                yield f"_{base.__name__.lstrip('_')}{name}" if private else name
-
-
-def _hides_state(kind: type) -> bool:
-    """Whether the class is written in C, so that its objects may hold more than their attributes show."""
-    in_c = not kind.__flags__ & _HEAP_TYPE or isinstance(vars(kind).get("__new__"), types.BuiltinFunctionType)
-    return in_c and kind not in READABLE and kind not in SCALAR_BASES and kind is not object
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

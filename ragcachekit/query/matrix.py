@@ -20,20 +20,12 @@ class KeyMatrix:
 
     def __init__(self, capacity: int, dim: int, metric: Metric) -> None:
         self._metric = metric
-        self._rows = _aligned(capacity, dim)
+        self._rows: Float32 = np.empty((capacity, dim), np.float32)
         self._side: Float32 = np.empty(capacity, np.float32)
         self._products: Float64 = np.empty(capacity, np.float64)  # k.k
         self._codes: NDArray[np.int64] = np.empty(capacity, np.int64)
-        self._dots: Float32 = np.empty(capacity, np.float32)
-        self._near: Float64 = np.empty(dim, np.float64)  # scratch: the row nearest to a query
-        self.resize(0)
         self._largest = 0.0  # squared norm of any key so far
         self._dot_error = (dim + 16) * _UNIT_ROUNDOFF  # bound of a dot product's error / (|q| |k|)
-
-    def resize(self, size: int) -> None:
-        """Make the first ``size`` rows the ones that are scanned."""
-        # Slices are stored: making them anew costs a twentieth of a lookup.
-        self._scanned = self._rows[:size], self._side[:size], self._dots[:size], self._codes[:size]
 
     def write(self, slot: int, key: bytes, squared: float, code: int) -> None:
         """Put a float32 vector, its squared norm and its partition's code into a row."""
@@ -45,61 +37,32 @@ class KeyMatrix:
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
-        self._rows[target] = self._rows[source]
-        self._products[target] = self._products[source]
-        self._side[target] = self._side[source]
-        self._codes[target] = self._codes[source]
-
-    def row(self, slot: int) -> tuple[bytes, int]:
-        """A row's vector and partition code."""
-        return self._rows[slot].tobytes(), int(self._codes[slot])
+        for column in (self._rows, self._products, self._side, self._codes):
+            column[target] = column[source]
 
     def nearest(
-        self, query: Float32, wide: Float64, squared: float, code: int | None, tolerance: float
+        self, query: Float32, wide: Float64, squared: float, size: int, code: int | None, tolerance: float
     ) -> tuple[int | None, float]:
-        """The nearest row and its distance, or ``(None, 0.0)`` if that is beyond the tolerance.
+        """The nearest of the first ``size`` rows and its distance; ``(None, 0.0)`` beyond the tolerance.
 
         ``wide`` is the query in float64, ``squared`` its squared norm; with a ``code`` other
         partitions' rows are masked before the nearest is sought.
         """
         metric = self._metric
-        rows, side, dots, codes = self._scanned
-        ranks = metric.rank(rows.dot(query, dots), side, squared)
+        ranks = metric.rank(self._rows[:size].dot(query), self._side[:size], squared)
         if code is not None:
-            ranks[codes != code] = np.inf
-        best = int(ranks.argmin())
-        lowest = float(ranks[best])
+            ranks[self._codes[:size] != code] = np.inf
+        lowest = float(ranks[ranks.argmin()])
         error = metric.error(self._dot_error, squared, self._largest)
         limit = metric.limit(tolerance, squared) + error
         if lowest > limit:
             return None, 0.0
-        slot, distance = self._measure(wide, squared, ranks, best, min(lowest + 2 * error, limit))
-        return (slot, distance) if distance <= tolerance else (None, 0.0)
-
-    def _measure(
-        self, wide: Float64, squared: float, ranks: Float32, best: int, limit: float
-    ) -> tuple[int, float]:
-        """Measure in float64 what float32 cannot tell from the ``best``: mostly that alone."""
-        lowest, ranks[best] = ranks[best], np.inf
-        if ranks[ranks.argmin()] <= limit:
-            ranks[best] = lowest
-            best = self._nearest_of(np.flatnonzero(ranks <= limit), wide, squared)
-        self._near[:] = self._rows[best]
-        return best, float(self._metric.distance(wide, self._near, squared, float(self._products[best])))
-
-    def _nearest_of(self, near: NDArray[np.intp], query: Float64, squared: float) -> int:
-        keys = self._rows[near].astype(np.float64)
-        equal = np.flatnonzero((keys == query).all(axis=1))
-        if equal.size:  # a product of matrices may round otherwise than one of vectors
-            return int(near[equal[0]])
-        return int(near[self._metric.distance(query, keys, squared, self._products[near]).argmin()])
-
-
-def _aligned(rows: int, dim: int) -> Float32:
-    """An uninitialised float32 ``[rows, dim]`` on a 64-byte boundary: the scan is a tenth faster."""
-    raw = np.empty(rows * dim + 16, np.float32)
-    skip = (-raw.ctypes.data // 4) % 16
-    return raw[skip : skip + rows * dim].reshape(rows, dim)
+        near = (ranks <= min(lowest + 2 * error, limit)).nonzero()[0]  # what float32 cannot tell apart
+        keys = self._rows.take(near, axis=0).astype(np.float64)
+        distances = metric.distance(wide, keys, squared, self._products.take(near))
+        best = int(distances.argmin())
+        distance = float(distances[best])
+        return (int(near[best]), distance) if distance <= tolerance else (None, 0.0)
 
 
 def as_vector(embedding: ArrayLike, dim: int | None) -> Float32:

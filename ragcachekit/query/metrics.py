@@ -17,16 +17,13 @@ of the first's error decides which keys need the second.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Float32: TypeAlias = NDArray[np.float32]
 Float64: TypeAlias = NDArray[np.float64]
-Number = TypeVar("Number", float, Float64)
-"""One key or many: the formulas are the same."""
-
 
 _EPSILON = 1.2e-7  # float32; four of them cover the additions and the rounding of the norms
 _TINY = 1e-36  # float32 products underflow below this
@@ -55,13 +52,12 @@ class L2:
         scale = squared_norm + largest
         return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
-        """Distances in float64 to one key ``[dim]`` or to rows ``[n, dim]``, with q.q and k.k given."""
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
+        """Distances ``[n]`` in float64 to the rows of ``keys``, with q.q and all k.k given."""
         # Not q.q + k.k - 2 q.k: its rounding is larger than the squared distance of near vectors.
         gaps = keys - query
-        squares: Number = gaps.dot(gaps) if gaps.ndim == 1 else np.einsum("ij,ij->i", gaps, gaps)
-        roots: Number = squares**0.5
-        return roots
+        distances: Float64 = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
+        return distances
 
 
 class InnerProduct(L2):
@@ -79,11 +75,9 @@ class InnerProduct(L2):
     def limit(self, distance: float, squared_norm: float) -> float:
         return distance
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
-        qk: Number = keys.dot(query)
-        # (a + b + |a - b|) / 2 is max(a, b), for numbers and for arrays
-        lack: Number = abs((qq - qk) + (kk - qk) + abs(qq - kk)) / 2
-        return lack
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
+        distances: Float64 = np.abs(np.maximum(kk, qq) - keys.dot(query))
+        return distances
 
 
 class Cosine(L2):
@@ -104,9 +98,9 @@ class Cosine(L2):
     def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
         return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Number) -> Number:
-        turned: Number = abs(1.0 - keys.dot(query) / (qq * kk) ** 0.5)
-        return turned
+    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
+        distances: Float64 = np.abs(1.0 - keys.dot(query) / np.sqrt(qq * kk))
+        return distances
 
 
 Metric: TypeAlias = L2
@@ -130,6 +124,7 @@ def product(a: Float64, b: Float64) -> float:
 def paired_distances(metric: Metric, queries: Float64, keys: Float64) -> Float64:
     """Distances ``[n]`` between the rows of two float64 matrices ``[n, dim]``."""
     distances = [
-        metric.distance(q, k, product(q, q), product(k, k)) for q, k in zip(queries, keys, strict=True)
+        metric.distance(q, k[None], product(q, q), np.array([product(k, k)]))
+        for q, k in zip(queries, keys, strict=True)
     ]
-    return np.array(distances, np.float64)
+    return np.concatenate(distances)

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from numpy.typing import ArrayLike
 
+from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, positive
+from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId
 from ragcachekit.query.matrix import KeyMatrix, as_vector, exact_bytes, widened
 from ragcachekit.query.metrics import Float32, Float64, get_metric
 
 EVICTIONS = ("fifo", "lru")
 
 _Key: TypeAlias = tuple[int, bytes]  # the code of a partition and a vector
-_HEAD = 8  # numbers of a vector that tell almost all others from it
 _COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotten")
+
+
+@dataclass
+class _Group:
+    """The entries of one partition: its first object (they all refer to it), its code, their number."""
+
+    partition: Hashable
+    code: int
+    entries: int = 0
 
 
 class ProximityCache:
@@ -71,10 +81,9 @@ class ProximityCache:
         self._metric = get_metric(metric)
         self._lock = threading.Lock()
         self._slots: OrderedDict[_Key, int] = OrderedDict()  # in eviction order
-        self._heads: Counter[bytes] = Counter()  # of how many vectors each is the beginning
         self._keys: list[_Key] = []  # by slot, as the entries and the matrix's rows
         self._entries: list[Entry] = []
-        self._partitions: dict[Hashable, tuple[int, int]] = {}  # -> code, number of entries
+        self._partitions: dict[Hashable, _Group] = {}
         self._next_code = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._matrix: KeyMatrix | None = None
@@ -118,9 +127,9 @@ class ProximityCache:
             matrix = self._allocate(query.size)
             self._counts["inserts"] += 1
             left: tuple[Entry, ...] = ()
-            code, _ = self._partitions.get(partition, (-1, 0))
-            if (code, vector) in self._slots:
-                left = (self._drop((code, vector)),)
+            group = self._partitions.get(partition)
+            if group is not None and (group.code, vector) in self._slots:
+                left = (self._drop((group.code, vector)),)
                 self._counts["replacements"] += 1
             elif len(self._keys) == self.capacity:
                 left = (self._drop(next(iter(self._slots))),)
@@ -144,41 +153,18 @@ class ProximityCache:
         with self._lock:
             return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
 
-    def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself: inserted = present + left."""
-        with self._lock:
-            size, counts = len(self._keys), self._counts
-            left = counts["replacements"] + counts["evictions"] + counts["forgotten"]
-            assert counts["inserts"] == size + left, "inserted is not present + left"
-            assert size <= self.capacity, "more entries than the capacity"
-            assert len(self._entries) == size == len(self._slots), "slots, keys and ids differ in number"
-            heads = Counter(_head(vector) for _, vector in self._keys)
-            assert heads == self._heads, "beginnings of vectors"
-            assert sum(number for _, number in self._partitions.values()) == size, "partition counts"
-            for slot, key in enumerate(self._keys):
-                code, number = self._partitions[self._entries[slot].partition]
-                assert self._slots[key] == slot, "a key points to another slot"
-                assert number > 0, "an empty partition is listed"
-                assert self._matrix is not None
-                assert code == key[0], "a key has another partition's code"
-                assert self._matrix.row(slot) == (key[1], code), "a row has another key or partition"
-
     def _find(
         self, query: Float32, wide: Float64, squared: float, partition: Hashable
     ) -> tuple[int | None, float]:
-        code, number = self._partitions.get(partition, (-1, 0))
-        if self._matrix is None or not number:
+        group = self._partitions.get(partition)
+        if self._matrix is None or group is None:
             return None, 0.0
-        if not self.tolerance:
-            return self._slots.get((code, exact_bytes(query))), 0.0
-        # Most repeated vectors are found here in a fifth of the time. The head alone is hashed first: a whole
-        # vector costs 0.7 us.
-        if query[:_HEAD].tobytes() in self._heads:
-            slot = self._slots.get((code, query.tobytes()))
-            if slot is not None:
-                return slot, 0.0
-        only = None if number == len(self._keys) else code
-        return self._matrix.nearest(query, wide, squared, only, self.tolerance)
+        slot = self._slots.get((group.code, exact_bytes(query)))
+        if slot is not None or not self.tolerance:
+            return slot, 0.0
+        size = len(self._keys)
+        code = None if group.entries == size else group.code
+        return self._matrix.nearest(query, wide, squared, size, code, self.tolerance)
 
     def _allocate(self, dim: int) -> KeyMatrix:
         if self._matrix is None:
@@ -190,39 +176,32 @@ class ProximityCache:
 
     def _append(self, matrix: KeyMatrix, vector: bytes, squared: float, entry: Entry) -> None:
         slot = len(self._keys)
-        code, number = self._partitions.get(entry.partition, (self._next_code, 0))
-        self._next_code += not number
-        self._partitions[entry.partition] = (code, number + 1)
-        matrix.write(slot, vector, squared, code)
-        matrix.resize(slot + 1)
-        self._slots[code, vector] = slot
-        self._heads[_head(vector)] += 1
-        self._keys.append((code, vector))
-        self._entries.append(entry)
+        group = self._partitions.get(entry.partition)
+        if group is None:
+            group = self._partitions[entry.partition] = _Group(entry.partition, self._next_code)
+            self._next_code += 1
+        group.entries += 1
+        matrix.write(slot, vector, squared, group.code)
+        self._slots[group.code, vector] = slot
+        self._keys.append((group.code, vector))
+        self._entries.append(Entry(group.partition, entry.ids))
 
     def _drop(self, key: _Key) -> Entry:
         """Remove one entry; the last row moves into the hole, so that rows stay contiguous."""
         assert self._matrix is not None
         hole, last = self._slots.pop(key), len(self._keys) - 1
-        entry, head = self._entries[hole], _head(key[1])
-        self._heads[head] -= 1
-        if not self._heads[head]:
-            del self._heads[head]
-        code, number = self._partitions.pop(entry.partition)
-        if number > 1:
-            self._partitions[entry.partition] = (code, number - 1)
+        entry = self._entries[hole]
+        group = self._partitions[entry.partition]
+        group.entries -= 1
+        if not group.entries:
+            del self._partitions[entry.partition]
         if hole != last:
             self._matrix.move(last, hole)
             self._keys[hole], self._entries[hole] = self._keys[last], self._entries[last]
             self._slots[self._keys[hole]] = hole
         self._keys.pop()
         self._entries.pop()
-        self._matrix.resize(last)
         return entry
-
-
-def _head(vector: bytes) -> bytes:
-    return vector[: 4 * _HEAD]
 
 
 def _result_ids(ids: Sequence[ResultId]) -> tuple[ResultId, ...]:

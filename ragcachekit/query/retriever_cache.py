@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from ragcachekit.query.base import Partition
-from ragcachekit.query.keys import KeyRules
+from ragcachekit.query.key_rules import KeyRules
 from ragcachekit.query.partitioning import Partitioner
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
@@ -76,7 +75,6 @@ class RetrieverCache(CachedRetrieval[Document]):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
         super().__init__(ProximityCache(capacity, tolerance, metric, eviction), text)
         self.partitioner = Partitioner(rules, partition)
-        self._ids = itertools.count()
         if cache is not None:
             cache.add_query_cache(self)
 
@@ -104,11 +102,9 @@ class RetrieverCache(CachedRetrieval[Document]):
         self, asked: Lookup[Document], found: Iterable[Document], partition: Partition | None
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
-        # Numbered, not named by their ids: splitters give several chunks the id of their parent, and metadata
-        # may belong to one question (scores, highlights).
         documents = tuple(found)
         if self.partitioner.is_unchanged(asked.partition, partition):
-            return self.insert(asked, list(zip(self._ids, documents, strict=False)))
+            return self.insert(asked, list(enumerate(documents)))
         return replace(asked.result, documents=documents)
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:

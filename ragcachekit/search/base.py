@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
-from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows, check_metric, positive
+from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows, check_metric
 from ragcachekit.search.manifest import Manifest, write_index
 
 _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who is among the k
@@ -23,7 +24,8 @@ class SearchResult(NamedTuple):
     """Ids of the nearest documents, nearest first, and their distances.
 
     ``scores`` are ``l2`` ||q - x|| (not squared), ``cosine`` 1 - q.x / (||q|| ||x||) or ``ip`` -q.x, in
-    float64. Equal ones are ordered by id (ints before strings).
+    float64. Equal ones are ordered by id (ints before strings); which of many equal ones are among the k is
+    up to the index.
     """
 
     ids: tuple[DocumentId, ...]
@@ -90,7 +92,7 @@ class VectorIndex(ABC):
             size = len(self._labels)
             if not size:
                 raise RetrievalError("the index is empty; add documents first")
-            candidates = self._nearest(query, min(wanted, size), size)
+            candidates = self._candidates(query, min(wanted + _SPARE, size))
             scores = self._distances(query[0], self._vectors(candidates))
             ids = [self._ids[label] for label in candidates.tolist()]
         order = sorted(range(len(ids)), key=lambda i: (scores[i], isinstance(ids[i], str), ids[i]))[:wanted]
@@ -122,19 +124,6 @@ class VectorIndex(ABC):
             self._next_label = manifest.next_label
             self._ids = dict(manifest.ids)
             self._labels = {one: label for label, one in manifest.ids}
-
-    def _nearest(self, query: Float32, wanted: int, size: int) -> NDArray[np.int64]:
-        """Labels of at least the nearest ``wanted``: more while the last ones are as near as those."""
-        asked = min(wanted + _SPARE, size)
-        while True:
-            labels = self._candidates(query, asked)
-            if asked == size or len(labels) < asked or not self._tied(query, labels, wanted):
-                return labels
-            asked = min(2 * asked, size)
-
-    def _tied(self, query: Float32, labels: NDArray[np.int64], wanted: int) -> bool:
-        ends = self._distances(query[0], self._vectors(labels[[wanted - 1, -1]]))
-        return ends[1] - ends[0] <= 1e-6 * max(1.0, abs(ends[0]))
 
     def _distances(self, query: Float32, rows: Float32) -> list[float]:
         wide, keys = query.astype(np.float64), rows.astype(np.float64)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 
 Float32: TypeAlias = NDArray[np.float32]
@@ -35,15 +36,6 @@ def check_metric(metric: str) -> str:
     if metric not in METRICS:
         raise ValueError(f"unknown metric {metric!r}; known: {', '.join(METRICS)}")
     return metric
-
-
-def positive(name: str, value: int) -> int:
-    """TypeError for what is no int, ValueError for what is not positive."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
 from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheRetriever
-from llama_index_ragcachekit.scores import SCORE_NOTE
+from llama_index_ragcachekit.retriever import SCORE_NOTE
 
 QUESTION = "Where was Ada Lind born?"
 USER = contextvars.ContextVar("user", default="a")
@@ -251,20 +251,7 @@ def test_a_repeated_question_is_answered_the_same_behind_a_cutoff(index, embedde
     assert [n.score for n in second.source_nodes] == [n.score for n in first.source_nodes]
 
 
-def test_scores_of_a_near_question_are_its_own(index, embedder):
-    inner = index.as_retriever(similarity_top_k=3)
-    retriever = RagCacheRetriever(inner, embed_model=embedder, tolerance=0.3)
-    retriever.retrieve(QUESTION)
-    near = "Where was Ada Lind really born?"
-    found, searched = retriever.retrieve(near), inner.retrieve(near)
-    assert retriever._retrieval.stats().hits == 1
-    own = {item.node.node_id: item.score for item in index.as_retriever(similarity_top_k=12).retrieve(near)}
-    assert [item.score for item in found] == pytest.approx([own[name] for name in ids(found)], abs=1e-6)
-    assert [item.score for item in searched] != [item.score for item in retriever.retrieve(QUESTION)]
-    assert all(SCORE_NOTE not in item.node.metadata for item in found)
-
-
-def test_scores_that_cannot_be_computed_are_the_old_ones_and_marked(nodes, embedder):
+def test_scores_of_a_near_question_are_the_old_ones_and_marked(nodes, embedder):
     retriever = RagCacheRetriever(
         Own(nodes), embed_model=embedder, tolerance=0.3, partition=lambda bundle: "all"
     )

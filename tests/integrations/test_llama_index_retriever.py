@@ -15,7 +15,7 @@ from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
 from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheRetriever
-from llama_index_ragcachekit.retriever import QueryCacheEvent
+from llama_index_ragcachekit.retriever import QueryCacheEvent, copied
 
 QUESTION = "Where was Ada Lind born?"
 
@@ -126,9 +126,8 @@ def test_nodes_are_copies_and_what_they_point_to_is_shared(embedder):
         assert (first.text, first.metadata) == ("some text", {"tags": ["a"]})
         first.metadata["tags"].append("b")
         first.set_content("changed")
-    from llama_index_ragcachekit.scores import copy_node
-
-    assert copy_node(IndexNode(text="x", index_id="i", obj=target)).obj is target
+    pointing = NodeWithScore(node=IndexNode(text="x", index_id="i", obj=target))
+    assert copied(pointing).node.obj is target
 
 
 def test_bare_texts_are_registered_with_the_engine(embedder):

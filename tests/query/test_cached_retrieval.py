@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ragcachekit
+from query_kit import check_retrieval
 from ragcachekit.query.base import Entry, Partition
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
@@ -54,30 +55,29 @@ def test_partitions_share_no_document_under_one_id() -> None:
     assert retrieval.get(A, "acme", Search()).documents == ("acme's",)
     assert retrieval.forget(where=lambda partition: partition == "acme") == 1
     assert retrieval.get(A, "other", Search()).hit
-    retrieval.check()
+    check_retrieval(retrieval)
 
 
-def test_documents_leave_with_their_last_entry() -> None:
+def test_documents_leave_with_their_entry() -> None:
     retrieval = make(capacity=2)
     retrieval.get(A, "p", Search(("1", "one"), ("2", "two")))
     retrieval.get(B, "p", Search(("2", "two"), ("3", "three")))
-    assert len(retrieval) == 3
-    retrieval.get(C, "p", Search(("3", "three")))  # A leaves, 2 is still named by B
-    assert len(retrieval) == 2
+    retrieval.get(C, "p", Search(("3", "three")))  # A leaves
+    check_retrieval(retrieval)
     assert retrieval.get(B, "p", Search()).documents == ("two", "three")
     assert retrieval.forget(ids=["2"]) == 1
-    assert len(retrieval) == 1
+    check_retrieval(retrieval)
     assert retrieval.clear() == 1
-    assert len(retrieval) == 0
-    retrieval.check()
+    assert retrieval.stats().entries == 0
+    check_retrieval(retrieval)
 
 
-def test_a_repeated_id_is_counted_as_often() -> None:
+def test_a_repeated_id_is_returned_as_often() -> None:
     retrieval = make(capacity=1)
     retrieval.get(A, "p", Search(("1", "one"), ("1", "one")))
     assert retrieval.get(A, "p", Search()).documents == ("one", "one")
     retrieval.get(B, "p", Search(("1", "one")))
-    retrieval.check()
+    check_retrieval(retrieval)
     assert retrieval.get(B, "p", Search()).documents == ("one",)
 
 
@@ -136,7 +136,7 @@ def test_texts_are_forgotten_in_their_namespace_alone() -> None:
     assert all(retrieval.get(v, p, Search()).hit for v, p in ((A, other), (B, one), (B, other)))
     assert retrieval.forget_texts("other") == 2
     assert retrieval.stats().entries == 1
-    retrieval.check()
+    check_retrieval(retrieval)
 
 
 def test_what_is_handed_on_is_never_older_than_the_last_forget() -> None:
@@ -200,8 +200,8 @@ def test_any_workload_gets_the_index_s_own_answers_at_zero_tolerance(
         expected = [(i, f"{tenant}:{i}") for i in (question, question + 1)]
         got = retrieval.get([float(question)], tenant, lambda found=expected: found)  # type: ignore[misc]
         assert got.documents == tuple(document for _, document in expected)
-        retrieval.check()
-        assert len(retrieval) <= 2 * capacity
+        check_retrieval(retrieval)
+        assert retrieval.stats().entries <= capacity
 
 
 def test_threads_get_their_own_documents() -> None:
@@ -222,4 +222,4 @@ def test_threads_get_their_own_documents() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    retrieval.check()
+    check_retrieval(retrieval)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ragcachekit.query.base import Partition, freeze
+from ragcachekit.query.base import Partition
+from ragcachekit.query.keys import object_key
 
 
 class Opaque:
@@ -34,12 +35,12 @@ def test_equal_arguments_make_one_partition() -> None:
     ],
 )
 def test_different_values_stay_apart(left: object, right: object) -> None:
-    assert freeze(left) != freeze(right)
+    assert object_key(left) != object_key(right)
 
 
 @pytest.mark.parametrize("value", [{"a": {"b": [1]}}, np.array([1, 2]), {1, 2}, len])
 def test_frozen_values_hash(value: object) -> None:
-    assert hash(freeze(value)) == hash(freeze(value))
+    assert hash(object_key(value)) == hash(object_key(value))
 
 
 def test_every_argument_counts() -> None:

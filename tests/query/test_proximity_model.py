@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from query_kit import check_cache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.proximity import ProximityCache
 
@@ -120,7 +121,7 @@ class ProximityMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check()
+            check_cache(self.cache)
             assert len(self.cache) == len(self.model)
             assert self.cache.stats().partitions == len({k.partition for k in self.model})
 
@@ -263,8 +264,8 @@ def test_the_width_may_be_fixed_beforehand() -> None:
 def test_check_notices_damage() -> None:
     cache = ProximityCache(2, metric="l2")
     cache.insert([1.0, 2.0], ["a"], partition="p")
-    cache.check()
+    check_cache(cache)
     assert cache._matrix is not None
     cache._matrix._rows[0, 0] = 5.0
     with pytest.raises(AssertionError, match="row"):
-        cache.check()
+        check_cache(cache)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from query_kit import check_cache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.base import Entry
 from ragcachekit.query.proximity import ProximityCache
@@ -42,7 +43,7 @@ def test_an_identical_vector_always_hits(make: Make, tolerance: float, scale: fl
         cache.insert(vector, [number], partition="p")
     for number, vector in enumerate(vectors):
         assert cache.lookup(vector.copy(), partition="p") == ((number,), 0.0)
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-300, 0.01])
@@ -88,7 +89,7 @@ def test_capacity_is_shared_and_partitions_do_not_pile_up(make: Make) -> None:
     cache = make(4)
     for number, vector in enumerate(rows(50, 8)):
         cache.insert(vector, [number], partition=number)
-        cache.check()
+        check_cache(cache)
     stats = cache.stats()
     assert (stats.entries, stats.partitions, stats.evictions) == (4, 4, 46)
 
@@ -117,12 +118,12 @@ def test_forget_and_clear(make: Make) -> None:
         cache.insert(vector, [number], partition=number % 2)
     gone = cache.forget(lambda entry: entry.partition == 1 or entry.ids == (2,))
     assert {entry.ids[0] for entry in gone} == {1, 2, 3, 5}
-    cache.check()
+    check_cache(cache)
     assert cache.lookup(vectors[3], partition=1) is None
     assert cache.lookup(vectors[4], partition=0) == ((4,), 0.0)
     assert len(cache.clear()) == 2
     assert cache.stats().entries == 0
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_unusable_embeddings_change_nothing(make: Make, embedding: Any, match: s
     with pytest.raises(RetrievalError, match=match):
         cache.insert(embedding, ["b"], partition="p")
     assert cache.stats() == before
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("embedding", ["text", None, [None, 1.0], ["1", "2"], [1j, 2.0], [[1.0], [1.0, 2.0]]])
@@ -192,7 +193,7 @@ def test_threads_lose_nothing(make: Make) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    cache.check()
+    check_cache(cache)
     stats = cache.stats()
     assert failures == []
     assert stats.hits + stats.misses == 6 * 300

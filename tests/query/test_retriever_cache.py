@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import ragcachekit
-from ragcachekit.query.keys import KeyRules
+from ragcachekit.query.key_rules import KeyRules
 from ragcachekit.query.partitioning import Partitioner
 from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
 

@@ -97,14 +97,6 @@ def test_ties_go_by_id(make: Make) -> None:
     assert index.search(key, 5).ids == (3, 7, "a", "b", "c")
 
 
-def test_ties_at_the_end_go_by_id_in_exact_indexes(make: Make) -> None:
-    index, key = make(), rows(1)[0]
-    if index.kind not in EXACT:
-        pytest.skip("an approximate index may not see all equals")
-    index.add([f"{i:02d}" for i in range(39, -1, -1)], np.tile(key, (40, 1)))
-    assert index.search(key, 3).ids == ("00", "01", "02")
-
-
 def test_remove(make: Make) -> None:
     index, keys = make(), rows(50)
     index.add([f"d{i}" for i in range(50)], keys)
