@@ -239,13 +239,12 @@ def test_another_tenants_chunk_stays_text() -> None:
     assert chunk_texts(segment_messages(conversation(BERLIN), chatml, registry, "acme")) == [BERLIN]
 
 
-def test_ambiguity_is_noted_with_the_message_it_is_in() -> None:
-    result = segment(
-        conversation("one two three four five six"), chatml, "one two three four", "three four five six"
-    )
-    assert chunk_texts(result) == ["one two three four"]
+def test_a_search_that_ended_early_is_noted_with_the_message_it_is_in() -> None:
+    messages = conversation(f"{BERLIN} " + "a " * 40_000)
+    result = segment(messages, chatml, BERLIN, *("a " * 20_000 + f"{n} X" for n in range(40)))
+    assert chunk_texts(result) == [BERLIN]
     (note,) = result.prompt.notes
-    assert note.startswith("message 2: ambiguous: 1 other registered chunk ")
+    assert note.startswith("message 2: chunks were searched for in the first ")
 
 
 def test_repetitive_chunks_are_found_in_messages() -> None:
