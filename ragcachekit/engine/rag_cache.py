@@ -246,7 +246,9 @@ class RagCache(ChunkMethods):
         plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
         options, own = generator.options(options, plans, stop), self._cold != "never"
         first = shadow.draw(len(plans), options)
-        generated = generator.run(plans, options, stop, cancel, first, own, self._plan)
+        generated = generator.run(
+            plans, options, stop=stop, cancel=cancel, first=first, own=own, replan=self._plan
+        )
         answers = generator.answers(generated, begun, options, stop)
         if generated.prefilled:
             with CancelScope(cancel):

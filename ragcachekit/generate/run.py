@@ -37,7 +37,7 @@ class Generated:
     - ``first_token``, ``linked``: When the first token came, and when the cache would have been assembled,
       had it been before the forward; in seconds of :func:`time.perf_counter`.
     - ``plans``, ``reports``: The plans that ran in the end, and their reports.
-    - ``prefill``: Seconds of the forward alone, without streamers and loads, where known.
+    - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompts' cache, unless there are several beams; their rows end before column ``width``.
     - ``own``: What was observed of entries that this prefill computed.
     """
@@ -67,9 +67,9 @@ def run_generate(
     options: Mapping[str, Any],
     *,
     pad: int,
+    decode: Callable[[Sequence[int]], str],
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
-    decode: Callable[[Sequence[int]], str] | None = None,
     first: FirstScores | None = None,
     own: bool = False,
     replan: Replan | None = None,
