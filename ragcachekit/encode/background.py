@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from ragcachekit.cancellation import CancelScope
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.errors import Cancelled
@@ -41,41 +41,31 @@ class BackgroundEncoder:
         encoder: ChunkEncoder,
         store: KVStore,
         still_valid: Callable[[], bool],
-        neighbours: NeighbourEncoder | None = None,
-        in_prompts: InPromptEncoder | None = None,
-        stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
-        forgets: ForgetEpochs | None = None,
+        neighbours: NeighbourEncoder,
+        in_prompts: InPromptEncoder,
+        stored: Callable[[KVKey, ChunkKV], object],
+        forgets: ForgetEpochs,
     ) -> None:
-        self.forgets = forgets or ForgetEpochs()
-        self._encoder = encoder
-        self._neighbours = neighbours
-        self._in_prompts = in_prompts
-        self._stored = stored
-        self._store = store
+        self.forgets, self._store, self._stored = forgets, store, stored
+        self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._still_valid = still_valid
         self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
         self._changed = threading.Condition()
         self._waiting: dict[KVKey, Missing] = {}  # with those in work; guarded by ``_changed``
         self._pool = DaemonPool("ragcachekit-warm")
 
-    def now(
-        self,
-        missing: Iterable[Missing],
-        done: Callable[[int], object] = lambda _: None,
-    ) -> int:
-        """Encode and store in the caller's thread; returns the number of stored entries.
+    def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:
+        """Encode and store in the caller's thread; ``done`` is called with each entry's token count.
 
-        ``done`` is called with each entry's token count. The absent context of entries is encoded first.
+        The absent context of entries is encoded first.
         """
-        stored = 0
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
-                return stored
+                return
             with self.forgets.storing():
                 if self._is_current(item):
-                    stored += self._put(item.key, kv)
+                    self._put(item.key, kv)
             done(kv.tokens)
-        return stored
 
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
         """Store what a request computed itself, unless forgotten since or stored already."""
@@ -88,15 +78,14 @@ class BackgroundEncoder:
         """Whether neither the chunk nor its context was forgotten since the work on it began."""
         return not self.forgets.forgot(item.key, item.epoch)
 
-    def _put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def _put(self, key: KVKey, kv: ChunkKV) -> None:
         self._refused.pop(key, None)
-        if not self._store.put(key, kv):
-            self._refused[key] = None
-            if len(self._refused) > MOST_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            return False
-        self._stored(key, kv)
-        return True
+        if self._store.put(key, kv):
+            self._stored(key, kv)
+            return
+        self._refused[key] = None
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def refused(self, keys: Iterable[KVKey]) -> int:
         """Number of these entries that the store could not keep when they were last encoded."""
@@ -107,32 +96,21 @@ class BackgroundEncoder:
         return with_ingredients(missing, self._store)
 
     def _encoded(self, items: Sequence[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
-        """Every entry once, entries with neighbours after those.
-
-        In blocks: a store too small for all entries still holds the neighbours of one block.
-        """
-        with_neighbours = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
-        in_prompts = [item for item in items if isinstance(item.encoding, InPromptEncoding)]
-        contextual = NeighbourEncoding, InPromptEncoding
-        alone = {item.key: item for item in items if not isinstance(item.encoding, contextual)}
-        for start in range(0, len(with_neighbours), BATCH):
-            assert self._neighbours is not None
-            block = with_neighbours[start : start + BATCH]
-            first = {part.key for item in block for _, part in ingredients(item)} & alone.keys()
-            yield from self._encoded_alone([alone.pop(key) for key in list(alone) if key in first])
-            yield from self._neighbours.encode(block)
-        yield from self._encoded_alone(alone.values())
-        if in_prompts:
-            assert self._in_prompts is not None
-            yield from self._in_prompts.encode(in_prompts)
-
-    def _encoded_alone(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Every entry once, entries with neighbours after those."""
         groups: dict[Encoding, list[Missing]] = defaultdict(list)
+        neighbours, in_prompts = list[Missing](), list[Missing]()
         for item in items:
-            groups[item.encoding].append(item)
+            if isinstance(item.encoding, NeighbourEncoding):
+                neighbours.append(item)
+            elif isinstance(item.encoding, InPromptEncoding):
+                in_prompts.append(item)
+            else:
+                groups[item.encoding].append(item)
         for encoding, group in groups.items():
             for index, kv in self._encoder.encode([item.token_ids for item in group], encoding):
                 yield group[index], kv
+        yield from self._neighbours.encode(neighbours)
+        yield from self._in_prompts.encode(in_prompts)
 
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue for the background thread, each entry once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 from families import tokens
 from link_kit import BOS, described, planned, segments
@@ -17,6 +18,7 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore
 from store_kit import key_of, kv_of
 
@@ -36,7 +38,9 @@ class Encoder:
 
 def made():
     store, encoder = HostStore(1 << 20), Encoder()
-    return BackgroundEncoder(encoder, store, lambda: True), store, encoder
+    none = SimpleNamespace(encode=lambda items: ())
+    parts = (none, none, lambda *_: None, ForgetEpochs())
+    return BackgroundEncoder(encoder, store, lambda: True, *parts), store, encoder
 
 
 def missing(number, epoch=0):
@@ -63,7 +67,7 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
         during = background_encoder.forgets.now()
     new = background_encoder.forgets.now()
     items = [missing(0, old), missing(1, during), missing(2, new)]
-    assert background_encoder.now(items) == 1
+    background_encoder.now(items)
     assert stored(store) == [2]
     background_encoder.later(items[:2])
     assert background_encoder.flush(WAIT)
@@ -73,10 +77,11 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
 
 def test_what_names_no_epoch_is_from_before_every_forgetting():
     background_encoder, store, _ = made()
-    assert background_encoder.now([missing(0)]) == 1
+    background_encoder.now([missing(0)])
+    assert stored(store) == [0]
     with forgetting(background_encoder, store):
         pass
-    assert background_encoder.now([missing(0)]) == 0
+    background_encoder.now([missing(0)])
     assert stored(store) == []
     background_encoder.close()
 
