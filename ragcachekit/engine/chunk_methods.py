@@ -230,12 +230,13 @@ class ChunkMethods:
 
     def _forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
-        with self._components.background_encoder.forgetting(namespace, ids):
+        forgets = self._components.forgets
+        with forgets.storing(), forgets.storing_in_tree():
             try:
                 return self._drop(namespace, ids)
             finally:  # also where a tier raised
                 with self._registering:
-                    self._components.forgets.add(namespace, ids, texts)
+                    forgets.add(namespace, ids, texts)
                     self._prompts.forget(namespace, ids, texts)
 
     def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:

@@ -54,10 +54,11 @@ def stored(store):
 @contextmanager
 def forgetting(background_encoder, store, chunk_ids=None):
     """As the engine forgets; what is done inside happens in the middle of it."""
-    with background_encoder.forgetting(SPACE, chunk_ids):
+    forgets = background_encoder.forgets
+    with forgets.storing(), forgets.storing_in_tree():
         store.forget(SPACE, chunk_ids)
         yield
-        background_encoder.forgets.add(SPACE, chunk_ids)
+        forgets.add(SPACE, chunk_ids)
 
 
 def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
@@ -91,8 +92,7 @@ def test_other_chunks_and_namespaces_are_not_concerned():
     item = missing(0, background_encoder.forgets.now())
     with forgetting(background_encoder, store, frozenset(["chunk-1"])):
         pass
-    with background_encoder.forgetting("another"):
-        background_encoder.forgets.add("another")
+    background_encoder.forgets.add("another")
     background_encoder.now([item])
     assert stored(store) == [0]
     background_encoder.close()
