@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from ragcachekit.cancellation import raise_if_cancelled
@@ -54,9 +53,7 @@ class AnswerStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -54,11 +54,6 @@ class Generated:
     width: int = 0
     own: OwnRows | None = None
 
-    @property
-    def prefilled(self) -> bool:
-        """Whether the request reached its first token."""
-        return any(self.token_ids)
-
 
 def run_generate(
     model: Any,

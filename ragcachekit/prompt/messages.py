@@ -35,7 +35,7 @@ def segment_messages(
     render: Render,
     registry: ChunkRegistry,
     namespace: str,
-    special_tokens: SpecialTokenTexts | None = None,
+    special: SpecialTokenTexts,
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
@@ -54,11 +54,6 @@ def segment_messages(
     """
     contents = [_content_segments(message) for message in messages]
     rendered = render([_with_content(m, c) for m, c in zip(messages, contents, strict=True)])
-    if not isinstance(rendered, str):
-        raise TypeError(
-            f"render must return the prompt's text, not {type(rendered).__name__}; use tokenize=False"
-        )
-    special = special_tokens or SpecialTokenTexts()
     searched, notes = _search(contents, registry, namespace)
     reason = ""
     for attempt in _attempts(special.split_contents(namespace, searched)):
