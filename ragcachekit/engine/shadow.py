@@ -20,7 +20,7 @@ from ragcachekit.config import ShadowConfig
 from ragcachekit.engine.generator import Generator
 from ragcachekit.errors import Cancelled
 from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import effective
+from ragcachekit.generate.options import effective
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.segments import TokenSegment
@@ -171,9 +171,9 @@ class Shadow:
         options: Mapping[str, Any],
         stop: Sequence[str],
     ) -> _Job:
-        namespace, model = plan.report.namespace, self._generator.model
-        cut = answer.report.finish_reason == "cancelled" or effective(model, options, "max_time")
-        if cut or effective(model, options, "do_sample"):
+        namespace, defaults = plan.report.namespace, self._generator.model.generation_config
+        cut = answer.report.finish_reason == "cancelled" or effective(options, defaults, "max_time")
+        if cut or effective(options, defaults, "do_sample"):
             return _Job(namespace, tally, plan.token_ids, log_probs, None, _greedy(options, 1), ())
         whole = _greedy(options, None)
         return _Job(namespace, tally, plan.token_ids, log_probs, answer, whole, tuple(stop))

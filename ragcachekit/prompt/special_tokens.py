@@ -134,7 +134,8 @@ class SpecialTokenTexts:
 
 
 def _occurrences(pattern: re.Pattern[str], text: str) -> Iterator[_Occurrence]:
-    found = list(pattern.finditer(text))
+    if not (found := list(pattern.finditer(text))):
+        return
     edges = [0, *(edge for match in found for edge in match.span()), len(text)]
     runs = [_fold(text[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
     whole, at = "".join(runs), 0
