@@ -74,7 +74,7 @@ class LinkReport(_Report):
     - ``tree_tokens``: Rows of the beginning from the knowledge tree, all exact; chunks behind it are
       approximate unless ``chunks`` says exact.
     - ``fallback``: Why the prompt was prefilled in full, if it was.
-    - ``notes``: Damaged entries, ambiguous matches, altered chunks and the like.
+    - ``notes``: Damaged entries, why no chunk was found, and the like.
     - ``forward``: How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:``
       and why not as a graph. Empty where the prompt was prefilled in full.
     - ``kernels``: What attended in it: ``triton``, or ``torch`` and why; empty likewise.

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
 
-from ragcachekit.cancellation import CancelScope
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
+from ragcachekit.background import Background
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.errors import Cancelled
 from ragcachekit.model.encoding import Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.base import KVStore
 from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.threads import DaemonPool, Job
 from ragcachekit.types import KVKey
 
-log = logging.getLogger(__name__)
-
-BATCH = 32  # chunks taken from the queue at once
+MAX_WAITING = 1024  # requests whose missing entries may wait; further ones are dropped
 MOST_REFUSED = 4096  # remembered entries that the store could not keep
 
 
@@ -41,41 +33,30 @@ class BackgroundEncoder:
         encoder: ChunkEncoder,
         store: KVStore,
         still_valid: Callable[[], bool],
-        neighbours: NeighbourEncoder | None = None,
-        in_prompts: InPromptEncoder | None = None,
-        stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
-        forgets: ForgetEpochs | None = None,
+        neighbours: NeighbourEncoder,
+        in_prompts: InPromptEncoder,
+        stored: Callable[[KVKey, ChunkKV], object],
+        forgets: ForgetEpochs,
     ) -> None:
-        self.forgets = forgets or ForgetEpochs()
-        self._encoder = encoder
-        self._neighbours = neighbours
-        self._in_prompts = in_prompts
-        self._stored = stored
-        self._store = store
+        self.forgets, self._store, self._stored = forgets, store, stored
+        self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._still_valid = still_valid
         self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
-        self._changed = threading.Condition()
-        self._waiting: dict[KVKey, Missing] = {}  # with those in work; guarded by ``_changed``
-        self._pool = DaemonPool("ragcachekit-warm")
+        self._background = Background[list[Missing]](self._encode_queued, MAX_WAITING, "ragcachekit-encode")
+        self.flush, self.close = self._background.flush, self._background.close
 
-    def now(
-        self,
-        missing: Iterable[Missing],
-        done: Callable[[int], object] = lambda _: None,
-    ) -> int:
-        """Encode and store in the caller's thread; returns the number of stored entries.
+    def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:
+        """Encode and store in the caller's thread; ``done`` is called with each entry's token count.
 
-        ``done`` is called with each entry's token count. The absent context of entries is encoded first.
+        The absent context of entries is encoded first.
         """
-        stored = 0
         for item, kv in self._encoded(self.complete(missing)):
             if not self._still_valid():
-                return stored
+                return
             with self.forgets.storing:
                 if self._is_current(item):
-                    stored += self._put(item.key, kv)
+                    self._put(item.key, kv)
             done(kv.tokens)
-        return stored
 
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
         """Store what a request computed itself, unless forgotten since or stored already."""
@@ -88,15 +69,14 @@ class BackgroundEncoder:
         """Whether neither the chunk nor its context was forgotten since the work on it began."""
         return not self.forgets.forgot(item.key, item.epoch)
 
-    def _put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def _put(self, key: KVKey, kv: ChunkKV) -> None:
         self._refused.pop(key, None)
-        if not self._store.put(key, kv):
-            self._refused[key] = None
-            if len(self._refused) > MOST_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            return False
-        self._stored(key, kv)
-        return True
+        if self._store.put(key, kv):
+            self._stored(key, kv)
+            return
+        self._refused[key] = None
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def refused(self, keys: Iterable[KVKey]) -> int:
         """Number of these entries that the store could not keep when they were last encoded."""
@@ -107,89 +87,26 @@ class BackgroundEncoder:
         return with_ingredients(missing, self._store)
 
     def _encoded(self, items: Sequence[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
-        """Every entry once, entries with neighbours after those.
-
-        In blocks: a store too small for all entries still holds the neighbours of one block.
-        """
-        with_neighbours = [item for item in items if isinstance(item.encoding, NeighbourEncoding)]
-        in_prompts = [item for item in items if isinstance(item.encoding, InPromptEncoding)]
-        contextual = NeighbourEncoding, InPromptEncoding
-        alone = {item.key: item for item in items if not isinstance(item.encoding, contextual)}
-        for start in range(0, len(with_neighbours), BATCH):
-            assert self._neighbours is not None
-            block = with_neighbours[start : start + BATCH]
-            first = {part.key for item in block for _, part in ingredients(item)} & alone.keys()
-            yield from self._encoded_alone([alone.pop(key) for key in list(alone) if key in first])
-            yield from self._neighbours.encode(block)
-        yield from self._encoded_alone(alone.values())
-        if in_prompts:
-            assert self._in_prompts is not None
-            yield from self._in_prompts.encode(in_prompts)
-
-    def _encoded_alone(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Every entry once, entries with neighbours after those."""
         groups: dict[Encoding, list[Missing]] = defaultdict(list)
+        neighbours, in_prompts = list[Missing](), list[Missing]()
         for item in items:
-            groups[item.encoding].append(item)
+            if isinstance(item.encoding, NeighbourEncoding):
+                neighbours.append(item)
+            elif isinstance(item.encoding, InPromptEncoding):
+                in_prompts.append(item)
+            else:
+                groups[item.encoding].append(item)
         for encoding, group in groups.items():
             for index, kv in self._encoder.encode([item.token_ids for item in group], encoding):
                 yield group[index], kv
+        yield from self._neighbours.encode(neighbours)
+        yield from self._in_prompts.encode(in_prompts)
 
     def later(self, missing: Iterable[Missing]) -> None:
-        """Queue for the background thread, each entry once."""
-        todo = self.complete(missing)
-        with self._changed:
-            new = {i.key: i for i in todo if i.key not in self._waiting and self._is_current(i)}
-            if new and self._pool.submit(Job(self._work)):
-                self._waiting.update(new)
+        """Queue the missing entries of a request for the background thread."""
+        if todo := list(missing):
+            self._background.submit(todo)
 
-    @contextmanager
-    def forgetting(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> Iterator[None]:
-        """Hold back storing during a forget; afterwards drop queued entries of these chunks.
-
-        Inside, call ``store.forget`` with the same arguments, then add them to :attr:`forgets`, even if the
-        store raised. Entries being encoded at that time are then not stored either.
-        """
-        with self.forgets.storing, self.forgets.storing_in_tree:
-            try:
-                yield
-            finally:
-                with self._changed:
-                    for key in [k for k in self._waiting if concerns(k, namespace, chunk_ids)]:
-                        del self._waiting[key]
-                    self._changed.notify_all()
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty; False after ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, timeout)
-
-    def close(self) -> None:
-        """Stop the running forward before its next layer, drop the queue and end the thread."""
-        self._pool.close()
-        self._remove(list(self._waiting.values()))
-
-    def _work(self) -> None:
-        while batch := self._batch():
-            try:
-                with CancelScope(self._pool.closed):
-                    self.now(item for item in batch if self._waits(item) and item.key not in self._store)
-            except Cancelled:
-                pass
-            except Exception:
-                # A failed encoding costs later requests their reuse, never this one its answer.
-                log.warning("could not encode %d chunks in the background", len(batch), exc_info=True)
-            self._remove(batch)
-
-    def _batch(self) -> list[Missing]:
-        with self._changed:
-            return [] if self._pool.closed.is_set() else list(islice(self._waiting.values(), BATCH))
-
-    def _waits(self, item: Missing) -> bool:
-        return self._waiting.get(item.key) is item
-
-    def _remove(self, batch: Iterable[Missing]) -> None:
-        with self._changed:
-            for item in batch:
-                if self._waits(item):  # else forgotten, and perhaps missed again since
-                    del self._waiting[item.key]
-            self._changed.notify_all()
+    def _encode_queued(self, missing: Iterable[Missing]) -> None:
+        self.now(item for item in missing if item.key not in self._store and self._is_current(item))

@@ -57,16 +57,14 @@ class ChunkMethods:
         namespace, since = self._checked(namespace), self._components.forgets.now()
         texts = strings(texts, "texts")
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
-        result = self._unless_forgotten(self._prompts.register, texts, namespace, since)
-        self._unless_forgotten(self._prompts.note_retrieved, texts, namespace, since)
-        return result.added + result.known
+        return self._unless_forgotten(self._prompts.register, texts, namespace, since)
 
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
     ) -> None:
         """Begin to load chunks from slow tiers for a later prompt; returns at once.
 
-        Called by retrievers. Chunks that a prompt then has in altered form are named in its report.
+        Called by retrievers.
 
         Parameters
         ----------
@@ -79,7 +77,7 @@ class ChunkMethods:
         where, since = self._checked(namespace), self._components.forgets.now()
         policy, chunks = self._components.choose_policy(None, where).policy, strings(chunks, "chunks")
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
-        self._unless_forgotten(self._prompts.note_retrieved, texts, where, since)
+        self._unless_forgotten(self._prompts.special_tokens.add, texts, where, since)
         if policy.reads_cache:
             find = self._prompts.prefetch_keys
             self._components.loads.prefetch(lambda: find(chunks, where, policy, system))
@@ -232,12 +230,13 @@ class ChunkMethods:
 
     def _forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
-        with self._components.background_encoder.forgetting(namespace, ids):
+        forgets = self._components.forgets
+        with forgets.storing, forgets.storing_in_tree:
             try:
                 return self._drop(namespace, ids)
             finally:  # also where a tier raised
                 with self._registering:
-                    self._components.forgets.add(namespace, ids, texts)
+                    forgets.add(namespace, ids, texts)
                     self._prompts.forget(namespace, ids, texts)
 
     def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:

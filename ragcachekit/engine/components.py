@@ -118,16 +118,9 @@ class EngineComponents:
         when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
-        self.shadow = Shadow(
-            shadow_config(settings.shadow),
-            model,
-            rope,
-            pad=self.prompts.pad,
-            decode=self.prompts.decode,
-            unchanged=unchanged,
-        )
-        opened.callback(self.shadow.close)
         self.generator = Generator(model, rope, self.prompts)
+        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged)
+        opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
         self.budgets.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
@@ -29,10 +28,15 @@ class Linked(NamedTuple):
 
 
 class Generator:
-    """Runs planned prompts on one model."""
+    """Runs planned prompts on one model.
+
+    ``run`` is :func:`~ragcachekit.generate.run.run_generate` on it: several prompts in one left-padded batch
+    only if :meth:`share_a_forward`.
+    """
 
     def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
-        self._model, self._rope, self._prompts = model, rope, prompts
+        self.model, self._rope, self._prompts = model, rope, prompts
+        self.run = partial(run_generate, model, rope, pad=prompts.pad, decode=prompts.decode)
 
     def options(
         self, options: Mapping[str, Any], plans: Sequence[LinkPlan], stop: Sequence[str]
@@ -42,34 +46,6 @@ class Generator:
             _ = self._prompts.tokens  # stop strings are text
         longest = max(len(plan.token_ids) for plan in plans)
         return filled_options(options, longest, pad=self._prompts.pad, context=self._prompts.context)
-
-    def run(
-        self,
-        plans: Sequence[LinkPlan],
-        options: Mapping[str, Any],
-        stop: Sequence[str],
-        cancel: threading.Event | None,
-        first: FirstScores | None,
-        own: bool,
-        replan: Replan,
-    ) -> Generated:
-        """Link and generate in one left-padded batch; several prompts only if :meth:`share_a_forward`.
-
-        The parameters are those of :func:`~ragcachekit.generate.run.run_generate`.
-        """
-        return run_generate(
-            self._model,
-            self._rope,
-            plans,
-            options,
-            pad=self._prompts.pad,
-            cancel=cancel,
-            stop=stop,
-            decode=self._prompts.decode,
-            first=first,
-            own=own,
-            replan=replan,
-        )
 
     def answers(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
@@ -81,7 +57,7 @@ class Generator:
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self._model, self._rope, plan, self._prompts.pad, replan)
+        inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)
 
@@ -91,5 +67,5 @@ class Generator:
         Not where frequencies depend on the length (a batch uses those of the longest prompt), nor where the
         rows differ by layer.
         """
-        ahead = links_ahead(options, self._model.generation_config)
+        ahead = links_ahead(options, self.model.generation_config)
         return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

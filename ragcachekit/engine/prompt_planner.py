@@ -23,10 +23,8 @@ from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.prompt.altered import Retrieved
-from ragcachekit.prompt.registry import Registered
 from ragcachekit.store.base import KVStore
-from ragcachekit.types import Chunk, KVKey, Prompt
+from ragcachekit.types import KVKey, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,6 @@ class PromptPlanner(PromptSegmenter):
         tree: PrefixMatcher | None = None,
     ) -> None:
         super().__init__(tokenizer)
-        self.retrieved = Retrieved()
         self.context = rope.context
         self._rope = rope
         self._fetch = fetch or (lambda: Fetch(store))
@@ -91,15 +88,10 @@ class PromptPlanner(PromptSegmenter):
             )
         return encodings
 
-    def register(self, namespace: str, texts: Sequence[str]) -> Registered:
-        """Search the namespace's prompts for these texts."""
+    def register(self, namespace: str, texts: Sequence[str]) -> int:
+        """Search the namespace's prompts for these texts; returns how many are long enough."""
         self.special_tokens.add(namespace, texts)
         return self.registry.add(namespace, texts)
-
-    def note_retrieved(self, namespace: str, texts: Sequence[str]) -> None:
-        """Record texts that were retrieved for a coming prompt."""
-        self.special_tokens.add(namespace, texts)
-        self.retrieved.observe(namespace, texts)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
         """Record that an entry is in the store."""
@@ -135,20 +127,13 @@ class PromptPlanner(PromptSegmenter):
             request = PromptRequest.of(
                 segments, policy, encodings, self._fetch(), self._fingerprint, namespace, self._tree
             )
-            notes += self._not_found(prompt, segmentation.prompt, namespace)
+            if not isinstance(prompt, Prompt) and not any(segment.is_chunk for segment in segments):
+                notes.append(self.registry.nothing_found(namespace))
         return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The complete plan of a request, without those entries that could not be loaded."""
         return make_plan(request, self.variants, without)
-
-    def _not_found(self, given: PromptLike, prompt: Prompt, namespace: str) -> tuple[str, ...]:
-        """Notes: retrieved chunks that were not found, or why the prompt has none at all."""
-        altered = self.retrieved.altered(namespace, prompt)
-        has_chunks = any(isinstance(segment, Chunk) for segment in prompt.segments)
-        if altered or has_chunks or isinstance(given, Prompt):
-            return altered
-        return (self.registry.nothing_found(namespace),)
 
     def prefetch_keys(
         self, chunks: Sequence[str], namespace: str, policy: SelectionPolicy, system: str | None
@@ -172,7 +157,6 @@ class PromptPlanner(PromptSegmenter):
     def forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
         """Forget chunks and their texts; with None all of the namespace, including its last prompt."""
         self.neighbours.forget(namespace, ids)
-        self.retrieved.forget(namespace)
         if ids is not None:
             self.registry.discard(namespace, texts)
             self.special_tokens.discard(namespace, texts)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ragcachekit.background import attempt
@@ -225,9 +224,7 @@ class RagCache(ChunkMethods):
         self._checked(None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- the path of a request ---------------------------------------------------------------------
@@ -246,9 +243,11 @@ class RagCache(ChunkMethods):
         plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
         options, own = generator.options(options, plans, stop), self._cold != "never"
         first = shadow.draw(len(plans), options)
-        generated = generator.run(plans, options, stop, cancel, first, own, self._plan)
+        generated = generator.run(
+            plans, options, stop=stop, cancel=cancel, first=first, own=own, replan=self._plan
+        )
         answers = generator.answers(generated, begun, options, stop)
-        if generated.prefilled:
+        if any(generated.token_ids):  # else cancelled before the first token
             with CancelScope(cancel):
                 shadow.follow(plans, answers, first, options, stop)
                 self._follow_up(generated)

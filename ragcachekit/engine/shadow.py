@@ -17,11 +17,10 @@ import torch
 from ragcachekit.background import Background
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
+from ragcachekit.engine.generator import Generator
 from ragcachekit.errors import Cancelled
-from ragcachekit.generate.answer import answer_of
 from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import effective, run_generate
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.generate.options import effective
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.segments import TokenSegment
@@ -77,24 +76,13 @@ class Shadow:
     """Draws requests, runs them in full after their answers, and measures the difference.
 
     Errors are logged and counted; they never reach an answer. Nothing is compared once the model has changed
-    (``unchanged``). The other parameters are those of :func:`ragcachekit.generate.run.run_generate`.
+    (``unchanged``).
     """
 
-    def __init__(
-        self,
-        config: ShadowConfig,
-        model: Any,
-        rope: Rope,
-        *,
-        pad: int,
-        decode: Callable[[Sequence[int]], str],
-        unchanged: Callable[[], bool],
-    ) -> None:
+    def __init__(self, config: ShadowConfig, generator: Generator, unchanged: Callable[[], bool]) -> None:
         self.config = config
-        self._model, self._rope, self._pad = model, rope, pad
-        self._decode, self._unchanged = decode, unchanged
+        self._generator, self._unchanged = generator, unchanged
         self._lock = threading.Lock()
-        self._working = threading.Lock()
         self._seen = 0
         self._tallies: dict[str, _Tally] = {}
         self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-shadow")
@@ -128,23 +116,22 @@ class Shadow:
         stop: Sequence[str],
     ) -> None:
         """Shadow the drawn requests whose reuse was approximate: now or in the background."""
-        if self.config.share:
-            for answer in answers:
-                self._count(self._tally(answer.report.link.namespace), "requests")
-        if first is None:
+        if self.config.share == 0:
             return
-        for item in first.items:
-            if not answers[item].report.link.approximate_tokens:
+        for item, (plan, answer) in enumerate(zip(plans, answers, strict=True)):
+            tally = self._tally(plan.report.namespace)
+            self._count(tally, "requests")
+            if first is None or item not in first.items or not answer.report.link.approximate_tokens:
                 continue
             try:
-                job = self._job(plans[item], answers[item], first, item, options, stop)
+                job = self._job(tally, plan, answer, first.log_probs[item], options, stop)
                 if self.config.when == "after":
                     self._work(job)
                 elif not self._background.submit(job):
-                    self._count(job.tally, "dropped")
+                    self._count(tally, "dropped")
             except Exception:
                 log.warning("a request could not be shadowed", exc_info=True)
-                self._count(self._tally(plans[item].report.namespace), "failed")
+                self._count(tally, "failed")
 
     def report(self, namespace: str | None = None) -> ShadowReport:
         """Results since the last :meth:`reset`, in one namespace or (None) in all together."""
@@ -177,31 +164,25 @@ class Shadow:
 
     def _job(
         self,
+        tally: _Tally,
         plan: LinkPlan,
         answer: Answer,
-        first: FirstScores,
-        item: int,
+        log_probs: torch.Tensor,
         options: Mapping[str, Any],
         stop: Sequence[str],
     ) -> _Job:
-        cut = answer.report.finish_reason == "cancelled" or effective(self._model, options, "max_time")
-        whole = not (cut or effective(self._model, options, "do_sample"))
-        return _Job(
-            plan.report.namespace,
-            self._tally(plan.report.namespace),
-            plan.token_ids,
-            first.log_probs[item],
-            answer if whole else None,
-            _greedy(options, None if whole else 1),
-            tuple(stop) if whole else (),
-        )
+        namespace, defaults = plan.report.namespace, self._generator.model.generation_config
+        cut = answer.report.finish_reason == "cancelled" or effective(options, defaults, "max_time")
+        if cut or effective(options, defaults, "do_sample"):
+            return _Job(namespace, tally, plan.token_ids, log_probs, None, _greedy(options, 1), ())
+        whole = _greedy(options, None)
+        return _Job(namespace, tally, plan.token_ids, log_probs, answer, whole, tuple(stop))
 
     def _work(self, job: _Job) -> None:
         if not self._unchanged():
             return
         try:
-            with self._working:  # one at a time, also after answers in several threads
-                kl, agreed, f1 = self._compare(job)
+            kl, agreed, f1 = self._compare(job)
         except Cancelled:
             self._count(job.tally, "dropped")
         except Exception:
@@ -214,22 +195,13 @@ class Shadow:
         """KL of the first token, whether the answers agree (None if not compared), and their F1."""
         segments = (TokenSegment(job.token_ids, False),)
         plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
-        first, begun = FirstScores(), time.perf_counter()
-        generated = run_generate(
-            self._model,
-            self._rope,
-            [plan],
-            job.options,
-            pad=self._pad,
-            stop=job.stop,
-            decode=self._decode,
-            first=first,
-        )
+        first, begun = FirstScores([0]), time.perf_counter()
+        generated = self._generator.run([plan], job.options, stop=job.stop, first=first)
         raise_if_cancelled()
         kl = divergence(first.log_probs[0], job.log_probs)
         if job.answer is None:
             return kl, None, 0.0
-        full = answer_of(generated, 0, begun, job.stop, job.options, self._decode)
+        (full,) = self._generator.answers(generated, begun, job.options, job.stop)
         same = full.text == job.answer.text
         if not full.text and not job.answer.text:  # no tokenizer, or no text
             same = full.token_ids == job.answer.token_ids

@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue
 from ragcachekit.reports import Answer
 from ragcachekit.threads import DaemonPool, Job
-
-_T = TypeVar("_T")
 
 
 class AnswerStream:
@@ -39,7 +36,7 @@ class AnswerStream:
         self._pieces = _pieces(tokens, detokenizer, self._outcome)
         weakref.finalize(self, self._cancel.set)
         work = partial(copy_context().run, _run, produce, tokens, self._cancel, self._outcome)
-        if not self._wait_for(lambda: self._pool.submit(Job(work))):
+        if not self._pool.submit(Job(work)):
             raise RuntimeError("can't start new thread")
         refuse_after_fork(self)
 
@@ -47,20 +44,26 @@ class AnswerStream:
         return self
 
     def __next__(self) -> str:
-        return self._wait_for(lambda: next(self._pieces))
+        try:
+            return next(self._pieces)
+        except KeyboardInterrupt:  # its traceback may keep the stream alive
+            self.cancel()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
-        return self._wait_for(self._outcome.result)
+        try:
+            return self._outcome.result()
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Stop before the next layer of the prefill, or after the current token; generated text stays."""
@@ -71,16 +74,6 @@ class AnswerStream:
         self.cancel()
         self._pool.flush()
         self._pool.close()
-
-    def _wait_for(self, wait: Callable[[], _T]) -> _T:
-        """Cancel generation if the wait is interrupted: a traceback may keep the stream alive."""
-        try:
-            return wait()
-        except Exception:
-            raise
-        except BaseException:
-            self.cancel()
-            raise
 
 
 def _run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,33 +13,25 @@ from ragcachekit.config import check_type
 
 
 class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
-    """Passes a user's streamer the prompt in order; generate itself was given it permuted.
-
-    ``given`` is when the streamer was done with the prompt, in seconds of :func:`time.perf_counter`; 0
-    before.
-    """
+    """Passes a user's streamer the prompt in order and once; generate itself was given it permuted."""
 
     def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
-        self.given = 0.0
         self._inner = inner
         self._prompt: torch.Tensor | None = torch.tensor([list(prompt)])
-        self._repeated = False
+        self._begun = False
 
     def restart(self) -> None:
         """Expect the prompt a second time: generation begins again before its first token."""
-        self._repeated = self._prompt is None
+        self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
         """Forward token ids; the first call carries the prompt."""
-        if self._repeated:
-            self._repeated = False
-            return
-        if self._prompt is None:
+        if self._begun:
             self._inner.put(value)
-            return
-        prompt, self._prompt = self._prompt, None
-        self._inner.put(prompt)
-        self.given = time.perf_counter()
+        elif self._prompt is not None:
+            self._inner.put(self._prompt)
+            self._prompt = None
+        self._begun = True
 
     def end(self) -> None:
         self._inner.end()

@@ -17,31 +17,21 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that records the first token's distribution and changes nothing.
 
     It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` has, per item of the batch in ``items``, ``[vocab]`` float64 on the host; empty before the
-    first token.
+    ``log_probs`` has, per item of the batch in ``items``, ``[vocab]`` float64 on the host; ``at`` is when the
+    prefill ended, None before.
     """
 
-    def __init__(self, items: Sequence[int] = (0,)) -> None:
+    def __init__(self, items: Sequence[int] = ()) -> None:
         self.items = tuple(items)
         self.log_probs: dict[int, torch.Tensor] = {}
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.log_probs:
-            rows = scores[list(self.items)].detach().float().cpu().double().log_softmax(-1)
-            self.log_probs = dict(zip(self.items, rows, strict=True))
-        return scores
-
-
-class _FirstLogits(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records in ``at`` when the prefill ended."""
-
-    def __init__(self) -> None:
         self.at: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.at is None:
             scores[:, :1].tolist()  # waits for the device: nothing is there before that
             self.at = time.perf_counter()
+            rows = scores[list(self.items)].detach().float().cpu().double().log_softmax(-1)
+            self.log_probs = dict(zip(self.items, rows, strict=True))
         return scores
 
 
@@ -94,33 +84,25 @@ class Hooks:
         scope: CancelScope,
         first: FirstScores | None,
         stop: Sequence[str],
-        decode: Callable[[Sequence[int]], str] | None,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         self.watch = _Watch(scope)
-        self._logits, self._stop, self._decode = _FirstLogits(), stop, decode
+        self._first, self._stop, self._decode = first or FirstScores(), stop, decode
         given = options.get("streamer")
         self.streamer = OrderedPrompt(given, prompt) if given else None
-        ours = [self._logits] if first is None else [self._logits, first]
         self._options = {
             **options,
-            "logits_processor": [*(options.get("logits_processor") or ()), *ours],
+            "logits_processor": [*(options.get("logits_processor") or ()), self._first],
             "streamer": self.streamer,
         }
 
     def options(self, prompt: int) -> dict[str, Any]:
         """Arguments of generate for a prompt of ``prompt`` columns, with these hooks among them."""
         criteria = [*self._options.get("stopping_criteria", ()), self.watch]
-        if self._stop and self._decode is not None:
+        if self._stop:
             criteria.append(_StopStrings(self._stop, self._decode, prompt))
         return {**self._options, "stopping_criteria": criteria}
 
     def prefill(self, begun: float) -> float | None:
-        """Seconds from ``begun``, when generate was called, to the first logits; None if there were none.
-
-        The time of the user's streamer over the prompt is left out: generate hands it over before the
-        forward.
-        """
-        if self._logits.at is None:
-            return None
-        given = self.streamer.given if self.streamer is not None else 0.0
-        return self._logits.at - max(begun, given)
+        """Seconds from ``begun``, when generate was called, to the first logits; None if there were none."""
+        return None if self._first.at is None else self._first.at - begun

@@ -50,24 +50,25 @@ _READ_ORDER = (
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
+def effective(options: Mapping[str, Any], defaults: Any, name: str) -> Any:
+    """The value generate will use for an option, over the model's generation config ``defaults``."""
+    config = options.get("generation_config") or defaults
+    return options[name] if name in options else getattr(config, name, None)
+
+
 def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
     """Whether these options, over the model's generation config, need the linked forward before generate.
 
     Generate then sees the ids in order and computes the last one. Otherwise the linked forward is its
     prefill, and sees them permuted. GenerationNotSupported for an option that would be silently wrong.
     """
-    asked = options.get("generation_config")
-
-    def effective(name: str) -> Any:
-        return options[name] if name in options else getattr(asked or defaults, name, None)
-
     for name, reason in _REFUSED.items():
-        if _asks(name, options[name] if name in options else getattr(asked, name, None)):
+        if _asks(name, effective(options, None, name)):
             raise GenerationNotSupported(f"{name}= does not work with a linked prompt: {reason}")
-    if options.get("use_cache", getattr(asked, "use_cache", None)) is False:
+    if effective(options, None, "use_cache") is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
-    reads_order = any(not _neutral(effective(name)) for name in _READ_ORDER)
-    return reads_order or (effective("num_beams") or 1) > 1
+    reads_order = any(_asks(name, effective(options, defaults, name)) for name in _READ_ORDER)
+    return reads_order or (effective(options, defaults, "num_beams") or 1) > 1
 
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[
 
 
 def _asks(name: str, value: Any) -> bool:
-    if value is None or value is False or (isinstance(value, str | list | tuple) and not value):
+    if value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value):
         return False
     if isinstance(value, int | float) and value is not True:
         return value != (1 if name in _ONE_IS_NONE else 0)
@@ -90,7 +91,3 @@ def _asks(name: str, value: Any) -> bool:
 def _nothing(name: str, value: Any) -> Any:
     # transformers replaces None by the model's own default, so use False or 1 where possible.
     return False if value is True else 1 if name in _ONE_IS_NONE else None
-
-
-def _neutral(value: Any) -> bool:
-    return value is None or value == 0 or (hasattr(value, "__len__") and len(value) == 0)

@@ -19,7 +19,7 @@ from ragcachekit.forward.narrowing import Narrowing, attach
 from ragcachekit.forward.own_rows import OwnRows, own_entries
 from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.hooks import FirstScores, Hooks
-from ragcachekit.generate.options import links_ahead, without_refused_defaults
+from ragcachekit.generate.options import effective, links_ahead, without_refused_defaults
 from ragcachekit.generate.replan import Replan, replanned, timed
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -37,7 +37,7 @@ class Generated:
     - ``first_token``, ``linked``: When the first token came, and when the cache would have been assembled,
       had it been before the forward; in seconds of :func:`time.perf_counter`.
     - ``plans``, ``reports``: The plans that ran in the end, and their reports.
-    - ``prefill``: Seconds of the forward alone, without streamers and loads, where known.
+    - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompts' cache, unless there are several beams; their rows end before column ``width``.
     - ``own``: What was observed of entries that this prefill computed.
     """
@@ -54,11 +54,6 @@ class Generated:
     width: int = 0
     own: OwnRows | None = None
 
-    @property
-    def prefilled(self) -> bool:
-        """Whether the request reached its first token."""
-        return any(self.token_ids)
-
 
 def run_generate(
     model: Any,
@@ -67,9 +62,9 @@ def run_generate(
     options: Mapping[str, Any],
     *,
     pad: int,
+    decode: Callable[[Sequence[int]], str],
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
-    decode: Callable[[Sequence[int]], str] | None = None,
     first: FirstScores | None = None,
     own: bool = False,
     replan: Replan | None = None,
@@ -86,7 +81,7 @@ def run_generate(
     if ahead and len(plans) > 1:
         raise ValueError("these options need one prompt at a time")
     options = without_refused_defaults(options, model.generation_config)
-    beams = effective(model, options, "num_beams") or 1
+    beams = effective(options, model.generation_config, "num_beams") or 1
     with CancelScope(cancel) as scope:
         hooks = Hooks(options, plans[0].token_ids, scope, first, stop, decode)
         while True:
@@ -202,7 +197,6 @@ def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[st
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-@torch.no_grad()
 def link_ahead(
     model: Any, rope: Rope, plan: LinkPlan, pad: int, replan: Replan | None = None
 ) -> tuple[dict[str, Any], LinkPlan]:
@@ -250,14 +244,8 @@ def _told(report: LinkReport, cache: Any) -> LinkReport:
     return replace(report, forward=cache.forward, kernels=cache.kernels)
 
 
-def effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """The value generate will use for an option: the given one, or that of the generation config."""
-    config = options.get("generation_config", model.generation_config)
-    return options[name] if name in options else getattr(config, name, None)
-
-
 def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
-    ends = effective(model, options, "eos_token_id")
+    ends = effective(options, model.generation_config, "eos_token_id")
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
 
 

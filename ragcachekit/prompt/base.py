@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
-MOST_OVERLAPPED = 64
-"""Occurrences looked for where a chunk was found already: they are only counted."""
-
 _JOINER = "\u200d"
 
 
@@ -21,20 +18,15 @@ class Match(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(NamedTuple):
     """Result of a search.
 
     ``found`` are, from left to right, the leftmost occurrences that no word runs across, and of those the
-    longest. ``overlapped`` are others that overlap those, at most ``MOST_OVERLAPPED``. ``searched`` is the
-    number of characters searched where that is not the whole text. ``steps`` are comparisons, each counted
-    once per 64 characters begun.
+    longest. ``searched`` is the number of characters searched where that is not the whole text.
     """
 
     found: tuple[Match, ...]
-    overlapped: tuple[Match, ...] = ()
     searched: int | None = None
-    steps: int = 0
 
 
 @dataclass(frozen=True)

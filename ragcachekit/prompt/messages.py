@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from ragcachekit.prompt.base import Segmentation, stands_apart
 from ragcachekit.prompt.registry import ChunkRegistry
@@ -19,8 +20,8 @@ MARK = "chunk"
 Message = Mapping[str, Any]
 Render = Callable[[list[dict[str, Any]]], str]
 
-# The start of a chunk's sentinel. Plain letters and digits, so that no template escapes or reformats it;
-# its Z stands first and only there, so that no occurrence can begin in the text before it.
+# The start of a chunk's sentinel. Letters and digits alone, which no template escapes or reformats, and one
+# Z: no occurrence begins in the text before it.
 _SENTINEL_START = "Zq7xChunk"
 
 
@@ -34,7 +35,7 @@ def segment_messages(
     render: Render,
     registry: ChunkRegistry,
     namespace: str,
-    special_tokens: SpecialTokenTexts | None = None,
+    special: SpecialTokenTexts,
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
@@ -53,11 +54,6 @@ def segment_messages(
     """
     contents = [_content_segments(message) for message in messages]
     rendered = render([_with_content(m, c) for m, c in zip(messages, contents, strict=True)])
-    if not isinstance(rendered, str):
-        raise TypeError(
-            f"render must return the prompt's text, not {type(rendered).__name__}; use tokenize=False"
-        )
-    special = special_tokens or SpecialTokenTexts()
     searched, notes = _search(contents, registry, namespace)
     reason = ""
     for attempt in _attempts(special.split_contents(namespace, searched)):
@@ -168,7 +164,7 @@ def _through_template(
     """The rendered prompt's segments, or none and the reason why they cannot be had."""
     if not any(stands_apart(s) for content in contents for s in content):
         return [Text(rendered)] if rendered else [], ""
-    salt = _unused_salt([rendered, *(s.text or "" for content in contents for s in content)])
+    salt = uuid4().hex  # in no text
     chunks: dict[str, Segment] = {}
     stand_ins = [[_stand_in(s, salt, chunks) for s in content] for content in contents]
     try:
@@ -185,12 +181,7 @@ def _through_template(
     return segments, ""
 
 
-def _unused_salt(texts: Iterable[str]) -> int:
-    used = {int(found) for text in texts for found in re.findall(f"{_SENTINEL_START}([0-9]{{1,18}})N", text)}
-    return next(salt for salt in range(len(used) + 1) if salt not in used)
-
-
-def _stand_in(segment: Segment, salt: int, chunks: dict[str, Segment]) -> Segment:
+def _stand_in(segment: Segment, salt: str, chunks: dict[str, Segment]) -> Segment:
     if not stands_apart(segment):
         return segment
     sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"

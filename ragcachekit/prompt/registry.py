@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from ragcachekit.prompt.anchors import AnchorIndex
 from ragcachekit.prompt.base import Matches
@@ -23,23 +22,13 @@ def forms(text: str) -> tuple[str, ...]:
     return (text,) if stripped == text else (text, stripped)
 
 
-@dataclass(frozen=True)
-class Registered:
-    """Numbers of new and of known texts, and those ``refused``: shorter than ``min_chars``."""
-
-    added: int
-    known: int
-    refused: tuple[str, ...]
-
-
 class _Namespace:
-    def __init__(self) -> None:
+    def __init__(self, min_chars: int) -> None:
         self.lru: OrderedDict[str, None] = OrderedDict()
-        self.index = AnchorIndex()
+        self.index = AnchorIndex(min_chars)
 
-    def put(self, text: str, limit: int) -> bool:
-        new = text not in self.lru
-        if not new:
+    def put(self, text: str, limit: int) -> None:
+        if text in self.lru:
             self.lru.move_to_end(text)  # or the insert of its stripped form could evict it
         for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
             if form not in self.lru:
@@ -48,15 +37,12 @@ class _Namespace:
             self.lru.move_to_end(form)
             if len(self.lru) > limit:
                 self.index.remove(self.lru.popitem(last=False)[0])
-        return new
 
-    def drop(self, text: str) -> bool:
-        known = text in self.lru
+    def drop(self, text: str) -> None:
         for form in forms(text):
             if form in self.lru:
                 del self.lru[form]
                 self.index.remove(form)
-        return known
 
 
 class ChunkRegistry:
@@ -73,49 +59,42 @@ class ChunkRegistry:
     --------
     >>> registry = ChunkRegistry()
     >>> registry.add("acme", ["Berlin is the capital of Germany.", "Berlin"])
-    Registered(added=1, known=0, refused=('Berlin',))
+    1
     >>> registry.find("acme", "Context: Berlin is the capital of Germany.").found
     (Match(start=9, end=42),)
     """
 
     def __init__(self, max_chunks: int = DEFAULT_MAX_CHUNKS, min_chars: int = DEFAULT_MIN_CHARS) -> None:
-        if max_chunks < 2:
-            raise ValueError(f"max_chunks must be >= 2 (a text and its stripped form), got {max_chunks}")
-        if min_chars < 1:
-            raise ValueError(f"min_chars must be >= 1, got {min_chars}")
         self.max_chunks = max_chunks
         self.min_chars = min_chars
         self._lock = threading.Lock()
         self._namespaces: dict[str, _Namespace] = {}
-        self._refused: set[str] = set()
+        self._refused: set[str] = set()  # namespaces that were given shorter texts
 
-    def add(self, namespace: str, texts: Iterable[str]) -> Registered:
-        """Register chunk texts; known ones count as used now. TypeError for what is no list of strings."""
-        wanted = _strings(texts)
-        refused = tuple(text for text in wanted if len(text.strip()) < self.min_chars)
-        taken = [text for text in wanted if len(text.strip()) >= self.min_chars]
+    def add(self, namespace: str, texts: Sequence[str]) -> int:
+        """Register chunk texts; known ones count as used now. Returns how many are long enough."""
+        taken = [text for text in texts if len(text.strip()) >= self.min_chars]
         with self._lock:
-            if refused:
+            if len(taken) < len(texts):
                 self._refused.add(namespace)
-            if not taken:
-                return Registered(0, 0, refused)
-            registered = self._namespaces.setdefault(namespace, _Namespace())
-            added = sum(registered.put(text, self.max_chunks) for text in taken)
-        return Registered(added, len(taken) - added, refused)
+            if taken:
+                registered = self._namespaces.setdefault(namespace, _Namespace(self.min_chars))
+                for text in taken:
+                    registered.put(text, self.max_chunks)
+        return len(taken)
 
-    def discard(self, namespace: str, texts: Iterable[str]) -> int:
-        """Forget texts and their stripped forms; returns how many of ``texts`` were registered."""
-        wanted = _strings(texts)
+    def discard(self, namespace: str, texts: Iterable[str]) -> None:
+        """Forget texts and their stripped forms."""
         with self._lock:
-            known = self._namespaces.get(namespace)
-            return sum(known.drop(text) for text in wanted) if known else 0
+            if known := self._namespaces.get(namespace):
+                for text in texts:
+                    known.drop(text)
 
-    def clear(self, namespace: str) -> int:
-        """Forget the whole namespace; returns how many texts (all forms) it held."""
+    def clear(self, namespace: str) -> None:
+        """Forget the whole namespace."""
         with self._lock:
             self._refused.discard(namespace)
-            known = self._namespaces.pop(namespace, None)
-            return len(known.lru) if known else 0
+            self._namespaces.pop(namespace, None)
 
     def size(self, namespace: str) -> int:
         """Texts registered in the namespace, all forms counted."""
@@ -152,13 +131,3 @@ class ChunkRegistry:
                     if form in known.lru:
                         known.lru.move_to_end(form)
         return matches
-
-
-def _strings(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of strings, not one string")
-    wanted = list(texts)
-    for text in wanted:
-        if not isinstance(text, str):
-            raise TypeError(f"a chunk text must be str, not {type(text).__name__}")
-    return wanted

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ragcachekit.prompt.base import MOST_OVERLAPPED, Match, Matches, Segmentation, stands_apart
+from ragcachekit.prompt.base import Match, Matches, Segmentation, stands_apart
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
@@ -13,16 +12,13 @@ from ragcachekit.types import Chunk, Prompt, Segment, Text
 def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
-    Of overlapping occurrences the leftmost, and of those the longest, is taken; the prompt's notes name
-    the others (an ambiguity costs reuse, never correctness). An occurrence counts only if no word runs
-    across its edges: the chunk "... a cat" is not found in "... a category".
+    Of overlapping occurrences the leftmost, and of those the longest, is taken. An occurrence counts only if
+    no word runs across its edges: the chunk "... a cat" is not found in "... a category".
 
     The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
     matches = registry.find(namespace, text)
-    rivals = [m for m in matches.overlapped if not _same_chunk(text, m, matches.found)]
-    notes = (*_ambiguity(rivals, len(matches.overlapped) >= MOST_OVERLAPPED), *_partial(matches, len(text)))
-    return Segmentation(Prompt(_cut(text, matches.found), notes))
+    return Segmentation(Prompt(_cut(text, matches.found), _partial(matches, len(text))))
 
 
 def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
@@ -72,17 +68,6 @@ def _cut(text: str, taken: Sequence[Match]) -> list[Segment]:
     return [s for s in (*segments, Text(text[done:])) if s.text]
 
 
-def _ambiguity(rivals: Sequence[Match], limited: bool) -> tuple[str, ...]:
-    if not rivals:
-        return ()
-    least = "at least " if limited else ""
-    count = f"{least}{len(rivals)} other registered chunk{'s' * (len(rivals) > 1)}"
-    return (
-        f"ambiguous: {count} overlapped the ones taken (leftmost, then longest), "
-        f"the first at character {min(rivals).start}",
-    )
-
-
 def _partial(matches: Matches, length: int) -> tuple[str, ...]:
     if matches.searched is None:
         return ()
@@ -90,12 +75,3 @@ def _partial(matches: Matches, length: int) -> tuple[str, ...]:
         f"chunks were searched for in the first {matches.searched} of {length} characters: registered chunks "
         "that repeat themselves nearly match in too many places",
     )
-
-
-def _same_chunk(text: str, match: Match, found: Sequence[Match]) -> bool:
-    """Whether the match is a found one without outer whitespace: two forms of one chunk."""
-    winner = found[bisect_right(found, match.start, key=lambda m: m.start) - 1]
-    if match.start < winner.start or match.end > winner.end:
-        return False
-    # Not strip() of both: the margins alone are short, the chunks may be long.
-    return not (text[winner.start : match.start].strip() or text[match.end : winner.end].strip())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 from families import tokens
 from link_kit import BOS, described, planned, segments
@@ -17,6 +18,7 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore
 from store_kit import key_of, kv_of
 
@@ -36,7 +38,9 @@ class Encoder:
 
 def made():
     store, encoder = HostStore(1 << 20), Encoder()
-    return BackgroundEncoder(encoder, store, lambda: True), store, encoder
+    none = SimpleNamespace(encode=lambda items: ())
+    parts = (none, none, lambda *_: None, ForgetEpochs())
+    return BackgroundEncoder(encoder, store, lambda: True, *parts), store, encoder
 
 
 def missing(number, epoch=0):
@@ -50,10 +54,11 @@ def stored(store):
 @contextmanager
 def forgetting(background_encoder, store, chunk_ids=None):
     """As the engine forgets; what is done inside happens in the middle of it."""
-    with background_encoder.forgetting(SPACE, chunk_ids):
+    forgets = background_encoder.forgets
+    with forgets.storing, forgets.storing_in_tree:
         store.forget(SPACE, chunk_ids)
         yield
-        background_encoder.forgets.add(SPACE, chunk_ids)
+        forgets.add(SPACE, chunk_ids)
 
 
 def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
@@ -63,7 +68,7 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
         during = background_encoder.forgets.now()
     new = background_encoder.forgets.now()
     items = [missing(0, old), missing(1, during), missing(2, new)]
-    assert background_encoder.now(items) == 1
+    background_encoder.now(items)
     assert stored(store) == [2]
     background_encoder.later(items[:2])
     assert background_encoder.flush(WAIT)
@@ -73,10 +78,11 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
 
 def test_what_names_no_epoch_is_from_before_every_forgetting():
     background_encoder, store, _ = made()
-    assert background_encoder.now([missing(0)]) == 1
+    background_encoder.now([missing(0)])
+    assert stored(store) == [0]
     with forgetting(background_encoder, store):
         pass
-    assert background_encoder.now([missing(0)]) == 0
+    background_encoder.now([missing(0)])
     assert stored(store) == []
     background_encoder.close()
 
@@ -86,8 +92,7 @@ def test_other_chunks_and_namespaces_are_not_concerned():
     item = missing(0, background_encoder.forgets.now())
     with forgetting(background_encoder, store, frozenset(["chunk-1"])):
         pass
-    with background_encoder.forgetting("another"):
-        background_encoder.forgets.add("another")
+    background_encoder.forgets.add("another")
     background_encoder.now([item])
     assert stored(store) == [0]
     background_encoder.close()

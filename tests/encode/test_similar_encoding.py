@@ -8,13 +8,15 @@ from transformers import DynamicCache
 
 from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
 from link_kit import described
-from ragcachekit.encode.background import BATCH, BackgroundEncoder
+from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
+from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore
 
 SYSTEM, CHUNK = tokens(9, 1), tokens(14, 2)
@@ -34,7 +36,8 @@ def background_encoder(name, store):
     model, rope = wrapped(name), described(name)
     install(model)
     chunks = ChunkEncoder(model, rope, ObservedCache)
-    return BackgroundEncoder(chunks, store, lambda: True, NeighbourEncoder(model, rope, chunks, store))
+    parts = (NeighbourEncoder(model, rope, chunks, store), InPromptEncoder(model, rope))
+    return BackgroundEncoder(chunks, store, lambda: True, *parts, lambda *_: None, ForgetEpochs())
 
 
 def encoded(name, item, store=None):
@@ -154,7 +157,8 @@ class TestIngredients:
     def test_are_stored_as_what_a_prompt_would_look_for(self):
         store = HostStore(1 << 26)
         item = wanted("llama")
-        assert background_encoder("llama", store).now([item]) == 5
+        background_encoder("llama", store).now([item])
+        assert store.stats()[0].entries == 5
         system = Encodings("system", described("llama"), 1)
         for near in NEAR:
             encoding, context = system.encoding(near, SYSTEM)
@@ -191,12 +195,11 @@ class TestIngredients:
         work.now(parts)
         before = [t.clone() for t in tensors(store, parts)]
         heard = []
-        assert work.now(items, done=heard.append) == 2
+        work.now(items, done=heard.append)
         assert heard == [14, 20]
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(store, parts), strict=True))
 
-    def test_come_shortly_before_what_needs_them(self):
-        """Not all of them first: a store that holds one block and its neighbours is large enough."""
+    def test_come_before_what_needs_them(self):
         order = []
 
         class Listening(HostStore):
@@ -204,16 +207,13 @@ class TestIngredients:
                 order.append(key)
                 return super().put(key, kv)
 
-        items = [
-            wanted("llama", near=(tokens(3, 100 + i),), chunk=tokens(4, 200 + i)) for i in range(BATCH + 2)
-        ]
+        items = [wanted("llama", near=(tokens(3, 100 + i),), chunk=tokens(4, 200 + i)) for i in range(9)]
         background_encoder("llama", Listening(1 << 26)).now(
             [*items, wanted("llama", near=(), chunk=tokens(5, 99))]
         )
         assert len(order) == len(set(order)) == 2 * len(items) + 2
         place = {key: at for at, key in enumerate(order)}
         assert all(place[part.key] < place[item.key] for item in items for _, part in ingredients(item))
-        assert place[items[BATCH - 1].key] < place[ingredients(items[BATCH])[1][1].key]
 
     def test_plain_encodings_have_none(self):
         store, item = HostStore(1 << 26), wanted("llama", near=())

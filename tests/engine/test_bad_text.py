@@ -49,7 +49,7 @@ def test_a_namespace_that_is_no_text_is_refused_at_once(tmp_path: Path, call: st
             "forget": lambda: rag.forget(namespace="acme\ud800"),
             "new": lambda: RagCache(speaker(), namespace="acme\ud800", cache_dir=tmp_path / "cache"),
         }
-        with pytest.raises(ValueError, match=r"namespace must be text.* lone surrogate at 4"):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
             calls[call]()
 
 

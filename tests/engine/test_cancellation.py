@@ -359,7 +359,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
 
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
     rag, encoding = make(cold="background"), threading.Event()
-    closed = rag._components.background_encoder._pool.closed
+    closed = rag._components.background_encoder._background._pool.closed
 
     def wait():
         encoding.set()
@@ -370,7 +370,7 @@ def test_close_ends_background_encoding_before_its_next_layer(make, model, caplo
         assert encoding.wait(LONG)
         rag.close()
     assert layers.most_after <= 1
-    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-warm"]
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-encode"]
     assert not ours(caplog)
 
 

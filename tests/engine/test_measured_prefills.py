@@ -30,18 +30,17 @@ class Clock:
         self._skew += LONG
 
 
-class Slow(BaseStreamer):
-    """Takes long for the prompt, for every token and for the end."""
+class Listening(BaseStreamer):
+    """Lists what it is given."""
 
-    def __init__(self, clock):
-        self.clock, self.given = clock, []
+    def __init__(self):
+        self.given = []
 
     def put(self, value):
         self.given.append(value.flatten().tolist())
-        self.clock.advance()
 
     def end(self):
-        self.clock.advance()
+        pass
 
 
 @pytest.fixture
@@ -70,28 +69,9 @@ def listening(rag):
     return heard
 
 
-@pytest.mark.parametrize("policy", ["lego:4", "query:0.2"])
-@pytest.mark.parametrize("warm", [True, False])
-def test_a_slow_streamer_is_no_slow_model(clock, policy, warm):
-    rag, _ = learning(policy, warm)
-    heard = listening(rag)
-    quick, slow = rag.generate(PROMPT, **ASKED), Slow(clock)
-    answer = rag.generate(PROMPT, streamer=slow, **ASKED)
-    assert answer.token_ids == quick.token_ids
-    assert len(slow.given) == 1 + len(answer.token_ids)
-    assert [(cached, new) for cached, new, _ in heard[:1]] == [(c, n) for c, n, _ in heard[1:]]
-    assert (heard[0][0] > 0) is warm
-    assert all(0 < seconds < 60 for *_, seconds in heard), "its own time alone"
-    assert rag._components.loads.planner.profile.scale < 1, (
-        "each row took less than the second it was thought to"
-    )
-    assert answer.report.ttft_ms > LONG * 1e3, "who waits for the first token waits for the streamer, too"
-    rag.close()
-
-
-def test_a_load_that_fails_with_a_slow_streamer(clock):
+def test_a_load_that_fails_with_a_streamer():
     rag, store = learning()
-    heard, failed = listening(rag), []
+    failed, streamer = [], Listening()
 
     def fail(key, layer):
         if layer == 1 and not failed:
@@ -99,11 +79,9 @@ def test_a_load_that_fails_with_a_slow_streamer(clock):
             raise OSError("injected")
 
     store.before_read = fail
-    slow = Slow(clock)
-    answer = rag.generate(PROMPT, streamer=slow, **ASKED)
+    answer = rag.generate(PROMPT, streamer=streamer, **ASKED)
     assert failed
-    assert len(slow.given) == 1 + len(answer.token_ids), "told the prompt once"
-    assert [0 < seconds < 60 for *_, seconds in heard] == [True]
+    assert len(streamer.given) == 1 + len(answer.token_ids), "told the prompt once"
     rag.close()
 
 

@@ -340,10 +340,10 @@ def test_errors_inside_never_surface(monkeypatch, caplog, when):
     rag = shadowed(config=ShadowConfig(1.0, when))
     want = shadowed(config=None).generate(PROMPT, **ASKED).token_ids
 
-    def broken(*args, **options):
+    def broken(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(shadow, "run_generate", broken)
+    monkeypatch.setattr(shadow.Shadow, "_compare", broken)
     assert rag.generate(PROMPT, **ASKED).token_ids == want
     assert rag.flush(60)
     assert (rag.shadow_report().failed, rag.shadow_report().shadowed) == (1, 0)
@@ -364,15 +364,15 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.entered, self.open, self.runs = threading.Semaphore(0), threading.Event(), 0
-        run = shadow.run_generate
+        compare = shadow.Shadow._compare
 
-        def held(*args, **options):
+        def held(*args):
             self.runs += 1
             self.entered.release()
             assert self.open.wait(60)
-            return run(*args, **options)
+            return compare(*args)
 
-        monkeypatch.setattr(shadow, "run_generate", held)
+        monkeypatch.setattr(shadow.Shadow, "_compare", held)
 
 
 def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
@@ -420,28 +420,15 @@ def test_what_was_in_work_at_a_reset_is_not_counted(monkeypatch):
         assert rag.shadow_report().shadowed == 0
 
 
-def test_one_at_a_time_beside_answers_in_many_threads(monkeypatch):
-    inside, most = [], []
-    run = shadow.run_generate
-
-    def counted(*args, **options):
-        inside.append(1)
-        most.append(len(inside))
-        try:
-            return run(*args, **options)
-        finally:
-            inside.pop()
-
-    monkeypatch.setattr(shadow, "run_generate", counted)
-    for when in ("background", "after"):
-        with shadowed(config=ShadowConfig(1.0, when)) as rag:
-            want = rag.generate(PROMPT, **ASKED).token_ids
-            with ThreadPoolExecutor(6) as pool:
-                found = list(pool.map(lambda r: r.generate(PROMPT, **ASKED).token_ids, [rag] * 6))
-            assert rag.flush(60)
-            assert found == [want] * 6
-            assert rag.shadow_report().shadowed == 7
-    assert max(most) == 1
+@pytest.mark.parametrize("when", ["after", "background"])
+def test_beside_answers_in_many_threads(when):
+    with shadowed(config=ShadowConfig(1.0, when)) as rag:
+        want = rag.generate(PROMPT, **ASKED).token_ids
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda r: r.generate(PROMPT, **ASKED).token_ids, [rag] * 6))
+        assert rag.flush(60)
+        assert found == [want] * 6
+        assert rag.shadow_report().shadowed == 7
 
 
 def test_a_changed_model_is_not_compared(monkeypatch):

@@ -123,22 +123,11 @@ def test_tenants_do_not_share_chunks(store, embeddings, rag):
     assert same["input_token_details"]["cache_read"] > 0
 
 
-@pytest.mark.parametrize("change", [str.lower, lambda text: " ".join(text.split())])
-def test_the_report_says_that_the_chain_altered_the_chunks(retriever, rag, documents, change):
-    kept = "   ".join(documents[0].page_content.split(" "))
-    retriever.retriever.vectorstore.add_documents([documents[0].model_copy(update={"page_content": kept})])
-    found = []
-
-    def format_docs(documents):
-        found[:] = [d.page_content for d in documents]
-        return "\n\n".join(change(text) for text in found)
-
-    inputs = {"context": retriever | format_docs, "input": RunnablePassthrough()}
+def test_the_report_says_that_the_chain_altered_the_chunks(retriever, rag):
+    inputs = {"context": retriever | _joined | str.lower, "input": RunnablePassthrough()}
     message = (inputs | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
-    altered = sum(change(text) != text for text in found)
-    assert altered
     (note,) = message.response_metadata["ragcachekit"]["link"]["notes"]
-    assert note.startswith(f"{altered} retrieved chunk")
+    assert note.startswith("no chunk registered in namespace 'default' stands verbatim in the prompt")
     plain = {"context": retriever | _joined, "input": RunnablePassthrough()}
     message = (plain | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
     assert message.response_metadata["ragcachekit"]["link"]["notes"] == ()

@@ -15,6 +15,7 @@ from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder, runs
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
@@ -25,6 +26,7 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore
 
 NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
@@ -52,9 +54,10 @@ class Cached:
             chunks,
             self.store,
             lambda: True,
-            None,
+            NeighbourEncoder(self.model, self.rope, chunks, self.store),
             InPromptEncoder(self.model, self.rope),
             lambda key, kv: self.pool.add(key, kv) if key.encoding.startswith("in-prompt") else None,
+            ForgetEpochs(),
         )
 
     def plan(self, parts, policy="reuse"):

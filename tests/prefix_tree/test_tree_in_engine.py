@@ -27,7 +27,7 @@ def tree_of() -> KnowledgeTree:
 
 
 def first_log_probs(rag: Any, prompt: Prompt, **options: Any) -> tuple[Any, torch.Tensor]:
-    seen = FirstScores()
+    seen = FirstScores([0])
     answer = rag.generate(prompt, max_new_tokens=5, do_sample=False, logits_processor=[seen], **options)
     return answer, seen.log_probs[0]
 

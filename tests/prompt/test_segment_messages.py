@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.messages import MARK, marked, segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.special_tokens import SpecialTokenTexts
 from ragcachekit.types import Chunk
 
 BERLIN = "Berlin is the capital of Germany."
@@ -79,7 +80,7 @@ def registry_of(*texts: str, namespace: str = "acme") -> ChunkRegistry:
 
 
 def segment(messages, render, *chunks: str, namespace: str = "acme") -> Segmentation:
-    return segment_messages(messages, render, registry_of(*chunks), namespace)
+    return segment_messages(messages, render, registry_of(*chunks), namespace, SpecialTokenTexts())
 
 
 def texts(result: Segmentation) -> str:
@@ -235,17 +236,21 @@ def test_special_token_text_in_a_chunk_stays_inside_the_chunk() -> None:
 
 def test_another_tenants_chunk_stays_text() -> None:
     registry = registry_of(BERLIN, namespace="acme")
-    assert chunk_texts(segment_messages(conversation(BERLIN), chatml, registry, "bolt")) == []
-    assert chunk_texts(segment_messages(conversation(BERLIN), chatml, registry, "acme")) == [BERLIN]
-
-
-def test_ambiguity_is_noted_with_the_message_it_is_in() -> None:
-    result = segment(
-        conversation("one two three four five six"), chatml, "one two three four", "three four five six"
+    assert (
+        chunk_texts(segment_messages(conversation(BERLIN), chatml, registry, "bolt", SpecialTokenTexts()))
+        == []
     )
-    assert chunk_texts(result) == ["one two three four"]
+    assert chunk_texts(
+        segment_messages(conversation(BERLIN), chatml, registry, "acme", SpecialTokenTexts())
+    ) == [BERLIN]
+
+
+def test_a_search_that_ended_early_is_noted_with_the_message_it_is_in() -> None:
+    messages = conversation(f"{BERLIN} " + "a " * 40_000)
+    result = segment(messages, chatml, BERLIN, *("a " * 20_000 + f"{n} X" for n in range(40)))
+    assert chunk_texts(result) == [BERLIN]
     (note,) = result.prompt.notes
-    assert note.startswith("message 2: ambiguous: 1 other registered chunk ")
+    assert note.startswith("message 2: chunks were searched for in the first ")
 
 
 def test_repetitive_chunks_are_found_in_messages() -> None:
@@ -294,11 +299,6 @@ def test_messages_of_another_form_are_refused(message, error) -> None:
         segment([message], chatml)
 
 
-def test_a_render_that_returns_token_ids_is_refused() -> None:
-    with pytest.raises(TypeError, match="tokenize=False"):
-        segment(conversation(BERLIN), lambda messages: [1, 2, 3], BERLIN)
-
-
 def test_no_messages_render_to_what_the_template_makes_of_them() -> None:
     assert texts(segment([], chatml)) == "<|im_start|>assistant\n"
 
@@ -334,4 +334,4 @@ def test_the_segments_are_always_what_the_template_renders(turns, render) -> Non
 
 def test_a_list_of_prompts_is_no_conversation():
     with pytest.raises(TypeError, match=r"a message must be a mapping.*got str; several prompts go to gen"):
-        segment_messages(["Where?", "When?"], chatml, ChunkRegistry(), "default")
+        segment_messages(["Where?", "When?"], chatml, ChunkRegistry(), "default", SpecialTokenTexts())
