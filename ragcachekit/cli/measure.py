@@ -133,49 +133,21 @@ def ttft(
 
 
 def query_cache(
-    log: Annotated[
-        Path | None, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")
-    ] = None,
-    corpus: Annotated[
-        Path | None, typer.Option("--corpus", help="With --log: the folder that they are asked about.")
-    ] = None,
+    log: Annotated[Path, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")],
+    corpus: Annotated[Path, typer.Option("--corpus", help="The folder that they are asked about.")],
     chunk_tokens: opt.ChunkTokens = 200,
-    lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
-    seed: opt.Seed = 0,
     json: opt.Json = None,
     plot: opt.Plot = None,
 ) -> None:
-    """Lookup times at 300 and 1,000 entries, the wrapper's overhead, hit rates of your own questions."""
-    if (log is None) != (corpus is None):
-        raise ValueError("hit rates need both --log with your questions and --corpus with your documents")
+    """Hit rates, recall and lookup times of the query cache, over your own questions and documents."""
     opt.check_folders(corpus, None)
-    if log is None and plot is not None:
-        raise ValueError("there is no sweep to draw: give --log and --corpus")
     from ragcachekit.commands.bench import query_cache as module
+    from ragcachekit.commands.own_workload import workload
 
     quiet_loading()
-    found = None
-    if log is not None and corpus is not None:
-        from ragcachekit.commands.own_workload import workload  # its embedding model is an extra
-
-        found = workload(log, corpus, chunk_tokens, progress=True)
-    else:
-        note("no hit rates: give --log with your questions and --corpus with your documents for them")
-    report = module.measure(found, lookups=lookups, seed=seed)
-    show_query_cache(report)
+    report = module.run(workload(log, corpus, chunk_tokens, progress=True))
+    show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
     written(report, json, plot, module.plot)
-
-
-def show_query_cache(report: BenchReport) -> None:
-    """One table per part."""
-    titles = {
-        "lookup": "One lookup, in microseconds (median, least, greatest)",
-        "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
-        "sweep": f"Hit rate and recall: {report.model}",
-    }
-    for name, title in titles.items():
-        if (part := report.part(name)).rows:
-            show(part.table(title))
 
 
 def fidelity(
