@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,8 @@ _Table = NDArray[np.float64]
 class PrefillProfile:
     """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
 
-    Bilinear between the grid points, linear beyond them. Never negative, and never less for more tokens:
-    noisy points are raised to their greater neighbour. :meth:`observed` scales the whole table, to follow
-    load or another clock; of two simultaneous observations one may be lost.
+    Bilinear between the grid points, linear beyond them, and never less for more tokens: noisy points are
+    raised to their greater neighbour. :meth:`observed` scales the whole table.
 
     Parameters
     ----------
@@ -58,21 +57,6 @@ class PrefillProfile:
         self._rows: list[list[float]] = columns.T.tolist()
 
     @classmethod
-    def measured(cls, points: Iterable[tuple[int, int, float]]) -> PrefillProfile:
-        """Profile of measured points ``(cached, new, seconds)``, the median of repeated ones.
-
-        ValueError if the points do not fill a grid.
-        """
-        found: dict[tuple[int, int], list[float]] = {}
-        for cached, new, seconds in points:
-            found.setdefault((cached, new), []).append(seconds)
-        rows, columns = sorted({c for c, _ in found}), sorted({n for _, n in found})
-        lacking = [(c, n) for c in rows for n in columns if (c, n) not in found]
-        if not found or lacking:
-            raise ValueError(f"measure every cached with every new token count; lacking: {lacking or 'all'}")
-        return cls(rows, columns, [[float(np.median(found[c, n])) for n in columns] for c in rows])
-
-    @classmethod
     def of_shape(
         cls,
         *,
@@ -90,9 +74,9 @@ class PrefillProfile:
     ) -> PrefillProfile:
         """Profile by arithmetic: weights are read once, every row attends to all before it.
 
-        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations
-        per weight and, per layer, four per head dimension and key. The model is a decoder with gated MLP,
-        without embedding and head; rates are attained ones; ``overhead`` is in seconds per forward.
+        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``, in seconds per forward. A
+        token costs two operations per weight and, per layer, four per head dimension and key. The model is a
+        decoder with gated MLP, without embedding and head; rates are attained ones.
         """
         kv_width = hidden * kv_heads // heads
         weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)

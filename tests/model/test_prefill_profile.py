@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcachekit.model.prefill_profile import MOST_DRIFT, PrefillProfile
+from ragcachekit.model.prefill_timing import extended
 
 CACHED, NEW = (0, 100, 400), (1, 50, 200, 1000)
 TABLE = [[2.0 + 0.01 * n + 1e-5 * n * (c + n / 2) for n in NEW] for c in CACHED]
@@ -65,14 +66,10 @@ def test_one_point_is_a_profile_too():
     assert (profile.seconds(7, 3), profile.seconds(0, 10), profile.seconds(99, 50)) == (0.5, 0.5, 0.5)
 
 
-def test_measured_takes_medians_and_wants_a_full_grid():
+def test_measured_points_count_by_their_median():
     points = [(c, n, t) for c in (0, 8) for n in (4, 16) for t in (1.0 * n, 2.0 * n, 90.0 * n)]
-    profile = PrefillProfile.measured(points)
+    profile = extended(points)
     assert (profile.seconds(0, 4), profile.seconds(8, 16)) == (8, 32)
-    with pytest.raises(ValueError, match=r"lacking: \[\(8, 16\)\]"):
-        PrefillProfile.measured(points[:-3])
-    with pytest.raises(ValueError, match="lacking: all"):
-        PrefillProfile.measured([])
 
 
 def test_what_is_observed_scales_everything_slowly_and_within_bounds(profile):
