@@ -23,13 +23,13 @@ for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
 class OpenFile:
     """One open descriptor ``fd`` (-1 once it is closed), closed with its last reference at the latest.
 
-    Arguments and errors are those of :func:`os.open`; a FIFO does not block.
+    Arguments and errors are those of :func:`os.open`; a FIFO does not block. New files have the mode 0600.
     """
 
     fd = -1
 
-    def __init__(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> None:
-        self.fd = os.open(path, flags | _ALWAYS, mode)
+    def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
+        self.fd = os.open(path, flags | _ALWAYS, 0o600)
 
     def close(self) -> None:
         """Close the descriptor; may be repeated."""

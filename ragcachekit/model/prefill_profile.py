@@ -68,15 +68,12 @@ class PrefillProfile:
         flops_per_second: float,
         bytes_per_second: float,
         bytes_per_weight: float = 2,
-        overhead: float = 0.0,
-        cached: Sequence[int] = CACHED_GRID,
-        new: Sequence[int] = NEW_GRID,
     ) -> PrefillProfile:
         """Profile by arithmetic: weights are read once, every row attends to all before it.
 
-        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``, in seconds per forward. A
-        token costs two operations per weight and, per layer, four per head dimension and key. The model is a
-        decoder with gated MLP, without embedding and head; rates are attained ones.
+        ``max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations per weight
+        and, per layer, four per head dimension and key. The model is a decoder with gated MLP, without
+        embedding and head; rates are attained ones.
         """
         kv_width = hidden * kv_heads // heads
         weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
@@ -84,9 +81,9 @@ class PrefillProfile:
 
         def seconds(behind: int, count: int) -> float:
             flops = 2.0 * weights * count + 4.0 * layers * hidden * count * (behind + count / 2)
-            return overhead + max(loading, flops / flops_per_second)
+            return max(loading, flops / flops_per_second)
 
-        return cls(cached, new, [[seconds(c, n) for n in new] for c in cached])
+        return cls(CACHED_GRID, NEW_GRID, [[seconds(c, n) for n in NEW_GRID] for c in CACHED_GRID])
 
     def seconds(self, cached: float, new: float) -> float:
         """Estimated seconds of one prefill; 0 for no new tokens, ValueError for negative counts."""

@@ -139,12 +139,12 @@ def test_bad_counts_and_times_are_refused(profile):
 def test_a_shape_costs_two_operations_per_weight_and_attention_grows_with_what_is_cached():
     """Llama 3.1 8B has 6.98e9 weights in its layers; its attention spends 4 x 4096 x 32 per pair."""
     profile = PrefillProfile.of_shape(
-        **LLAMA_8B, flops_per_second=1e12, bytes_per_second=1e12, bytes_per_weight=2, overhead=0.25
+        **LLAMA_8B, flops_per_second=1e12, bytes_per_second=1e12, bytes_per_weight=2
     )
     weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert weights == pytest.approx(6.98e9, rel=0.01)
     pairs = 1024 * (4096 + 512)
     flops = 2 * weights * 1024 + 4 * 4096 * 32 * pairs
-    assert profile.seconds(4096, 1024) == pytest.approx(0.25 + flops / 1e12)
+    assert profile.seconds(4096, 1024) == pytest.approx(flops / 1e12)
     slow_memory = PrefillProfile.of_shape(**LLAMA_8B, flops_per_second=1e20, bytes_per_second=1e9)
     assert slow_memory.seconds(0, 5) == pytest.approx(2 * weights / 1e9), "reading the weights is the floor"

@@ -70,23 +70,6 @@ def random_model(shape: str, *, dtype: str = "float32", device: str = "cpu", see
         eos_token_id=None,
         pad_token_id=None,
     )
-    # On the meta device first: the ordinary constructors would fill every weight twice.
-    with torch.device("meta"):
-        model: Any = kind._from_config(config, dtype=dtype_named(dtype))
-    model.to_empty(device=device)
-    model.tie_weights()
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config).to(device)  # its frequencies are no weights
-    _fill(model, torch.Generator(device).manual_seed(seed))
-    return model.eval()
-
-
-@torch.no_grad()
-def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(0, 0.02, generator=generator)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        return kind._from_config(config, dtype=dtype_named(dtype)).eval()

@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Way
 from ragcachekit.commands.bench.fidelity.metrics import token_f1
-from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, PromptMaker
 from ragcachekit.commands.bench.resample import Bootstrap
 from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import RagCacheError

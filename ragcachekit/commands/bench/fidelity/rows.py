@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _MEANS = (
 DEVIATIONS = ("key_deviation", "value_deviation")
 
 Row = dict[str, Any]
-Results = Mapping[Way, Sequence[Measurement]]
+Results = dict[Way, list[Measurement]]
 """Per way one result per question, in the order of the questions."""
 
 
