@@ -84,7 +84,9 @@ def fidelity(
         device=device,
         dtype=dtype,
     )
-    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    if plot is not None:
+        draw(report, plot)
 
 
 def query_cache(
@@ -98,7 +100,6 @@ def query_cache(
 ) -> None:
     """Lookup times, the wrapper's overhead, and hit rates over tolerances on the sample world's questions."""
     from benchmarks.world import query_cache as world_query_cache
-    from ragcachekit.commands.bench.query_cache import plot as draw
 
     if not questions and plot is not None:
         raise ValueError("there is no sweep to draw: give --questions")
@@ -112,7 +113,7 @@ def query_cache(
     for name, title in titles.items():
         if (part := report.part(name)).rows:
             show(part.table(title))
-    written(report, json, plot, draw)
+    written(report, json, plot, world_query_cache.plot)
 
 
 def budget(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.world.world import make_world, variants
 from ragcachekit.commands.bench import query_cache
-from ragcachekit.commands.bench.query_cache import PARTITION, RESULTS, Row, Workload
+from ragcachekit.commands.bench.query_cache import PARTITION, RESULTS, SWEEP, Row, Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.query.base import Hit
@@ -67,6 +68,24 @@ def workload(questions: int, seed: int, progress: bool = False) -> Workload:
     chunks = [chunk for article in world.articles for chunk in article.chunks]
     chunk_rows = embedder.embed(chunks, progress=progress)
     return Workload(NAME, embedder.embed(asked, progress=progress), chunk_rows, questions)
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw hit rate, recall and latency of the sweep over the tolerance, one line per capacity."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    rows = report.part(SWEEP).rows
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, name in zip(panels, ("hit_rate", "result_recall", "latency_ms"), strict=True):
+        for capacity in dict.fromkeys(row["capacity"] for row in rows):
+            line = [(row["tolerance"], row[name]) for row in rows if row["capacity"] == capacity]
+            axes.plot(*zip(*line, strict=True), "o-", label=f"{capacity} entries")
+        axes.set_xlabel("tolerance (cosine distance)")
+        axes.set_ylabel(name.replace("_", " "))
+    panels[2].axhline(rows[0]["latency_ms_uncached"], ls="--", color="grey", label="without the cache")
+    panels[2].legend(fontsize=8)
+    figure.savefig(path)
 
 
 def lookup_rows(capacity: int, dim: int, metric: str, lookups: int, seed: int) -> list[Row]:

@@ -67,7 +67,6 @@ def calibrate(
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
     chosen = opt.model_given(model)
@@ -85,7 +84,7 @@ def calibrate(
     show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
     typer.echo(module.summary(record))
     note(f"stored for namespace {record.namespace!r} in {settings.folder}")
-    written(report, json, plot, lambda _, path: module.plot(record, path))
+    written(report, json)
 
 
 def ttft(
@@ -137,7 +136,6 @@ def query_cache(
     corpus: Annotated[Path, typer.Option("--corpus", help="The folder that they are asked about.")],
     chunk_tokens: opt.ChunkTokens = 200,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """Hit rates, recall and lookup times of the query cache, over your own questions and documents."""
     opt.check_folders(corpus, None)
@@ -147,7 +145,7 @@ def query_cache(
     quiet_loading()
     report = module.run(workload(log, corpus, chunk_tokens, progress=True))
     show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
-    written(report, json, plot, module.plot)
+    written(report, json)
 
 
 def fidelity(
@@ -166,7 +164,6 @@ def fidelity(
     dtype: opt.Dtype = "auto",
     resume: opt.Resume = None,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
@@ -176,23 +173,20 @@ def fidelity(
     opt.check_questions(questions)
     opt.check_folders(corpus, cache)
     from ragcachekit.commands.bench.fidelity import run as module
-    from ragcachekit.commands.bench.fidelity.report import plot as draw
-    from ragcachekit.commands.bench.fidelity.report import tables
+    from ragcachekit.commands.bench.fidelity.rows import tables
 
     quiet_loading()
     lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
     settings = opt.settings_of(module.FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
-    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+    resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
 
 
 def resumed(
     run: Callable[[Path | None], BenchReport],
     tables: Callable[[BenchReport], Iterator[Table]],
-    draw: Callable[[BenchReport, Path], object],
     resume: Path | None,
     json: Path | None,
-    plot: Path | None,
-) -> None:
+) -> BenchReport:
     """Run with a work file, so that an interrupted command can continue; show and write the report."""
     beside = json.with_name(json.name + ".work") if json is not None else None
     try:
@@ -203,6 +197,7 @@ def resumed(
         raise typer.Exit(INTERRUPTED) from None
     for table in tables(report):
         show(table)
-    written(report, json, plot, draw)
+    written(report, json)
     if beside is not None and resume is None:
         beside.unlink()
+    return report

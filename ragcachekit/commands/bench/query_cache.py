@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -64,24 +63,6 @@ def sweep(
     uncached_ms = (time.perf_counter() - start) * 1e3 / len(questions)
     caches = [ProximityCache(capacity, t, "cosine") for capacity in capacities for t in tolerances]
     return [_replay(questions, search, expected, uncached_ms, cache) for cache in caches]
-
-
-def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw hit rate, recall and latency of the sweep over the tolerance, one line per capacity."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
-
-    rows = report.part(SWEEP).rows
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for axes, name in zip(panels, ("hit_rate", "result_recall", "latency_ms"), strict=True):
-        for capacity in dict.fromkeys(row["capacity"] for row in rows):
-            line = [(row["tolerance"], row[name]) for row in rows if row["capacity"] == capacity]
-            axes.plot(*zip(*line, strict=True), "o-", label=f"{capacity} entries")
-        axes.set_xlabel("tolerance (cosine distance)")
-        axes.set_ylabel(name.replace("_", " "))
-    panels[2].axhline(rows[0]["latency_ms_uncached"], ls="--", color="grey", label="without the cache")
-    panels[2].legend(fontsize=8)
-    figure.savefig(path)
 
 
 def _index_of(chunks: NDArray[np.float32]) -> Search:

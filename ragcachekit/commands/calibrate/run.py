@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -156,24 +155,3 @@ def summary(record: Calibration) -> str:
         f"{chosen.loss:+.4f} (upper bound {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
         f"{record.n} questions"
     )
-
-
-def plot(record: Calibration, path: str | os.PathLike[str]) -> None:
-    """Loss over the ratio spent, with the upper bounds and the budget as a line."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    points = sorted(record.curve, key=lambda point: point.ratio)
-    ratios, losses = [p.ratio for p in points], [p.loss for p in points]
-    reach = [max(0.0, p.upper - p.loss) for p in points]
-    axes.errorbar(ratios, losses, yerr=[[0.0] * len(points), reach], fmt="o", capsize=3, linewidth=0.8)
-    for point in points:
-        weight = "bold" if point.policy == record.policy else "normal"
-        at = (point.ratio, point.loss)
-        axes.annotate(point.policy, at, (4, 3), textcoords="offset points", fontsize=7, fontweight=weight)
-    axes.axhline(record.budget, color="#b03030", linestyle="--", label=f"budget {record.budget:g}")
-    axes.set(xlabel="recompute ratio spent", ylabel="F1 lost against full (bars: 90 % upper bound)")
-    axes.set_title(f"{record.encoder}, {record.n} questions, chosen: {record.policy}", fontsize=10)
-    axes.legend()
-    figure.savefig(path, dpi=150)
