@@ -85,7 +85,7 @@ class Panel:
     ) -> None:
         maker = PromptMaker(tokenizer)
         self._asked = [(question, maker.prompt(question)) for question in questions]
-        self._encoder, self._agreement, self._progress = encoder, agreement, progress
+        self._encoder, self._progress = encoder, progress
         self._begin: dict[int, int] = {}
         self._right: list[str] | None = None if agreement else [question.answer for question in questions]
         self._engines = Engines(
@@ -164,8 +164,8 @@ def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
 def upper_bound(losses: NDArray[np.float64], seed: int) -> float:
     """One-sided 90 % upper bound of the mean loss, paired by question (bootstrap).
 
-    One more question counts as lost completely, so that a small sample without loss proves little: n such
-    questions give a bound of about 2 / (n + 1), near the exact binomial bound of 2.3 / n.
+    One more question counts as lost completely: n questions without loss give a bound of about 2 / (n + 1),
+    near the exact binomial bound of 2.3 / n.
     """
     sample = np.append(losses, 1.0)
     return Bootstrap(len(sample), seed).upper_of_mean(sample, LEVEL)
