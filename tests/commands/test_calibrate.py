@@ -14,7 +14,7 @@ from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
 from ragcachekit import PrecedingChunks, Prompt, RagCache
 from ragcachekit.cli import app
-from ragcachekit.commands.bench.fidelity.questions import PromptMaker
+from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.calibrate import run as calibrate
 from ragcachekit.commands.calibrate.measure import candidates, check_full, needed, upper_bound
 from ragcachekit.commands.calibrate.probes import probes

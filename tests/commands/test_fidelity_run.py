@@ -19,7 +19,7 @@ from benchmarks.world.world import messages
 from ragcachekit import RagCache
 from ragcachekit.commands.bench.fidelity import run as fidelity
 from ragcachekit.commands.bench.fidelity.engines import Engines
-from ragcachekit.commands.bench.fidelity.questions import PromptMaker
+from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.bench.fidelity.run import FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.config import StoreConfig

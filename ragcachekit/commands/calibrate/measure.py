@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,9 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Way
 from ragcachekit.commands.bench.fidelity.metrics import token_f1
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, PromptMaker
+from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.budgets.calibration import CurvePoint
 from ragcachekit.policies.registry import open_policy
@@ -68,7 +67,10 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
 
 
 class Panel:
-    """Questions asked of one model over one encoder; ``agreement`` scores against the answers of ``full``."""
+    """Questions asked of one model over one encoder; ``agreement`` scores against the answers of ``full``.
+
+    ``options`` are those of :class:`~ragcachekit.commands.bench.fidelity.engines.Engines`.
+    """
 
     def __init__(
         self,
@@ -78,25 +80,15 @@ class Panel:
         *,
         encoder: str,
         agreement: bool = False,
-        neighbours: Neighbours | None = None,
-        max_new_tokens: int = 64,
-        cache_dir: str | os.PathLike[str] | None = None,
         progress: bool = False,
+        **options: Any,
     ) -> None:
         maker = PromptMaker(tokenizer)
         self._asked = [(question, maker.prompt(question)) for question in questions]
         self._encoder, self._progress = encoder, progress
         self._begin: dict[int, int] = {}
         self._right: list[str] | None = None if agreement else [question.answer for question in questions]
-        self._engines = Engines(
-            model,
-            tokenizer,
-            [encoder],
-            stop=maker.stop,
-            max_new_tokens=max_new_tokens,
-            neighbours=neighbours,
-            cache_dir=cache_dir,
-        )
+        self._engines = Engines(model, tokenizer, [encoder], stop=maker.stop, **options)
 
     @property
     def fingerprint(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ragcachekit.commands.bench.fidelity.engines import needs_neighbours
@@ -60,9 +62,7 @@ def run(settings: CalibrateSettings, *, progress: bool = False) -> Calibration:
     sample = settings.sample()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
 
-    def near() -> Neighbours:
-        return neighbours_of(sample, settings.neighbours == PRECEDING, progress)
-
+    near = partial(neighbours_of, sample, settings.neighbours == PRECEDING, progress)
     record = calibrated(settings, model, tokenizer, sample, near, progress=progress)
     source = weights_folder(settings.model)
     loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
@@ -96,10 +96,8 @@ def calibrated(
         cache_dir=settings.cache_dir,
         progress=progress,
     )
-    try:
+    with closing(panel):
         curve = measured_curve(panel, policies, settings.seed, settings.budget)
-    finally:
-        panel.close()
     record = Calibration(
         fingerprint=panel.fingerprint,
         namespace=settings.namespace,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ragcachekit.commands.bench.fidelity.questions import FidelityPrompt, FidelityQuestion
+from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.engine.rag_cache import RagCache

@@ -11,7 +11,8 @@ from typing import Any
 
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Prefilled, Way
-from ragcachekit.commands.bench.fidelity.questions import FidelityPrompt, FidelityQuestion
+from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.errors import RagCacheError
 
 _FORMAT = 2

@@ -23,12 +23,8 @@ from ragcachekit.commands.bench.fidelity.engines import (
     quantisation,
 )
 from ragcachekit.commands.bench.fidelity.measure import Work, measure
-from ragcachekit.commands.bench.fidelity.questions import (
-    FidelityPrompt,
-    FidelityQuestion,
-    PromptMaker,
-    digest,
-)
+from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest
 from ragcachekit.commands.bench.fidelity.rows import Results, quality_rows
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.own_questions import Asking, neighbours_of
