@@ -39,10 +39,7 @@ class Background(Generic[Job]):
         return self._pool.flush(timeout)
 
     def close(self) -> None:
-        """Cancel the running job before its next layer, drop the rest, end the thread.
-
-        Waits at most :data:`ragcachekit.threads.END_SECONDS`.
-        """
+        """Cancel the running job before its next layer, drop the rest; waits as :meth:`DaemonPool.close`."""
         self._pool.close()
 
     def _do(self, job: Job) -> None:

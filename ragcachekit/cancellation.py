@@ -23,18 +23,18 @@ _SCOPE: ContextVar[CancelScope | None] = ContextVar("ragcachekit_cancel_scope", 
 class CancelScope:
     """A ``with`` block whose model work another thread can end.
 
-    The block includes threads that copy its context: ``asyncio.to_thread``, LangChain's executors, streams
-    begun in it. After cancellation a forward inside ends before its next layer or after its token, and its
-    call raises :class:`~ragcachekit.errors.Cancelled`. Nothing of an unfinished forward is kept. Scopes nest:
-    an inner one ends with those around it.
+    The block includes threads that copy its context, such as those of ``asyncio.to_thread`` and LangChain. A
+    cancelled forward ends before its next layer or after its token, and its call raises
+    :class:`~ragcachekit.errors.Cancelled`. Nothing of an unfinished forward is stored. Scopes nest: an inner
+    one ends with those around it.
 
     Parameters
     ----------
     event : threading.Event, optional
         Cancels the scope when set, as :meth:`cancel` does.
     on_interrupt : bool
-        Ctrl-C (SIGINT) cancels the scope before ``KeyboardInterrupt`` is raised. For executors that wait for
-        their threads first, such as LangChain's ``RunnableParallel``. Main thread only.
+        SIGINT cancels the scope before ``KeyboardInterrupt`` is raised, for executors that wait for their
+        threads first (LangChain's ``RunnableParallel``). Main thread only.
 
     Examples
     --------

@@ -43,8 +43,7 @@ def positive(name: str, value: int) -> int:
 
 
 def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
-    """Raise TypeError unless ``value`` is one of ``kinds``; the message names the argument and what to
-    ``give``.
+    """Raise TypeError, with what to ``give``, unless ``value`` is one of ``kinds``.
 
     True and False are no numbers here; 4e9 is a whole number.
     """
@@ -83,8 +82,8 @@ class StoreConfig:
     - ``host_bytes``: Budget of the host memory tier; 0: off. Page-locked with ``gpu_bytes`` or ``pin_host``,
       if there is CUDA.
     - ``disk_path``: Folder of the disk tier; None: off.
-    - ``disk_bytes``: Budget of the disk tier. None (the default): 64 GiB, or less: half of the volume's free
-      bytes and those the folder takes already (at least a sixteenth of the volume).
+    - ``disk_bytes``: Budget of the disk tier. None (the default): half of what is free or in the folder
+      already, at least a sixteenth of the volume, at most 64 GiB.
     - ``redis_url``: ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries;
       None: off.
     - ``redis_bytes``, ``redis_entry_bytes``: Budget of that tier, and its largest entry; larger ones go to
@@ -92,10 +91,10 @@ class StoreConfig:
     - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
       everything; None: off.
     - ``bulk_bytes``: Budget of that tier, per process: give each process its own folder, or its share.
-    - ``remote_key``: Environment variable with the key that signs remote entries; needed with ``redis_url``
-      and ``bulk_url``. The key itself never leaves the process.
-    - ``remote_deadline``, ``bulk_deadline``: Seconds for one operation on Redis, and on the bulk tier; after
-      that it is a miss.
+    - ``remote_key``: Environment variable with the key that signs remote entries. The key itself never leaves
+      the process.
+    - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
+      miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
       evict the least recently used.

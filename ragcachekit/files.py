@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
 import uuid
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,27 +21,21 @@ for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
 
 
 class OpenFile:
-    """One open descriptor, closed with its last reference at the latest.
+    """One open descriptor ``fd`` (-1 once it is closed), closed with its last reference at the latest.
 
-    Arguments and errors are those of :func:`os.open`; a FIFO does not block. Opening and storing are one C
-    call, as are taking and closing: a KeyboardInterrupt between them would leak the descriptor.
+    Arguments and errors are those of :func:`os.open`; a FIFO does not block. New files have the mode 0600.
     """
 
-    _held: Sequence[int] = ()
+    fd = -1
 
-    def __init__(self, path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> None:
-        self._held = held = list[int]()
-        held.extend(map(os.open, (path,), (flags | _ALWAYS,), (mode,)))
-
-    @property
-    def fd(self) -> int:
-        """The descriptor; -1 once it is closed."""
-        return self._held[0] if self._held else -1
+    def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
+        self.fd = os.open(path, flags | _ALWAYS, 0o600)
 
     def close(self) -> None:
         """Close the descriptor; may be repeated."""
-        if isinstance(self._held, list) and self._held:
-            deque(map(os.close, map(list[int].pop, (self._held,))), maxlen=0)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> OpenFile:
         return self
@@ -55,9 +47,9 @@ class OpenFile:
         self.close()
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> OpenFile:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> OpenFile:
     """Open a regular file; OSError for a folder, FIFO, socket or device of that name."""
-    file = OpenFile(path, flags, mode)
+    file = OpenFile(path, flags)
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         file.close()
         raise OSError(f"{os.fspath(path)} is not a regular file; remove it")
@@ -94,8 +86,6 @@ def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: 
         view = memoryview(part).cast("B")
         while view.nbytes:  # the system may write less, from 2 GiB on
             written = os.write(fd, view)
-            if written <= 0:
-                raise OSError(errno.EIO, "nothing was written")
             view = view[written:]
             offset += written
     return offset

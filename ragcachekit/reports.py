@@ -145,9 +145,7 @@ class LinkReport(_Report):
 
 @dataclass(frozen=True)
 class GenerateReport(_Report):
-    """A :class:`LinkReport` with what generation measured; ``ttft_ms`` counts from the call to the first
-    token.
-    """
+    """A :class:`LinkReport` with what generation measured; ``ttft_ms`` counts from the call."""
 
     link: LinkReport
     output_tokens: int

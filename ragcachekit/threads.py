@@ -29,10 +29,9 @@ END_SECONDS = 10.0
 
 
 class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which it is not
-    """As :class:`threading.Condition`, for code that Ctrl-C may interrupt between any two steps.
+    """As :class:`threading.Condition`, but Ctrl-C cannot leave it locked or release it twice.
 
-    Interrupted in Python code, that one stays locked or is released twice. This one is entered and left in
-    one C call each, and waiting begins and ends without the lock.
+    It is entered and left in one C call each, and waiting begins and ends without the lock.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.world.reader_folder import READER
 from ragcachekit.cli.console import quiet_loading, show, written
-from ragcachekit.cli.measure import Neighbours, resumed, show_query_cache
+from ragcachekit.cli.measure import Neighbours, resumed
 from ragcachekit.cli.options import (
     Device,
     Dtype,
@@ -84,7 +84,9 @@ def fidelity(
         device=device,
         dtype=dtype,
     )
-    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    if plot is not None:
+        draw(report, plot)
 
 
 def query_cache(
@@ -98,12 +100,20 @@ def query_cache(
 ) -> None:
     """Lookup times, the wrapper's overhead, and hit rates over tolerances on the sample world's questions."""
     from benchmarks.world import query_cache as world_query_cache
-    from ragcachekit.commands.bench.query_cache import plot as draw
 
+    if not questions and plot is not None:
+        raise ValueError("there is no sweep to draw: give --questions")
     quiet_loading()
     report = world_query_cache.run(lookups=lookups, questions=questions, seed=seed, progress=True)
-    show_query_cache(report)
-    written(report, json, plot, draw)
+    titles = {
+        "lookup": "One lookup, in microseconds (median, least, greatest)",
+        "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
+        "sweep": f"Hit rate and recall: {report.model}",
+    }
+    for name, title in titles.items():
+        if (part := report.part(name)).rows:
+            show(part.table(title))
+    written(report, json, plot, world_query_cache.plot)
 
 
 def budget(

@@ -11,21 +11,25 @@ from rich.table import Table
 
 from benchmarks.world.layers import LAYER, layer_table
 from benchmarks.world.sweeps import CHUNKS, NEEDLE
-from ragcachekit.commands.bench.fidelity import report as fidelity_report
-from ragcachekit.commands.bench.fidelity.engines import NO_ENCODER
-from ragcachekit.commands.bench.fidelity.report import POINTS, draw_quality, error_bars
+from ragcachekit.commands.bench.fidelity import rows as fidelity_rows
+from ragcachekit.commands.bench.fidelity.engines import FULL, NO_ENCODER, REUSE
 from ragcachekit.commands.bench.fidelity.rows import ALL, QUALITY, Row
 from ragcachekit.commands.bench.report import BenchReport, table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _CELLS = {NEEDLE: ("chunks", "position"), CHUNKS: ("axis", "size", "chunks")}
+_MARKERS = "osD^vPX*"
+_LINES = {FULL: ("full", "#4d4d4d", "-"), REUSE: ("reuse on system", "#e08e45", "--")}
+_BASELINES = {(way.policy, way.encoder): style for way, style in _LINES.items()}
+_POINTS: dict[str, Any] = {"markersize": 4, "linewidth": 1, "elinewidth": 0.8, "capsize": 2}
 
 
 def tables(report: BenchReport) -> Iterator[Table]:
     """One table per sweep, else those of the fidelity bench and the deviations by layer."""
-    yield from fidelity_report.tables(report)
+    yield from fidelity_rows.tables(report)
     if layers := report.part(LAYER).rows:
         yield layer_table(layers)
     for part, cells in _CELLS.items():
@@ -79,7 +83,7 @@ def _quality(rows: Sequence[Row], model: str) -> Figure:
     panels = figure.subplots(-(-len(kinds) // 2), min(2, len(kinds)), squeeze=False).ravel()
     for axes, kind in zip(panels, kinds, strict=False):
         chosen = [row for row in rows if row["question_type"] == kind]
-        draw_quality(axes, chosen)
+        _draw_quality(axes, chosen)
         axes.set_title(f"questions: {kind} (n = {chosen[0]['n']})", fontsize=9)
     for axes in panels[len(kinds) :]:
         axes.set_visible(False)
@@ -87,6 +91,44 @@ def _quality(rows: Sequence[Row], model: str) -> Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(f"{model}: F1 with 95 % intervals", fontsize=10)
     return figure
+
+
+def _draw_quality(axes: Axes, rows: Sequence[Row]) -> None:
+    """One line per kind of policy and encoder; the baselines as level lines with their intervals."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if style := _BASELINES.get((row["policy"], row["encoder"])):
+            label, colour, line = style
+            axes.axhline(row["f1"], color=colour, linestyle=line, label=label)
+            axes.axhspan(row["low"], row["high"], color=colour, alpha=0.12, linewidth=0)
+        else:
+            family = "+".join(part.partition(":")[0] for part in row["policy"].split("+"))
+            lines.setdefault((family, row["encoder"]), []).append(row)
+    families, encoders = (
+        (list(dict.fromkeys(names)) for names in zip(*lines, strict=True)) if lines else ([], [])
+    )
+    for (family, encoder), points in lines.items():
+        points.sort(key=lambda row: float(row["ratio_spent"]))
+        axes.errorbar(
+            [row["ratio_spent"] for row in points],
+            [row["f1"] for row in points],
+            _error_bars(points),
+            color=f"C{families.index(family)}",
+            marker=_MARKERS[encoders.index(encoder) % len(_MARKERS)],
+            label=f"{family} on {encoder}",
+            **_POINTS,
+        )
+    axes.set_xlabel("recompute ratio spent")
+    axes.set_ylabel("F1")
+    axes.grid(alpha=0.25)
+
+
+def _error_bars(rows: Sequence[Row]) -> list[list[float]]:
+    """Distances of F1 to the ends of its interval, not negative by rounding."""
+    return [
+        [max(0.0, row["f1"] - row["low"]) for row in rows],
+        [max(0.0, row["high"] - row["f1"]) for row in rows],
+    ]
 
 
 def _needle(rows: Sequence[Row], model: str) -> Figure:
@@ -136,11 +178,11 @@ def _chunks(rows: Sequence[Row], model: str) -> Figure:
             axes.errorbar(
                 places,
                 [row["f1"] for row in line],
-                error_bars(line),
+                _error_bars(line),
                 color=colours[name],
                 label=name,
                 marker="o",
-                **POINTS,
+                **_POINTS,
             )
         labels = [str(n) if axis == "number" else f"{size}\n({n})" for n, size in cells]
         axes.set_xticks(range(len(cells)), labels, fontsize=8)

@@ -67,7 +67,6 @@ def calibrate(
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
     chosen = opt.model_given(model)
@@ -85,7 +84,7 @@ def calibrate(
     show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
     typer.echo(module.summary(record))
     note(f"stored for namespace {record.namespace!r} in {settings.folder}")
-    written(report, json, plot, lambda _, path: module.plot(record, path))
+    written(report, json)
 
 
 def ttft(
@@ -133,49 +132,20 @@ def ttft(
 
 
 def query_cache(
-    log: Annotated[
-        Path | None, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")
-    ] = None,
-    corpus: Annotated[
-        Path | None, typer.Option("--corpus", help="With --log: the folder that they are asked about.")
-    ] = None,
+    log: Annotated[Path, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")],
+    corpus: Annotated[Path, typer.Option("--corpus", help="The folder that they are asked about.")],
     chunk_tokens: opt.ChunkTokens = 200,
-    lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
-    seed: opt.Seed = 0,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
-    """Lookup times at 300 and 1,000 entries, the wrapper's overhead, hit rates of your own questions."""
-    if (log is None) != (corpus is None):
-        raise ValueError("hit rates need both --log with your questions and --corpus with your documents")
+    """Hit rates, recall and lookup times of the query cache, over your own questions and documents."""
     opt.check_folders(corpus, None)
-    if log is None and plot is not None:
-        raise ValueError("there is no sweep to draw: give --log and --corpus")
     from ragcachekit.commands.bench import query_cache as module
+    from ragcachekit.commands.own_workload import workload
 
     quiet_loading()
-    found = None
-    if log is not None and corpus is not None:
-        from ragcachekit.commands.own_workload import workload  # its embedding model is an extra
-
-        found = workload(log, corpus, chunk_tokens, progress=True)
-    else:
-        note("no hit rates: give --log with your questions and --corpus with your documents for them")
-    report = module.measure(found, lookups=lookups, seed=seed)
-    show_query_cache(report)
-    written(report, json, plot, module.plot)
-
-
-def show_query_cache(report: BenchReport) -> None:
-    """One table per part."""
-    titles = {
-        "lookup": "One lookup, in microseconds (median, least, greatest)",
-        "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
-        "sweep": f"Hit rate and recall: {report.model}",
-    }
-    for name, title in titles.items():
-        if (part := report.part(name)).rows:
-            show(part.table(title))
+    report = module.run(workload(log, corpus, chunk_tokens, progress=True))
+    show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
+    written(report, json)
 
 
 def fidelity(
@@ -194,7 +164,6 @@ def fidelity(
     dtype: opt.Dtype = "auto",
     resume: opt.Resume = None,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
@@ -204,23 +173,20 @@ def fidelity(
     opt.check_questions(questions)
     opt.check_folders(corpus, cache)
     from ragcachekit.commands.bench.fidelity import run as module
-    from ragcachekit.commands.bench.fidelity.report import plot as draw
-    from ragcachekit.commands.bench.fidelity.report import tables
+    from ragcachekit.commands.bench.fidelity.rows import tables
 
     quiet_loading()
     lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
     settings = opt.settings_of(module.FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
-    resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
+    resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
 
 
 def resumed(
     run: Callable[[Path | None], BenchReport],
     tables: Callable[[BenchReport], Iterator[Table]],
-    draw: Callable[[BenchReport, Path], object],
     resume: Path | None,
     json: Path | None,
-    plot: Path | None,
-) -> None:
+) -> BenchReport:
     """Run with a work file, so that an interrupted command can continue; show and write the report."""
     beside = json.with_name(json.name + ".work") if json is not None else None
     try:
@@ -231,6 +197,7 @@ def resumed(
         raise typer.Exit(INTERRUPTED) from None
     for table in tables(report):
         show(table)
-    written(report, json, plot, draw)
+    written(report, json)
     if beside is not None and resume is None:
         beside.unlink()
+    return report

@@ -37,7 +37,7 @@ from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibrated import Budgets, Chosen
+from ragcachekit.policies.budgets.calibration import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.factory import open_tree
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree

@@ -23,8 +23,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class NeighbourEncoding(Encoding):
-    """Encoding ``similar:n``: after ``behind`` (the system text) and neighbours that do not attend to each
-    other.
+    """Encoding ``similar:n``: after ``behind`` (the system text) and, in parallel, neighbours.
 
     ``neighbours`` are token ids, the least similar first; at least one.
     """

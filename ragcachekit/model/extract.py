@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -86,22 +85,20 @@ def extract(
 def _by_torch(
     layers: Sequence[Any], stretches: Sequence[Stretch], rope: Rope | None, length: int, host: bool
 ) -> list[Sides]:
-    keys: list[list[torch.Tensor]] = [[] for _ in stretches]
-    values: list[list[torch.Tensor]] = [[] for _ in stretches]
     to = "cpu" if host else layers[0].keys.device
-    for start, group in groupby(enumerate(stretches), lambda one: one[1].start):
-        alike = list(group)
-        stop = max(stretch.stop for _, stretch in alike)
+    out = []
+    for item, start, stop in stretches:
         angles = None if rope is None else rope.angles(torch.arange(start, stop), length)
+        keys, values = [], []
         for index, layer in enumerate(layers):
-            kv = layer.keys[:, :, start:stop], layer.values[:, :, start:stop]
+            kv = layer.keys[item, :, start:stop], layer.values[item, :, start:stop]
             if rope is not None and angles is not None:
                 kv = rope.strip(index, *kv, angles)
-            for number, stretch in alike:
-                # A copy: a view would keep the whole cache alive.
-                for of, tensor in zip((keys, values), kv, strict=True):
-                    of[number].append(tensor[stretch.item, :, : stretch.stop - start].to(to, copy=True))
-    return [Sides(tuple(k), tuple(v)) for k, v in zip(keys, values, strict=True)]
+            # Copies: views would keep the whole cache alive.
+            keys.append(kv[0].to(to, copy=True))
+            values.append(kv[1].to(to, copy=True))
+        out.append(Sides(tuple(keys), tuple(values)))
+    return out
 
 
 def _planes(layers: Sequence[Any], item: int, rope: Rope | None) -> list[dispatch.Plane]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,8 @@ _Table = NDArray[np.float64]
 class PrefillProfile:
     """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
 
-    Bilinear between the grid points, linear beyond them. Never negative, and never less for more tokens:
-    noisy points are raised to their greater neighbour. :meth:`observed` scales the whole table, to follow
-    load or another clock; of two simultaneous observations one may be lost.
+    Bilinear between the grid points, linear beyond them, and never less for more tokens: noisy points are
+    raised to their greater neighbour. :meth:`observed` scales the whole table.
 
     Parameters
     ----------
@@ -50,27 +49,10 @@ class PrefillProfile:
             raise ValueError(f"the scale of a profile must be a number > 0, got {scale}")
         self._given = (tuple(map(int, cached)), tuple(map(int, new)), table.tolist())
         self.scale = float(scale)
-        table, cached = _from_zero(table, cached)
-        columns, new = _from_zero(table.T, new)
-        table = np.maximum.accumulate(np.maximum.accumulate(columns.T, axis=0), axis=1)
+        table = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
         table, self._cached = _to_far(table, cached)
         columns, self._new = _to_far(table.T, new)
         self._rows: list[list[float]] = columns.T.tolist()
-
-    @classmethod
-    def measured(cls, points: Iterable[tuple[int, int, float]]) -> PrefillProfile:
-        """Profile of measured points ``(cached, new, seconds)``, the median of repeated ones.
-
-        ValueError if the points do not fill a grid.
-        """
-        found: dict[tuple[int, int], list[float]] = {}
-        for cached, new, seconds in points:
-            found.setdefault((cached, new), []).append(seconds)
-        rows, columns = sorted({c for c, _ in found}), sorted({n for _, n in found})
-        lacking = [(c, n) for c in rows for n in columns if (c, n) not in found]
-        if not found or lacking:
-            raise ValueError(f"measure every cached with every new token count; lacking: {lacking or 'all'}")
-        return cls(rows, columns, [[float(np.median(found[c, n])) for n in columns] for c in rows])
 
     @classmethod
     def of_shape(
@@ -84,15 +66,12 @@ class PrefillProfile:
         flops_per_second: float,
         bytes_per_second: float,
         bytes_per_weight: float = 2,
-        overhead: float = 0.0,
-        cached: Sequence[int] = CACHED_GRID,
-        new: Sequence[int] = NEW_GRID,
     ) -> PrefillProfile:
         """Profile by arithmetic: weights are read once, every row attends to all before it.
 
-        ``overhead + max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations
-        per weight and, per layer, four per head dimension and key. The model is a decoder with gated MLP,
-        without embedding and head; rates are attained ones; ``overhead`` is in seconds per forward.
+        ``max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations per weight
+        and, per layer, four per head dimension and key. The model is a decoder with gated MLP, without
+        embedding and head; rates are attained ones.
         """
         kv_width = hidden * kv_heads // heads
         weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
@@ -100,9 +79,9 @@ class PrefillProfile:
 
         def seconds(behind: int, count: int) -> float:
             flops = 2.0 * weights * count + 4.0 * layers * hidden * count * (behind + count / 2)
-            return overhead + max(loading, flops / flops_per_second)
+            return max(loading, flops / flops_per_second)
 
-        return cls(cached, new, [[seconds(c, n) for n in new] for c in cached])
+        return cls(CACHED_GRID, NEW_GRID, [[seconds(c, n) for n in NEW_GRID] for c in CACHED_GRID])
 
     def seconds(self, cached: float, new: float) -> float:
         """Estimated seconds of one prefill; 0 for no new tokens, ValueError for negative counts."""
@@ -145,7 +124,7 @@ class PrefillProfile:
         i, u = _cell(self._cached, cached)
         j, v = _cell(self._new, new)
         fewer, more = ((1 - v) * row[j] + v * row[j + 1] for row in self._rows[i : i + 2])
-        return (1 - u) * fewer + u * more
+        return max(0.0, (1 - u) * fewer + u * more)
 
 
 def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _Table:
@@ -163,17 +142,6 @@ def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _
     return table
 
 
-def _from_zero(table: _Table, grid: Sequence[int]) -> tuple[_Table, Sequence[int]]:
-    """Rows extended to zero tokens by the line through the first two."""
-    if grid[0] == 0:
-        return table, grid
-    first = table[:1]
-    if len(grid) > 1:
-        slope = (table[1:2] - first) / (grid[1] - grid[0])
-        first = np.clip(first - slope * grid[0], 0, first)
-    return np.concatenate([first, table]), [0, *grid]
-
-
 def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
     """Rows extended to :data:`FAR` by the last slopes, made to ascend as the rows do."""
     far = max(FAR, 2 * grid[-1])
@@ -184,6 +152,6 @@ def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
 
 
 def _cell(grid: list[int], at: float) -> tuple[int, float]:
-    """Cell of a grid that contains ``at``, and the share of the cell before it."""
-    cell = min(bisect_right(grid, at) - 1, len(grid) - 2)
+    """Cell of a grid that contains ``at`` or is the next to it, and the share of the cell before it."""
+    cell = min(max(bisect_right(grid, at) - 1, 0), len(grid) - 2)
     return cell, (at - grid[cell]) / (grid[cell + 1] - grid[cell])

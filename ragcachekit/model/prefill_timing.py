@@ -55,22 +55,23 @@ def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS)
 
 
 def extended(points: Sequence[Point]) -> PrefillProfile:
-    """Profile of measured points, extended to the whole grid by a fitted transformer cost.
+    """Profile of measured points (medians of repeated ones), extended to the whole grid by a fitted cost.
 
     The cost is ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, each coefficient >= 0, points
     weighted by the inverse of their time.
     """
-    seconds = np.array([point[2] for point in points])
-    coefficients = _never_negative(_costs(points) / seconds[:, None])
-    cached, new = {point[0] for point in points}, {point[1] for point in points}
-    measured = set(itertools.product(cached, new))
-    wider = itertools.product(cached | set(CACHED_GRID), new | set(NEW_GRID))
-    added: list[Point] = [(c, n, 0.0) for c, n in wider if (c, n) not in measured]
-    guesses = _costs(added) @ coefficients
-    filled: list[Point] = [
-        (c, n, max(float(guess), 1e-9)) for (c, n, _), guess in zip(added, guesses, strict=True)
-    ]
-    return PrefillProfile.measured([*points, *filled])
+    measured: dict[tuple[int, int], list[float]] = {}
+    for cached, new, seconds in points:
+        measured.setdefault((cached, new), []).append(seconds)
+    rows = sorted({cached for cached, _ in measured} | set(CACHED_GRID))
+    columns = sorted({new for _, new in measured} | set(NEW_GRID))
+    times = np.array([seconds for *_, seconds in points])
+    coefficients = _never_negative(_costs([point[:2] for point in points]) / times[:, None])
+    lacking = [cell for cell in itertools.product(rows, columns) if cell not in measured]
+    guesses = np.maximum(_costs(lacking) @ coefficients, 1e-9)
+    table = dict(zip(lacking, guesses.tolist(), strict=True))
+    table |= {cell: float(np.median(found)) for cell, found in measured.items()}
+    return PrefillProfile(rows, columns, [[table[c, n] for n in columns] for c in rows])
 
 
 def _never_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -86,8 +87,8 @@ def _never_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
     return best
 
 
-def _costs(points: Sequence[Point]) -> NDArray[np.float64]:
-    return np.array([[1.0, new, new * (cached + new / 2)] for cached, new, _ in points])
+def _costs(cells: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+    return np.array([[1.0, new, new * (cached + new / 2)] for cached, new in cells])
 
 
 def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
@@ -107,11 +108,10 @@ def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillPr
 
 
 class PrefillCost:
-    """Costs of a model's prefills on this machine, for eviction, measured once they are needed.
+    """Costs of a model's prefills on this machine, for eviction; 0 (unknown) until they are measured.
 
-    Needed is when a share :data:`NEEDED_AT` of a cache is filled: one that never fills evicts nothing. Until
-    then a cost is 0, which policies take for unknown. Profiles are stored in ``folder``; ``context`` is the
-    model's, in tokens.
+    They are needed once a share :data:`NEEDED_AT` of a cache is filled. Profiles are stored in ``folder``.
+    ``context`` is the model's, in tokens.
     """
 
     def __init__(self, model: Any, *, fingerprint: str, folder: Path, context: int) -> None:
@@ -129,7 +129,7 @@ class PrefillCost:
         if self.profile is None:
             self._filled += share
             return 0.0
-        # Not as fast as just now: entries are compared that came at other times.
+        # Without the current scale: entries are compared that came at other times.
         return self.profile.seconds(cached, new) / self.profile.scale
 
     @property

@@ -11,9 +11,9 @@ from typing import Any
 class SegmentTokenizer:
     """Tokenises the segments of a prompt with private copies of the user's tokenizer.
 
-    Copies, because a fast tokenizer's special-token setting is its state. Chunks are split without special
-    tokens: ``<|im_end|>`` in a document stays plain text. Later segments get no leading space from tokenizers
-    that mark word starts (Llama 2, T5): they are encoded behind a newline that is cut off.
+    Copies, because a fast tokenizer's special-token setting is its state. Special tokens in chunks are plain
+    text. Later segments get no leading space from tokenizers that mark word starts (Llama 2, T5): they are
+    encoded behind a newline that is cut off.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,10 +49,7 @@ class SegmentTokenizer:
         return self._continued(self._chunks, text, split_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens.
-
-        Without transformers' clean-up of spaces, which changes text already streamed and hides stop strings.
-        """
+        """Text of ``ids`` without special tokens, and without the clean-up that changes streamed text."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **options))
 

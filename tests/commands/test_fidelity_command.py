@@ -48,10 +48,10 @@ def command(*arguments: object) -> Result:
     return CliRunner().invoke(app, given)
 
 
-def test_the_command_writes_json_and_plot(home: Path, questions: Path, tmp_path: Path) -> None:
+def test_the_command_writes_json(home: Path, questions: Path, tmp_path: Path) -> None:
     result = command(
         *("--questions", questions, "--policies", "lego:4", "--encoders", "standalone,sinks:2"),
-        *("--json", tmp_path / "f.json", "--plot", tmp_path / "f.svg", "--max-new-tokens", 16),
+        *("--json", tmp_path / "f.json", "--max-new-tokens", 16),
     )
     assert result.exit_code == 0, result.output
     frame = json.loads((tmp_path / "f.json").read_text())
@@ -59,7 +59,6 @@ def test_the_command_writes_json_and_plot(home: Path, questions: Path, tmp_path:
     quality = [r for r in frame["rows"] if r["part"] == "quality"]
     assert {(r["policy"], r["encoder"]) for r in quality} >= {("lego:4", "standalone"), ("lego:4", "sinks:2")}
     assert {r["question_type"] for r in quality} == {"all"}
-    assert (tmp_path / "f.svg").exists()
     assert not (tmp_path / "f.json.work").exists()
 
 

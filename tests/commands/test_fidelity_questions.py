@@ -13,11 +13,7 @@ from benchmarks.world.reader_folder import READER
 from benchmarks.world.sweeps import sweep_questions
 from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
-from ragcachekit.commands.bench.fidelity.questions import (
-    FidelityQuestion,
-    digest,
-    read_questions,
-)
+from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest, read_questions
 from ragcachekit.errors import RagCacheError
 from ragcachekit.types import Chunk
 

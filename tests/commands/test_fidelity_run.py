@@ -284,12 +284,12 @@ def test_files_that_are_none_of_ours_are_left_alone(home: Path, tmp_path: Path, 
     assert path.read_text() == text
 
 
-def test_a_damaged_line_is_named(report: BenchReport, work: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
     lines = work.read_text().splitlines()
     lines[4] = lines[4].replace('"kl"', '"lk"')
     bad = tmp_path / "bad.work"
     bad.write_text("\n".join(lines) + "\n")
-    with pytest.raises(RagCacheError, match="line 5 is damaged"):
+    with pytest.raises(RagCacheError, match="is damaged"):
         run(settings(), work=bad)
 
 

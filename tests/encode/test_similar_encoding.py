@@ -48,7 +48,7 @@ def encoded(name, item, store=None):
     assert kv.start is None
     start = len(item.encoding.behind) + sum(map(len, item.encoding.neighbours))
     angles = described(name).angles(torch.arange(start, start + kv.tokens), start + kv.tokens)
-    keys = [described(name).apply(i, k, angles) for i, k in enumerate(kv.keys)]
+    keys = [described(name).place(i, k, k, angles)[0] for i, k in enumerate(kv.keys)]
     return keys, kv.values, kv.sums["attended"]
 
 
@@ -145,7 +145,7 @@ def test_behind_the_system_text_and_nothing_else_it_is_a_system_encoding(name):
     background_encoder(name, store).now([item])
     kv, theirs = store.get(item.key).kv, prefill(plain(name), (*SYSTEM, *CHUNK))
     angles = described(name).angles(torch.arange(9, 23), 23)
-    keys = [described(name).apply(i, k, angles) for i, k in enumerate(kv.keys)]
+    keys = [described(name).place(i, k, k, angles)[0] for i, k in enumerate(kv.keys)]
     assert worst(theirs, keys, kv.values) <= TOLERANCE
 
 

@@ -10,7 +10,7 @@ from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfi
 from ragcachekit.engine import admission
 from ragcachekit.engine import components as stock
 from ragcachekit.errors import ModelChanged
-from ragcachekit.policies.budgets.calibrated import Budgets
+from ragcachekit.policies.budgets.calibration import Budgets
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.memory.host import HostStore
 

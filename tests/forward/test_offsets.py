@@ -26,7 +26,7 @@ def placed(name, rope, offset, length=0):
     encoding = Encoding("standalone", length=total if rope.depends_on_length else 0)
     ((_, kv),) = ChunkEncoder(wrapped(name), rope).encode([CHUNK], encoding)
     angles = rope.angles(torch.arange(offset, total), total)
-    return [rope.apply(i, k, angles) for i, k in enumerate(kv.keys)], list(kv.values)
+    return [rope.place(i, k, k, angles)[0] for i, k in enumerate(kv.keys)], list(kv.values)
 
 
 def worst(name, rope, offset):

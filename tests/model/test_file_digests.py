@@ -6,9 +6,11 @@ import hashlib
 import json
 import logging
 import os
+import time
 
 import pytest
 
+from ragcachekit.model.identity import weights_digest
 from ragcachekit.model.identity.weights_digest import FileDigests
 
 LONG_AGO = 1_700_000_000
@@ -21,6 +23,13 @@ class CountingHasher:
     def __call__(self, path) -> str:
         self.reads += 1
         return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hasher(monkeypatch):
+    counting = CountingHasher()
+    monkeypatch.setattr(weights_digest, "_hash_file", counting)
+    return counting
 
 
 @pytest.fixture
@@ -39,51 +48,46 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def test_an_unchanged_file_is_read_once(weights, tmp_path) -> None:
-    hasher = CountingHasher()
+def test_an_unchanged_file_is_read_once(hasher, weights, tmp_path) -> None:
     cache = tmp_path / "new" / "digests.json"
     for _ in range(3):  # a new process each time
-        assert FileDigests(cache, hasher).get(weights) == digest_of(b"some weights")
+        assert FileDigests(cache).get(weights) == digest_of(b"some weights")
     assert hasher.reads == 1
     assert cache.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in cache.parent.iterdir()] == ["digests.json"]
 
 
-def test_without_a_cache_it_is_read_every_time(weights) -> None:
-    hasher = CountingHasher()
-    digests = FileDigests(None, hasher)
+def test_without_a_cache_it_is_read_every_time(hasher, weights) -> None:
+    digests = FileDigests(None)
     assert digests.get(weights) == digests.get(weights)
     assert hasher.reads == 2
 
 
-def test_size_time_and_inode_each_make_it_read_again(weights, tmp_path) -> None:
-    hasher = CountingHasher()
+def test_size_time_and_inode_each_make_it_read_again(hasher, weights, tmp_path) -> None:
     cache = tmp_path / "digests.json"
-    FileDigests(cache, hasher).get(weights)
+    FileDigests(cache).get(weights)
     write(weights, b"more weights than before")
-    assert FileDigests(cache, hasher).get(weights) == digest_of(b"more weights than before")
+    assert FileDigests(cache).get(weights) == digest_of(b"more weights than before")
     write(weights, b"else weights than before", LONG_AGO + 1)
-    assert FileDigests(cache, hasher).get(weights) == digest_of(b"else weights than before")
+    assert FileDigests(cache).get(weights) == digest_of(b"else weights than before")
     write(tmp_path / "swapped", b"swap weights than before", LONG_AGO + 1)
     os.replace(tmp_path / "swapped", weights)
-    assert FileDigests(cache, hasher).get(weights) == digest_of(b"swap weights than before")
+    assert FileDigests(cache).get(weights) == digest_of(b"swap weights than before")
     assert hasher.reads == 4
 
 
-def test_links_lead_to_the_file_itself(weights, tmp_path) -> None:
-    hasher = CountingHasher()
+def test_links_lead_to_the_file_itself(hasher, weights, tmp_path) -> None:
     cache = tmp_path / "digests.json"
     (tmp_path / "snapshot").symlink_to(weights)
-    assert FileDigests(cache, hasher).get(tmp_path / "snapshot") == FileDigests(cache, hasher).get(weights)
+    assert FileDigests(cache).get(tmp_path / "snapshot") == FileDigests(cache).get(weights)
     assert hasher.reads == 1
 
 
-def test_several_files_are_remembered_side_by_side(weights, tmp_path) -> None:
-    hasher = CountingHasher()
+def test_several_files_are_remembered_side_by_side(hasher, weights, tmp_path) -> None:
     other = tmp_path / "other.safetensors"
     write(other, b"others")
     for _ in range(2):
-        digests = FileDigests(tmp_path / "digests.json", hasher)
+        digests = FileDigests(tmp_path / "digests.json")
         assert (digests.get(weights), digests.get(other)) == (
             digest_of(b"some weights"),
             digest_of(b"others"),
@@ -91,23 +95,26 @@ def test_several_files_are_remembered_side_by_side(weights, tmp_path) -> None:
     assert hasher.reads == 2
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(weights, tmp_path) -> None:
-    hasher = CountingHasher()
+def test_a_file_that_has_just_changed_is_not_remembered(hasher, weights, tmp_path, monkeypatch) -> None:
     cache = tmp_path / "digests.json"
-    FileDigests(cache, hasher, clock=lambda: LONG_AGO + 1.0).get(weights)
+    monkeypatch.setattr(time, "time", lambda: LONG_AGO + 1.0)
+    FileDigests(cache).get(weights)
     assert not cache.exists()
-    FileDigests(cache, hasher, clock=lambda: LONG_AGO + 3.0).get(weights)
-    FileDigests(cache, hasher, clock=lambda: LONG_AGO + 4.0).get(weights)
+    monkeypatch.setattr(time, "time", lambda: LONG_AGO + 3.0)
+    FileDigests(cache).get(weights)
+    monkeypatch.setattr(time, "time", lambda: LONG_AGO + 4.0)
+    FileDigests(cache).get(weights)
     assert hasher.reads == 2
 
 
-def test_a_file_that_changes_while_it_is_read_has_no_digest(weights, tmp_path) -> None:
+def test_a_file_that_changes_while_it_is_read_has_no_digest(weights, tmp_path, monkeypatch) -> None:
     def changing(path) -> str:
         write(path, b"changed meanwhile", LONG_AGO + 5)
         return digest_of(b"some weights")
 
+    monkeypatch.setattr(weights_digest, "_hash_file", changing)
     with pytest.raises(OSError, match="changed while it was read"):
-        FileDigests(tmp_path / "digests.json", changing).get(weights)
+        FileDigests(tmp_path / "digests.json").get(weights)
     assert not (tmp_path / "digests.json").exists()
 
 
@@ -115,26 +122,24 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(weights, tmp_path) -
     "content",
     [b"", b"{", b"[]", b"null", b'{"x": 3}', b"\xff\xfe", b'{"PATH": {"file": 3}}', b'{"PATH": []}'],
 )
-def test_a_damaged_memory_is_as_good_as_none(weights, tmp_path, content) -> None:
-    hasher = CountingHasher()
+def test_a_damaged_memory_is_as_good_as_none(hasher, weights, tmp_path, content) -> None:
     cache = tmp_path / "digests.json"
     cache.write_bytes(content.replace(b"PATH", str(weights).encode()))
-    assert FileDigests(cache, hasher).get(weights) == digest_of(b"some weights")
-    assert FileDigests(cache, hasher).get(weights) == digest_of(b"some weights")
+    assert FileDigests(cache).get(weights) == digest_of(b"some weights")
+    assert FileDigests(cache).get(weights) == digest_of(b"some weights")
     assert hasher.reads == 1
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_memory_that_others_may_write_is_not_believed(weights, tmp_path, mode, caplog) -> None:
-    hasher = CountingHasher()
+def test_a_memory_that_others_may_write_is_not_believed(hasher, weights, tmp_path, mode, caplog) -> None:
     cache = tmp_path / "digests.json"
-    FileDigests(cache, hasher).get(weights)
+    FileDigests(cache).get(weights)
     entry = json.loads(cache.read_text())
     entry[str(weights)]["sha256"] = "0" * 64
     cache.write_text(json.dumps(entry))
     cache.chmod(mode)
     with caplog.at_level(logging.WARNING):
-        assert FileDigests(cache, hasher).get(weights) == digest_of(b"some weights")
+        assert FileDigests(cache).get(weights) == digest_of(b"some weights")
     assert hasher.reads == 2
     assert "written by others" in caplog.text
 
@@ -147,9 +152,7 @@ def test_a_memory_that_cannot_be_written_is_logged_and_done_without(
 
     monkeypatch.setattr(os, "fsync", full)
     with caplog.at_level(logging.WARNING):
-        assert FileDigests(tmp_path / "digests.json", CountingHasher()).get(weights) == digest_of(
-            b"some weights"
-        )
+        assert FileDigests(tmp_path / "digests.json").get(weights) == digest_of(b"some weights")
     assert "No space left" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors"]
 
@@ -157,7 +160,7 @@ def test_a_memory_that_cannot_be_written_is_logged_and_done_without(
 def test_a_memory_in_a_folder_that_is_a_file_is_logged_and_done_without(weights, tmp_path, caplog) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     with caplog.at_level(logging.WARNING):
-        digest = FileDigests(tmp_path / "cache" / "digests.json", CountingHasher()).get(weights)
+        digest = FileDigests(tmp_path / "cache" / "digests.json").get(weights)
     assert digest == digest_of(b"some weights")
     (record,) = caplog.records
     assert "digests cannot be remembered in" in record.message

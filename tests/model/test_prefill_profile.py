@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcachekit.model.prefill_profile import MOST_DRIFT, PrefillProfile
+from ragcachekit.model.prefill_timing import extended
 
 CACHED, NEW = (0, 100, 400), (1, 50, 200, 1000)
 TABLE = [[2.0 + 0.01 * n + 1e-5 * n * (c + n / 2) for n in NEW] for c in CACHED]
@@ -65,14 +66,10 @@ def test_one_point_is_a_profile_too():
     assert (profile.seconds(7, 3), profile.seconds(0, 10), profile.seconds(99, 50)) == (0.5, 0.5, 0.5)
 
 
-def test_measured_takes_medians_and_wants_a_full_grid():
+def test_measured_points_count_by_their_median():
     points = [(c, n, t) for c in (0, 8) for n in (4, 16) for t in (1.0 * n, 2.0 * n, 90.0 * n)]
-    profile = PrefillProfile.measured(points)
+    profile = extended(points)
     assert (profile.seconds(0, 4), profile.seconds(8, 16)) == (8, 32)
-    with pytest.raises(ValueError, match=r"lacking: \[\(8, 16\)\]"):
-        PrefillProfile.measured(points[:-3])
-    with pytest.raises(ValueError, match="lacking: all"):
-        PrefillProfile.measured([])
 
 
 def test_what_is_observed_scales_everything_slowly_and_within_bounds(profile):
@@ -142,12 +139,12 @@ def test_bad_counts_and_times_are_refused(profile):
 def test_a_shape_costs_two_operations_per_weight_and_attention_grows_with_what_is_cached():
     """Llama 3.1 8B has 6.98e9 weights in its layers; its attention spends 4 x 4096 x 32 per pair."""
     profile = PrefillProfile.of_shape(
-        **LLAMA_8B, flops_per_second=1e12, bytes_per_second=1e12, bytes_per_weight=2, overhead=0.25
+        **LLAMA_8B, flops_per_second=1e12, bytes_per_second=1e12, bytes_per_weight=2
     )
     weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert weights == pytest.approx(6.98e9, rel=0.01)
     pairs = 1024 * (4096 + 512)
     flops = 2 * weights * 1024 + 4 * 4096 * 32 * pairs
-    assert profile.seconds(4096, 1024) == pytest.approx(0.25 + flops / 1e12)
+    assert profile.seconds(4096, 1024) == pytest.approx(flops / 1e12)
     slow_memory = PrefillProfile.of_shape(**LLAMA_8B, flops_per_second=1e20, bytes_per_second=1e9)
     assert slow_memory.seconds(0, 5) == pytest.approx(2 * weights / 1e9), "reading the weights is the floor"

@@ -19,7 +19,7 @@ class TestInvariant2:
         total = offset + len(CHUNK)
         angles = rope.angles(torch.arange(offset, total), total)
         for layer, keys in enumerate(prefill(oracle(name, total), CHUNK).keys):
-            back = rope.remove(layer, rope.apply(layer, keys, angles), angles)
+            back, _ = rope.strip(layer, *rope.place(layer, keys, keys, angles), angles)
             assert off(back, keys) <= 1e-6
 
     def test_applied_elsewhere_is_the_models_own_layer_0(self, name, offset):
@@ -27,8 +27,9 @@ class TestInvariant2:
         rope, model = described(name), oracle(name, offset + len(CHUNK))
         total = offset + len(CHUNK)
         here = rope.angles(torch.arange(len(CHUNK)), total)
-        bare = rope.remove(0, prefill(model, CHUNK).keys[0], here)
-        there = rope.apply(0, bare, rope.angles(torch.arange(offset, total), total))
+        keys = prefill(model, CHUNK).keys[0]
+        bare, _ = rope.strip(0, keys, keys, here)
+        there, _ = rope.place(0, bare, bare, rope.angles(torch.arange(offset, total), total))
         assert off(there, prefill(model, CHUNK, range(offset, total)).keys[0]) <= 1e-5
 
 

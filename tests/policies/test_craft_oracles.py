@@ -132,7 +132,7 @@ def test_the_kv_is_that_of_the_prompt_and_exact_behind_it(name):
         where = torch.arange(piece.start, piece.start + piece.kv.tokens)
         angles = cached.rope.angles(where, length)
         for layer, (keys, values) in enumerate(zip(piece.kv.keys, piece.kv.values, strict=True)):
-            assert off(cached.rope.apply(layer, keys, angles), run.keys[layer][:, where]) < 1e-5
+            assert off(cached.rope.place(layer, keys, values, angles)[0], run.keys[layer][:, where]) < 1e-5
             assert off(values, run.values[layer][:, where]) < 1e-5
     assert all(chunk.is_exact for chunk in plan.placed)
     assert plan.missing == ()
@@ -272,7 +272,7 @@ def linked_columns(cached, plan):
             at = torch.arange(piece.start, piece.start + piece.kv.tokens)
             keys = piece.kv.keys[layer]
             if piece.kv.start is None:
-                keys = cached.rope.apply(layer, keys, cached.rope.angles(at, len(plan.token_ids)))
+                keys, _ = cached.rope.place(layer, keys, keys, cached.rope.angles(at, len(plan.token_ids)))
             rows |= {p: (keys[:, i], piece.kv.values[layer][:, i]) for i, p in enumerate(at.tolist())}
         out.append(rows)
     return out

@@ -66,7 +66,7 @@ def linked_columns(name, plan):
             at = torch.arange(piece.start, piece.start + piece.kv.tokens)
             keys = piece.kv.keys[layer]
             if piece.kv.start is None:
-                keys = rope.apply(layer, keys, rope.angles(at, length))
+                keys, _ = rope.place(layer, keys, keys, rope.angles(at, length))
             for i, p in enumerate(at.tolist()):
                 rows[p] = (keys[:, i], piece.kv.values[layer][:, i])
         out.append(rows)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 
 
 class Shape(NamedTuple):
@@ -47,16 +46,16 @@ def describe(shape: str, dtype: str = "float32") -> str:
 
 
 def random_model(shape: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> Any:
-    """Build a causal LM of a shape with random weights, in eval mode and without an end token.
+    """A causal LM of a shape with random weights, in eval mode and without an end token.
 
-    The same seed gives the same weights on the same kind of device. (Llama 3.1's frequency scaling is left
-    out: it costs no time.) Raises ValueError for an unknown shape or dtype.
+    The same seed gives the same weights on the same kind of device. Llama 3.1's frequency scaling, which
+    costs no time, is left out. Raises ValueError for an unknown shape or dtype.
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     chosen = SHAPES[shape]
-    configuration, kind = _FAMILIES[chosen.family]
-    config = configuration(
+    config = AutoConfig.for_model(
+        chosen.family,
         vocab_size=chosen.vocab,
         hidden_size=chosen.hidden,
         intermediate_size=chosen.inter,
@@ -70,23 +69,6 @@ def random_model(shape: str, *, dtype: str = "float32", device: str = "cpu", see
         eos_token_id=None,
         pad_token_id=None,
     )
-    # On the meta device first: the ordinary constructors would fill every weight twice.
-    with torch.device("meta"):
-        model: Any = kind._from_config(config, dtype=dtype_named(dtype))
-    model.to_empty(device=device)
-    model.tie_weights()
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config).to(device)  # its frequencies are no weights
-    _fill(model, torch.Generator(device).manual_seed(seed))
-    return model.eval()
-
-
-@torch.no_grad()
-def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(0, 0.02, generator=generator)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype_named(dtype)).eval()

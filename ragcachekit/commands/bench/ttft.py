@@ -55,10 +55,9 @@ def run(
 ) -> BenchReport:
     """Measure TTFT of one prompt of random tokens: system text, chunks, question.
 
-    Every round asks the same prompt once in every way, so that a drifting machine hits all ways
-    alike. Beside the policies stand ``full`` (what ``speedup`` is over), ``cold`` (nothing cached),
-    ``generate`` (the model's own) and ``prefix-cache``: generate over a transformers cache of the same
-    prompt up to the question, not counting the copy of that cache.
+    Every round asks once in every way, so that a drifting machine hits all alike. Beside the policies stand
+    ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
+    ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
 
     Parameters
     ----------

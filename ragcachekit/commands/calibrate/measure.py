@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from ragcachekit.commands.bench.fidelity.metrics import token_f1
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.budgets.calibration import CurvePoint
 from ragcachekit.policies.registry import open_policy
@@ -69,7 +67,10 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
 
 
 class Panel:
-    """Questions asked of one model over one encoder; ``agreement`` scores against the answers of ``full``."""
+    """Questions asked of one model over one encoder; ``agreement`` scores against the answers of ``full``.
+
+    ``options`` are those of :class:`~ragcachekit.commands.bench.fidelity.engines.Engines`.
+    """
 
     def __init__(
         self,
@@ -79,25 +80,15 @@ class Panel:
         *,
         encoder: str,
         agreement: bool = False,
-        neighbours: Neighbours | None = None,
-        max_new_tokens: int = 64,
-        cache_dir: str | os.PathLike[str] | None = None,
         progress: bool = False,
+        **options: Any,
     ) -> None:
         maker = PromptMaker(tokenizer)
         self._asked = [(question, maker.prompt(question)) for question in questions]
-        self._encoder, self._agreement, self._progress = encoder, agreement, progress
+        self._encoder, self._progress = encoder, progress
         self._begin: dict[int, int] = {}
         self._right: list[str] | None = None if agreement else [question.answer for question in questions]
-        self._engines = Engines(
-            model,
-            tokenizer,
-            [encoder],
-            stop=maker.stop,
-            max_new_tokens=max_new_tokens,
-            neighbours=neighbours,
-            cache_dir=cache_dir,
-        )
+        self._engines = Engines(model, tokenizer, [encoder], stop=maker.stop, **options)
 
     @property
     def fingerprint(self) -> str:
@@ -165,8 +156,8 @@ def check_full(f1: NDArray[np.float64], budget: float, seed: int) -> None:
 def upper_bound(losses: NDArray[np.float64], seed: int) -> float:
     """One-sided 90 % upper bound of the mean loss, paired by question (bootstrap).
 
-    One more question counts as lost completely, so that a small sample without loss proves little: n such
-    questions give a bound of about 2 / (n + 1), near the exact binomial bound of 2.3 / n.
+    One more question counts as lost completely: n questions without loss give a bound of about 2 / (n + 1),
+    near the exact binomial bound of 2.3 / n.
     """
     sample = np.append(losses, 1.0)
     return Bootstrap(len(sample), seed).upper_of_mean(sample, LEVEL)

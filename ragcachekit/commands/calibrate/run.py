@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ragcachekit.commands.bench.fidelity.engines import needs_neighbours
@@ -61,9 +62,7 @@ def run(settings: CalibrateSettings, *, progress: bool = False) -> Calibration:
     sample = settings.sample()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
 
-    def near() -> Neighbours:
-        return neighbours_of(sample, settings.neighbours == PRECEDING, progress)
-
+    near = partial(neighbours_of, sample, settings.neighbours == PRECEDING, progress)
     record = calibrated(settings, model, tokenizer, sample, near, progress=progress)
     source = weights_folder(settings.model)
     loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
@@ -97,10 +96,8 @@ def calibrated(
         cache_dir=settings.cache_dir,
         progress=progress,
     )
-    try:
+    with closing(panel):
         curve = measured_curve(panel, policies, settings.seed, settings.budget)
-    finally:
-        panel.close()
     record = Calibration(
         fingerprint=panel.fingerprint,
         namespace=settings.namespace,
@@ -156,24 +153,3 @@ def summary(record: Calibration) -> str:
         f"{chosen.loss:+.4f} (upper bound {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
         f"{record.n} questions"
     )
-
-
-def plot(record: Calibration, path: str | os.PathLike[str]) -> None:
-    """Loss over the ratio spent, with the upper bounds and the budget as a line."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    points = sorted(record.curve, key=lambda point: point.ratio)
-    ratios, losses = [p.ratio for p in points], [p.loss for p in points]
-    reach = [max(0.0, p.upper - p.loss) for p in points]
-    axes.errorbar(ratios, losses, yerr=[[0.0] * len(points), reach], fmt="o", capsize=3, linewidth=0.8)
-    for point in points:
-        weight = "bold" if point.policy == record.policy else "normal"
-        at = (point.ratio, point.loss)
-        axes.annotate(point.policy, at, (4, 3), textcoords="offset points", fontsize=7, fontweight=weight)
-    axes.axhline(record.budget, color="#b03030", linestyle="--", label=f"budget {record.budget:g}")
-    axes.set(xlabel="recompute ratio spent", ylabel="F1 lost against full (bars: 90 % upper bound)")
-    axes.set_title(f"{record.encoder}, {record.n} questions, chosen: {record.policy}", fontsize=10)
-    axes.legend()
-    figure.savefig(path, dpi=150)

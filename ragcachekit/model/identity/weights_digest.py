@@ -6,13 +6,13 @@ import hashlib
 import json
 import logging
 import os
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ragcachekit.errors import ModelNotSupported
@@ -20,13 +20,11 @@ from ragcachekit.files import parse_json, read_regular, replace_file
 
 PIECE_BYTES = 32 << 20  # largest copy of weights held at a time, in bytes
 
-_MAX_HEADER_BYTES = 100 << 20
 _SETTLED_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, streamed."""
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -38,15 +36,8 @@ class FileDigests:
     cache file that is damaged or writable by others is ignored. ``path`` None caches nothing.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        hasher: Callable[[Path], str] = hash_file,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._hasher = hasher
-        self._clock = clock
 
     def get(self, file: Path) -> str:
         """Digest of a file; OSError if the file cannot be read, or changes meanwhile."""
@@ -56,10 +47,10 @@ class FileDigests:
         entry = known.get(str(real))
         if isinstance(entry, dict) and entry.get("file") == before and isinstance(entry.get("sha256"), str):
             return str(entry["sha256"])
-        digest = self._hasher(real)
+        digest = _hash_file(real)
         if _identity(real) != before:
             raise OSError(f"{file} changed while it was read")
-        if self._clock() - before["mtime_ns"] / 1e9 > _SETTLED_SECONDS:
+        if time.time() - before["mtime_ns"] / 1e9 > _SETTLED_SECONDS:
             self._save({**known, str(real): {"file": before, "sha256": digest}})
         return digest
 
@@ -139,7 +130,7 @@ def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str |
         hashed = hashlib.sha256()
         for file in files:
             _frame(hashed, digests.get(file))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         _log.warning(
             "cannot read the weights files in %s (%s); hashing the loaded weights instead", folder, error
         )
@@ -186,18 +177,9 @@ def _safetensors_files(folder: Path) -> list[Path]:
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes from a safetensors header: 8 bytes of length, then JSON."""
-    with file.open("rb") as handle:
-        prefix = handle.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= _MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = parse_json(handle.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is not a safetensors file")
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, tuple(entry["shape"])
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (no mapping)
+            yield name, tuple(tensors.get_slice(name).get_shape())
 
 
 def _all_from(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> bool:

@@ -14,9 +14,8 @@ PATIENCE_SECONDS = 10.0  # longest wait for the lock; computing cos and sin take
 def guard_rotary(model: Any) -> None:
     """Let one thread at a time run each rotary module of the model; idempotent.
 
-    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it; a
-    second thread in between would change them. The hooks stay: removing them would change the model under
-    other threads.
+    Length-dependent modules (longrope) write the prompt's frequencies into a buffer and then read it. The
+    hooks stay: removing them would change the model under other threads.
     """
     for module in model.modules():
         frequencies = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
@@ -29,10 +28,7 @@ def guard_rotary(model: Any) -> None:
 
 
 class _Turn:
-    """A lock that one hook acquires and another releases.
-
-    After an interrupt (Ctrl-C) or a fork between the two, it is taken over.
-    """
+    """A lock that one hook acquires and another releases; taken over after an interrupt in between."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

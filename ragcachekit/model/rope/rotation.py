@@ -28,8 +28,7 @@ MOST_TABLES = 4  # tables that are kept; models with frequencies per length woul
 class Angles:
     """Unit rotations of some positions: ``cos``/``sin`` float32 ``[tokens, pairs]``, and the factor m.
 
-    m is the attention scaling that YaRN and longrope multiply into cos and sin, apart so that rotations
-    compose.
+    m is the attention scaling of YaRN and longrope, apart so that rotations compose.
     """
 
     cos: torch.Tensor
@@ -136,35 +135,28 @@ class Rope:
         """Name of the frequencies for prompts of ``length`` tokens, over all tables."""
         return "-".join(table.regime(length) for table in self.tables)
 
-    def apply(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
-        """Rotate RoPE-free ``keys`` ``[..., tokens, head_dim]`` to the positions of ``angles``."""
-        rope = self.layers[layer]
-        if rope.table is None:
-            return keys
-        return turn(rope, keys, *angles[rope.table].factors())
-
-    def remove(self, layer: int, keys: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
-        """Undo :meth:`apply`."""
-        rope = self.layers[layer]
-        if rope.table is None:
-            return keys
-        return turn(rope, keys, *angles[rope.table].factors(inverse=True))
-
     def place(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a cache at the positions of ``angles``, from those without RoPE."""
-        if self.layers[layer].values:
-            return keys, self.apply(layer, values, angles)
-        return self.apply(layer, keys, angles), values
+        """Keys and values ``[..., tokens, head_dim]`` without RoPE, at the positions of ``angles``."""
+        return self._turned(layer, keys, values, angles, inverse=False)
 
     def strip(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Undo :meth:`place`."""
-        if self.layers[layer].values:
-            return keys, self.remove(layer, values, angles)
-        return self.remove(layer, keys, angles), values
+        return self._turned(layer, keys, values, angles, inverse=True)
+
+    def _turned(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles], *, inverse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = self.layers[layer]
+        if rope.table is None:
+            return keys, values
+        cos, sin = angles[rope.table].factors(inverse)
+        if rope.values:
+            return keys, turn(rope, values, cos, sin)
+        return turn(rope, keys, cos, sin), values
 
     def planes(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Plane, Plane]:
         """KV of a request for kernels, which place with ``turns`` and strip with ``unturns``."""

@@ -13,7 +13,7 @@ from ragcachekit.policies.base import PlacedChunk
 class Budget:
     """``budget:0.01``: the cheapest calibrated policy that loses at most 0.01 of mean F1 against ``full``.
 
-    The engine replaces it by that policy (:class:`~ragcachekit.policies.budgets.calibrated.Budgets`).
+    The engine replaces it by that policy (:class:`~ragcachekit.policies.budgets.calibration.Budgets`).
     """
 
     loss: float
@@ -33,5 +33,5 @@ class Budget:
         """Always raises RagCacheError: the budget was not resolved."""
         raise RagCacheError(
             f"{self.name} stands for a calibrated policy and chooses nothing itself; give it to RagCache, or "
-            "resolve it with ragcachekit.policies.budgets.calibrated.Budgets"
+            "resolve it with ragcachekit.policies.budgets.calibration.Budgets"
         )

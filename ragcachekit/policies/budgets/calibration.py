@@ -1,4 +1,4 @@
-"""The stored calibration record of a model and a corpus."""
+"""Stored calibrations, and the policies that quality budgets stand for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.registry import open_policy
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 FULL = "full"
+
+_TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it stands for"
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,11 @@ class Calibration:
     date: str  # ISO 8601, UTC
 
     def cheapest(self, loss: float) -> CurvePoint:
-        """As :func:`cheapest`, of this curve."""
-        return cheapest(self.curve, loss)
-
-
-def cheapest(curve: Sequence[CurvePoint], loss: float) -> CurvePoint:
-    """The candidate of least ratio whose upper bound is within ``loss``; ValueError without ``full``."""
-    within = [point for point in curve if point.upper <= loss or point.policy == FULL]
-    if not any(point.policy == FULL for point in within):
-        raise ValueError("a calibration curve holds 'full', which loses nothing")
-    return min(within, key=lambda point: (point.ratio, point.upper))
+        """The candidate of least ratio whose upper bound is within ``loss``; ValueError without ``full``."""
+        within = [point for point in self.curve if point.upper <= loss or point.policy == FULL]
+        if not any(point.policy == FULL for point in within):
+            raise ValueError("a calibration curve holds 'full', which loses nothing")
+        return min(within, key=lambda point: (point.ratio, point.upper))
 
 
 def record_path(folder: Path, fingerprint: str, namespace: str) -> Path:
@@ -92,12 +90,12 @@ def read_record(folder: Path, fingerprint: str, namespace: str) -> Calibration |
 
 
 def _parsed(found: Any) -> Calibration:
-    if not isinstance(found, Mapping) or found.get("schema") != SCHEMA:
+    if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
         raise ValueError(f"it is no calibration record of schema {SCHEMA}")
-    if not isinstance(found.get("curve"), list):
-        raise ValueError("it has no curve")
-    curve = tuple(CurvePoint(**_checked(CurvePoint, point)) for point in found["curve"])
-    record = Calibration(**{**_checked(Calibration, found), "curve": curve})
+    curve = tuple(CurvePoint(**point) for point in found.pop("curve", ()))
+    record = Calibration(**found, curve=curve)
+    if not all(math.isfinite(point.ratio + point.upper) for point in curve):
+        raise ValueError("its curve is not finite")
     for name in (record.policy, *(point.policy for point in curve)):
         policy = open_policy(name)
         if isinstance(policy, Budget) or policy.encoder not in (None, record.encoder):
@@ -106,24 +104,56 @@ def _parsed(found: Any) -> Calibration:
     return record
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "float": (float, int),
-    "int": int,
-    "dict[str, str]": dict,
-    "tuple[CurvePoint, ...]": list,
-}
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The concrete policy of a request, with its name in the report (``budget:0.01 -> lego:4``).
+
+    ``fallback`` is the reason for a prefill in full, if any.
+    """
+
+    policy: SelectionPolicy
+    label: str
+    notes: tuple[str, ...] = ()
+    fallback: str | None = None
 
 
-def _checked(kind: type[CurvePoint] | type[Calibration], found: Any) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise TypeError(f"a {kind.__name__} must be an object")
-    out = {}
-    for field in fields(kind):
-        value = found.get(field.name)
-        if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
-            raise TypeError(f"{field.name!r} is missing or of a wrong type")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name!r} is not finite")
-        out[field.name] = value
-    return out
+class Budgets:
+    """Calibrated policies of one model and encoder, from records in the cache ``folder``.
+
+    A namespace's record is read once: a new calibration applies to objects made afterwards.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:
+        self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
+        self._lock = threading.Lock()
+        self._records: dict[str, Calibration | None] = {}
+        self._chosen: dict[tuple[str, float], Chosen] = {}
+
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> Chosen:
+        """The concrete policy: that of the record, or ``full`` with one logged warning per budget.
+
+        Anything but a :class:`Budget` is returned as it is.
+        """
+        if not isinstance(policy, Budget):
+            return Chosen(policy, policy.name)
+        at = namespace, policy.loss
+        with self._lock:
+            if at not in self._chosen:
+                self._chosen[at] = self._resolve(policy, namespace)
+            return self._chosen[at]
+
+    def _resolve(self, budget: Budget, namespace: str) -> Chosen:
+        if namespace not in self._records:
+            self._records[namespace] = read_record(self._folder, self._fingerprint, namespace)
+        record = self._records[namespace]
+        found, why = FULL, None
+        if record is None:
+            why = f"it is not calibrated for this model and namespace {namespace!r}"
+        elif record.encoder != self._encoder:
+            why = f"it was calibrated for the encoder {record.encoder}, and this one is {self._encoder}"
+        elif (found := record.cheapest(budget.loss).policy) == FULL:
+            why = f"none of the candidates calibrated on {record.n} questions is surely within it"
+        if why is not None:
+            log.warning("%s: %s; %s", budget.name, why, _TODO)
+        notes = (f"{budget.name}: {why}",) if why is not None else ()
+        return Chosen(open_policy(found), f"{budget.name} -> {found}", notes)

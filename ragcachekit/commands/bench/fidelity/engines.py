@@ -103,13 +103,12 @@ class Engines:
         return next(iter(self._engines.values())).fingerprint
 
     def prefilled(self, prompt: FidelityPrompt, way: Way) -> tuple[Prefilled, LinkReport]:
-        """Link a prompt and run its last token; RagCacheError as :meth:`answer`."""
-        for _ in range(_TRIES):
-            engine = self._engine(way)
-            linked = engine.link(prompt.prompt, policy=way.policy)
-            if _served(linked.report):
-                return _prefilled(engine.model, linked), linked.report
-        raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
+        """Link a prompt whose chunks are cached and run its last token; RagCacheError as :meth:`answer`."""
+        engine = self._engine(way)
+        linked = engine.link(prompt.prompt, policy=way.policy)
+        if not _served(linked.report):
+            raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
+        return _prefilled(engine.model, linked), linked.report
 
     def answer(self, prompt: FidelityPrompt, way: Way) -> Answer:
         """Generate greedily from cached chunks.

@@ -116,21 +116,15 @@ class Work:
         first, *lines = whole.decode("utf-8", errors="replace").splitlines() or [json.dumps(header)]
         try:
             found = json.loads(first)
-        except ValueError:
-            found = {}
-        if other := [name for name, value in header.items() if found.get(name) != value]:
-            raise RagCacheError(
-                f"{path} belongs to a run with another {' and '.join(other)}; delete it or give another file"
-            )
-        for number, line in enumerate(lines, 2):
-            try:
-                entry = json.loads(line)
+            if other := [name for name, value in header.items() if found.get(name) != value]:
+                raise RagCacheError(
+                    f"{path} is of a run with another {' and '.join(other)}; delete it or give another file"
+                )
+            for entry in map(json.loads, lines):
                 values: dict[str, Any] = entry["result"]
                 values |= {name: tuple(values[name]) for name in ("key_deviation", "value_deviation")}
                 self.results[entry["question"], Way(**entry["way"])] = Measurement(**values)
-            except (ValueError, KeyError, TypeError) as error:
-                raise RagCacheError(
-                    f"{path}, line {number} is damaged; delete the file and start again"
-                ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise RagCacheError(f"{path} is damaged; delete it and start again") from error
         if cut or not whole:
             path.write_text("".join(line + "\n" for line in (first, *lines)), encoding="utf-8")

@@ -1,16 +1,18 @@
-"""Rows of the fidelity bench: means with bootstrap intervals, by question type."""
+"""Rows and tables of the fidelity bench: means with bootstrap intervals, by question type."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from ragcachekit.commands.bench.fidelity.engines import FULL, REUSE, Way
 from ragcachekit.commands.bench.fidelity.measure import Measurement
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from ragcachekit.commands.bench.report import BenchReport, table
 from ragcachekit.commands.bench.resample import Bootstrap
 
 ALL = "all"
@@ -20,9 +22,17 @@ _MEANS = (
     *("answer_tokens", "kl", "ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
 )
 DEVIATIONS = ("key_deviation", "value_deviation")
+_QUALITY = (
+    *("policy", "encoder", "question_type", "ratio_asked", "ratio_spent", "exact_match"),
+    *("f1", "low", "high", "normalized_f1", "rouge_l", "n"),
+)
+_AGAINST_FULL = (
+    *("policy", "encoder", "agreement", "agreement_rouge_l", "agreement_jaccard", "answer_tokens", "kl"),
+    *("key_deviation", "value_deviation", "prompt_tokens", "recomputed_tokens"),
+)
 
 Row = dict[str, Any]
-Results = Mapping[Way, Sequence[Measurement]]
+Results = dict[Way, list[Measurement]]
 """Per way one result per question, in the order of the questions."""
 
 
@@ -37,6 +47,14 @@ def quality_rows(questions: Sequence[FidelityQuestion], results: Results, seed: 
         for way in results
         for kind, inside in members.items()
     ]
+
+
+def tables(report: BenchReport) -> Iterator[Table]:
+    """Quality by question type, and agreement with ``full``."""
+    if rows := report.part(QUALITY).rows:
+        yield table(f"Fidelity: {report.model}", rows, _QUALITY)
+        whole = [row for row in rows if row["question_type"] == ALL]
+        yield table("Against full, all questions", whole, _AGAINST_FULL)
 
 
 def ratio_asked(policy: str) -> float | None:

@@ -22,10 +22,10 @@ from ragcachekit.commands.bench.fidelity.engines import (
     needs_neighbours,
     quantisation,
 )
-from ragcachekit.commands.bench.fidelity.measure import Measurement, Work, measure
+from ragcachekit.commands.bench.fidelity.measure import Work, measure
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest
-from ragcachekit.commands.bench.fidelity.rows import quality_rows
+from ragcachekit.commands.bench.fidelity.rows import Results, quality_rows
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.own_questions import Asking, neighbours_of
 from ragcachekit.commands.workspace import check_dtype, load_checked
@@ -47,9 +47,6 @@ POLICIES = (
     "craft-focused:0.6",
 )
 EMBEDDING, DOCUMENT = "embedding", "document"
-
-Results = dict[Way, list[Measurement]]
-"""Per way one result per question, in the order of the questions."""
 
 
 @dataclass(frozen=True)
