@@ -24,7 +24,6 @@ from ragcachekit.cli.console import (
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
-    from ragcachekit.commands.estimate.run import Estimate
     from ragcachekit.commands.precompute.run import Work
 
 
@@ -151,15 +150,13 @@ def estimate(
     settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
     quiet_loading()
     found = run(settings, note, progress=True)
-    advice = estimate_report.advise(found)
-    report = estimate_report.report(found, advice)
-    for line in (*found.notes, *found.speeds.notes):
+    report = estimate_report.report(found)
+    for line in found.notes:
         note(line)
-    show(_estimated(report.rows[0], found))
-    tiers = estimate_report.part(report, estimate_report.TIERS)
+    show(_estimated(found.log))
+    tiers = report.part(estimate_report.TIERS)
     show(tiers.table("Where chunks come from, and the time to first token", estimate_report.TIER_COLUMNS))
-    for line in advice.lines:
-        typer.echo(line)
+    typer.echo(report.rows[-1]["text"])
     written(report, json, plot, estimate_report.plot)
 
 
@@ -215,22 +212,21 @@ def _amount(work: Work) -> Table:
     }
     if work.seconds is not None:
         rows["time to encode"] = (
-            f"about {work.seconds:.0f} s, from a small sample" if work.seconds >= 1 else "a second or so"
+            f"about {work.seconds:.0f} s, from a few prefills" if work.seconds >= 1 else "a second or so"
         )
     return pairs(rows)
 
 
-def _estimated(row: dict[str, Any], found: Estimate) -> Table:
-    near = [f"{count} within {t:g}" for t, count in found.near.items() if t]
+def _estimated(log: dict[str, Any]) -> Table:
+    foreign = log["chunks_not_in_corpus"]
     rows = {
-        "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
-        f"one: {', '.join(near)}",
-        "prompts": f"{row['prompt_tokens']:.0f} tokens (median); {row['chunk_token_share']:.0%} of all "
-        "tokens are chunks",
-        "chunks": f"{row['chunk_uses']} uses of {row['chunks_touched']} different ones "
-        f"({row['chunk_reuse']:.0%} of the uses come back); the corpus has {row['chunks_in_corpus']}"
-        + (f", {foreign} of those used not among them" if (foreign := row["chunks_not_in_corpus"]) else ""),
-        "KV": f"{size(row['kv_bytes_touched'])} that the log touches, {size(row['kv_bytes_corpus'])} of the "
+        "questions": f"{log['questions']}, {log['repeated']} asked before",
+        "prompts": f"{log['prompt_tokens']:.0f} tokens (median); {log['chunk_token_share']:.0%} of all "
+        "tokens are chunks, the rest is computed every time",
+        "chunks": f"{log['chunk_uses']} uses of {log['chunks_touched']} different ones "
+        f"({log['chunk_reuse']:.0%} of the uses come back); the corpus has {log['chunks_in_corpus']}"
+        + (f", {foreign} of those used not among them" if foreign else ""),
+        "KV": f"{size(log['kv_bytes_touched'])} that the log touches, {size(log['kv_bytes_corpus'])} of the "
         "corpus",
     }
     return pairs(rows)

@@ -110,13 +110,19 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
         say(note)
     store = StoreConfig(disk_path=folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        embedder = MiniLM()
-        index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
-        inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
-        retriever = RagCacheRetriever.wrap(
-            inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY
-        )
-        yield AskSession(rag, retriever, settings.max_new_tokens)
+        yield AskSession(rag, own_retriever(settings, corpus, say, rag), settings.max_new_tokens)
+
+
+def own_retriever(
+    settings: AskSettings, corpus: Corpus, say: Say, rag: RagCache | None = None
+) -> RagCacheRetriever:
+    """Search of a corpus by MiniLM, behind a query cache."""
+    embedder = MiniLM()
+    index = corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
+    inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
+    return RagCacheRetriever.wrap(
+        inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY
+    )
 
 
 def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,12 @@ class ReadingPrompt:
     template: BasePromptTemplate[Any]
     chat: bool
     before: str
+
+    def filled(self, question: str, chunks: Iterable[str]) -> str | list[dict[str, Any]]:
+        """The prompt of a question over chunks: messages, or a string."""
+        value = self.template.format_prompt(context=SEPARATOR.join(chunks), input=question)
+        messages: Any = convert_to_openai_messages(value.to_messages())
+        return messages if self.chat else value.to_string()
 
 
 def prompt_for(tokenizer: Any) -> ReadingPrompt:

@@ -42,7 +42,7 @@ def log(world, tmp_path):
 @pytest.fixture
 def estimated(log, corpus, minilm, prepared, tmp_path, monkeypatch):
     """The estimate of one set of tiers: its outcome, and all of it."""
-    monkeypatch.setattr("ragcachekit.commands.estimate.run.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
     shutil.copytree(prepared, tmp_path / "cache")
 
     def estimate(pick, **changes):
@@ -136,9 +136,9 @@ def test_host_and_disk_from_nothing(estimated, really, tmp_path):
 def test_bytes_of_what_is_touched_are_those_that_are_stored(estimated, really, encoder):
     found, outcome = estimated((False, False), shares=(1.0,), encoder=encoder)
     tiers, stats = really(StoreConfig(host_bytes=1 << 30), encoder=encoder)
-    assert found.figures.kv_bytes_touched == stats["host"].nbytes
+    assert found.log["kv_bytes_touched"] == stats["host"].nbytes
     assert tiers_of(outcome) == tiers
-    assert found.figures.chunks_touched + 1 == stats["host"].entries  # and the text before the first chunk
+    assert found.log["chunks_touched"] + 1 == stats["host"].entries  # and the text before the first chunk
 
 
 def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_path):
@@ -147,4 +147,4 @@ def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_pa
     with open_run(settings) as opened:
         opened.run()
     stored = [kv.nbytes for kv in kv_of(settings.folder.kv)]
-    assert (found.figures.chunks_in_corpus, found.figures.kv_bytes_corpus) == (len(stored), sum(stored))
+    assert (found.log["chunks_in_corpus"], found.log["kv_bytes_corpus"]) == (len(stored), sum(stored))
