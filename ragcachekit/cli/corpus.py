@@ -32,7 +32,7 @@ def ask(
     questions: Annotated[
         list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
@@ -49,11 +49,9 @@ def ask(
 
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.ask import AskSettings, open_session
 
-    settings = opt.settings_of(AskSettings, locals(), model=chosen)
+    settings = opt.settings_of(AskSettings, locals())
     quiet_loading()
     with open_session(settings, note) as session:
         for question in questions or _typed():
@@ -66,7 +64,7 @@ def ask(
 
 def precompute(
     corpus: opt.CorpusDir,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     cache: opt.CacheDir = None,
@@ -84,11 +82,9 @@ def precompute(
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype.
     """
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, None if dry_run else cache)
     from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
 
-    settings = opt.settings_of(PrecomputeSettings, locals(), model=chosen)
+    settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
     if dry_run:
         work = estimate(settings)
@@ -121,7 +117,7 @@ def estimate(
         ),
     ],
     corpus: opt.CorpusDir,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
@@ -138,16 +134,14 @@ def estimate(
     plot: opt.Plot = None,
 ) -> None:
     """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
-    chosen = opt.model_given(model)
     from ragcachekit.commands.estimate.log import read_log
 
     read_log(log)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.estimate import report as estimate_report
     from ragcachekit.commands.estimate.run import EstimateSettings, run
 
     shares, evictions = opt.numbers("--host", host), opt.names(eviction)
-    settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
+    settings = opt.settings_of(EstimateSettings, locals())
     quiet_loading()
     found = run(settings, note, progress=True)
     report = estimate_report.report(found)

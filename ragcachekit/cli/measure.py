@@ -23,7 +23,7 @@ Neighbours = Annotated[
 
 
 def check_model(
-    model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")] = None,
+    model: opt.ModelArgument = "",
     json: opt.Json = None,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
@@ -32,12 +32,11 @@ def check_model(
 
     Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
     """
-    chosen = opt.model_given(model)
     quiet_loading()
     from ragcachekit.commands import check_model as module
 
-    checked = module.run(chosen, device=device, dtype=dtype)
-    written(module.report(checked, chosen), json)
+    checked = module.run(model, device=device, dtype=dtype)
+    written(module.report(checked, model), json)
     rows = {"family": checked.family, "status": checked.status, "reason": checked.reason}
     if checked.max_abs_diff is not None:
         rows["max difference"] = (
@@ -48,9 +47,9 @@ def check_model(
 
 
 def calibrate(
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     questions: opt.QuestionsFile = None,
-    corpus: opt.ProbedCorpus = None,
+    corpus: opt.OptionalCorpus = None,
     encoder: Annotated[str, typer.Option("--encoder", help="standalone, similar:1, ...")] = "standalone",
     neighbours: Annotated[
         str,
@@ -70,17 +69,14 @@ def calibrate(
     plot: opt.Plot = None,
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, cache)
-    opt.check_questions(questions)
     from ragcachekit.commands.calibrate import run as module
 
     quiet_loading()
     settings = opt.settings_of(
-        module.CalibrateSettings, locals(), model=chosen, policies=opt.names(policies), cache_dir=cache
+        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
     )
     record = module.run(settings, progress=True)
-    report = module.report(record, chosen)
+    report = module.report(record, model)
     columns = ("policy", "ratio_spent", "f1", "loss", "doubt", "upper", "within", "chosen")
     show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
     typer.echo(module.summary(record))
@@ -96,7 +92,7 @@ def ttft(
             help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out.",
         ),
     ] = None,
-    model: opt.ModelName = None,
+    model: opt.OptionalModel = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of the whole prompt.")] = 2048,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Of each chunk, about.")] = 490,
     question_tokens: Annotated[int, typer.Option("--question-tokens", min=1)] = 64,
@@ -136,9 +132,7 @@ def query_cache(
     log: Annotated[
         Path | None, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")
     ] = None,
-    corpus: Annotated[
-        Path | None, typer.Option("--corpus", help="With --log: the folder that they are asked about.")
-    ] = None,
+    corpus: opt.OptionalCorpus = None,
     chunk_tokens: opt.ChunkTokens = 200,
     lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
     seed: opt.Seed = 0,
@@ -148,7 +142,6 @@ def query_cache(
     """Lookup times at 300 and 1,000 entries, the wrapper's overhead, hit rates of your own questions."""
     if (log is None) != (corpus is None):
         raise ValueError("hit rates need both --log with your questions and --corpus with your documents")
-    opt.check_folders(corpus, None)
     if log is None and plot is not None:
         raise ValueError("there is no sweep to draw: give --log and --corpus")
     from ragcachekit.commands.bench import query_cache as module
@@ -179,9 +172,9 @@ def show_query_cache(report: BenchReport) -> None:
 
 
 def fidelity(
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     questions: opt.QuestionsFile = None,
-    corpus: opt.ProbedCorpus = None,
+    corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
     neighbours: Neighbours = "embedding",
@@ -200,16 +193,13 @@ def fidelity(
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
-    chosen = opt.model_given(model)
-    opt.check_questions(questions)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.bench.fidelity import run as module
     from ragcachekit.commands.bench.fidelity.report import plot as draw
     from ragcachekit.commands.bench.fidelity.report import tables
 
     quiet_loading()
     lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
-    settings = opt.settings_of(module.FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
+    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
     resumed(lambda work: module.run(settings, work=work, progress=True), tables, draw, resume, json, plot)
 
 

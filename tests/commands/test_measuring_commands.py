@@ -149,25 +149,6 @@ def test_bench_query_cache_says_what_to_give(command, arguments, message):
     assert message in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("demo", "--quick"), "demo"),
-        (("demo", "--help"), "demo"),
-        (("bench", "eviction", "--traces", "zipf"), "eviction"),
-        (("bench", "planner"), "planner"),
-        (("bench", "store", "--sizes", "1"), "store"),
-        (("bench", "kernels"), "kernels"),
-        (("bench", "budget", "--budgets", "0.01"), "budget"),
-    ],
-)
-def test_what_proves_our_claims_says_where_it_went(command, arguments, name):
-    result = command(*arguments)
-    assert result.exit_code == 2
-    assert f"run `python -m benchmarks {name}` in a checkout" in result.output
-    assert name not in command("bench", "--help").stdout.split()
-
-
 def test_check_model_needs_a_model(command):
     result = command("check-model")
     assert result.exit_code == 2
