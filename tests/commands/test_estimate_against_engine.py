@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
-from langchain_ragcachekit import RagCacheRetriever
 from ragcachekit import RagCache, StoreConfig
-from ragcachekit.commands.ask import AskSession, IndexRetriever, corpus_index
+from ragcachekit.commands.ask import AskSession, CorpusSearch, corpus_index
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate.run import EstimateSettings, run
 from ragcachekit.commands.estimate.speed import assumed
@@ -64,7 +63,7 @@ def estimated(log, corpus, minilm, prepared, tmp_path, monkeypatch):
 
 @pytest.fixture
 def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
-    """The chain of `ask` over the log: tiers of all its segments in order, and the store's last counts."""
+    """The session of `ask` over the log: tiers of all its segments in order, and the store's last counts."""
     # Eviction weighs measured prefill times; those that the estimate assumes come out the same every time.
     profile = assumed(reader[0], None).profile
     monkeypatch.setattr(
@@ -85,9 +84,7 @@ def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
         ) as rag:
             # What is read ahead is promoted in an order that depends on the threads' timing.
             rag.prefetch = lambda *_, **__: None
-            inner = IndexRetriever(index=index, corpus=chunks, embedder=minilm, k=k)
-            retriever = RagCacheRetriever.wrap(inner, embeddings=minilm, cache=rag)
-            session = AskSession(rag, retriever, 1)
+            session = AskSession(rag, CorpusSearch(index, chunks, minilm, k, 0.0), 1)
             tiers = []
             for line in log.read_text().splitlines():
                 report = session.ask(json.loads(line)["query"]).report["link"]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.ask import AskSettings, Say, own_retriever
+from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
 from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import model_folder
@@ -19,7 +19,7 @@ from ragcachekit.commands.estimate.log import LoggedQuery, read_log
 from ragcachekit.commands.estimate.replay import Request, Served, Tiers, Use, replay
 from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
 from ragcachekit.commands.own_files import one_token
-from ragcachekit.commands.reading_prompt import prompt_for
+from ragcachekit.commands.reading_prompt import SEPARATOR, prompt_for
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.kv import ChunkKV
@@ -127,7 +127,9 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     for query, texts in tqdm(retrieved, unit="prompt", desc="planning", total=len(log), disable=not progress):
         planner.registry.add(settings.namespace, texts)
         try:
-            wanted = planner.request(prompt.filled(query.query, texts), settings.namespace, policy)
+            wanted = planner.request(
+                prompt.filled(SEPARATOR.join(texts), query.query), settings.namespace, policy
+            )
         except PromptTooLong as error:
             raise ValueError(f"line {query.line} of the log: {error}") from error
         requests.append(_request(planner.plan(wanted), token))
@@ -161,11 +163,10 @@ def _retrieved(
     """Texts for every question, as its line names them or as ``ask`` finds them."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its documents.
-    searched = any(query.docs is None for query in log)
-    retriever = own_retriever(settings, corpus, say) if searched else None
+    search = CorpusSearch.of(settings, corpus, say) if any(query.docs is None for query in log) else None
     for query in log:
-        if retriever is not None and query.docs is None:
-            yield tuple(document.page_content for document in retriever.invoke(query.query))
+        if search is not None and query.docs is None:
+            yield tuple(chunk.text for chunk in search(query.query).documents)
             continue
         for doc in query.docs or ():
             if doc not in named and _CHUNK_NAME.fullmatch(doc):
