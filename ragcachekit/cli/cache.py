@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 ContentDir = Annotated[
     str | None,
     typer.Option(
-        "--cache",
-        help="Cache folder of `ask` and `precompute`, or disk_path of a StoreConfig; default: the user's own.",
+        help="Cache folder of `ask` and `precompute`, or disk_path of a StoreConfig; default: the user's own."
     ),
 ]
 
@@ -101,7 +100,7 @@ def _list(what: str, found: Sequence[BadEntry]) -> None:
 
 def clear(
     cache: ContentDir = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", help="Only this one.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete KV and vector indexes (the KV of one namespace only, if one is named)."""

@@ -111,9 +111,8 @@ def estimate(
     log: Annotated[
         str,
         typer.Option(
-            "--log",
             help='Questions, one per line: plain, or {"query": ..., "docs": [...]}; '
-            "docs are texts or file#number, what your retriever returned.",
+            "docs are texts or file#number, what your retriever returned."
         ),
     ],
     corpus: opt.CorpusDir,
@@ -122,10 +121,10 @@ def estimate(
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,
-    host: Annotated[str, typer.Option("--host", help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
-    eviction: Annotated[str, typer.Option("--eviction", help="Policies to compare.")] = "lru,pgdsf",
+    host: Annotated[str, typer.Option(help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
+    eviction: Annotated[str, typer.Option(help="Policies to compare.")] = "lru,pgdsf",
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Or assume a machine.")] = True,
-    disk_gbps: Annotated[float | None, typer.Option("--disk-gbps", help="Default: it is measured.")] = None,
+    disk_gbps: Annotated[float | None, typer.Option(help="Default: it is measured.")] = None,
     cache: opt.CacheDir = None,
     chunk_tokens: opt.ChunkTokens = 200,
     device: opt.Device = None,

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
     from ragcachekit.commands.bench.report import BenchReport
 
 Neighbours = Annotated[
-    str,
-    typer.Option("--neighbours", help="Of similar:n: embedding (all-MiniLM) or document (chunks before)."),
+    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
 ]
 
 
 def check_model(
-    model: opt.ModelArgument = "",
-    json: opt.Json = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = "auto",
+    model: opt.ModelArgument = "", json: opt.Json = None, device: opt.Device = None, dtype: opt.Dtype = "auto"
 ) -> None:
     """Check whether chunk KV can be reused on a model without changing what it computes.
 
@@ -50,12 +46,11 @@ def calibrate(
     model: opt.Model = "",
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
-    encoder: Annotated[str, typer.Option("--encoder", help="standalone, similar:1, ...")] = "standalone",
+    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
     neighbours: Annotated[
-        str,
-        typer.Option("--neighbours", help="Of similar:n: similar (all-MiniLM) or preceding (in file)."),
+        str, typer.Option(help="Of similar:n: similar (all-MiniLM) or preceding (in file).")
     ] = "similar",
-    budget: Annotated[float, typer.Option("--budget", help="F1 that may be lost against full.")] = 0.01,
+    budget: Annotated[float, typer.Option(help="F1 that may be lost against full.")] = 0.01,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
     probes: opt.Probes = 200,
@@ -88,20 +83,17 @@ def ttft(
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape",
-            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out.",
+            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
         ),
     ] = None,
     model: opt.OptionalModel = None,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of the whole prompt.")] = 2048,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Of each chunk, about.")] = 490,
-    question_tokens: Annotated[int, typer.Option("--question-tokens", min=1)] = 64,
-    policies: Annotated[str, typer.Option("--policies", help="With commas between.")] = "full,lego:16,reuse",
-    tiers: Annotated[
-        str, typer.Option("--tiers", help="Where the KV lies: gpu, host, disk, disk-cold.")
-    ] = "host",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the whole prompt.")] = 2048,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
+    question_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "full,lego:16,reuse",
+    tiers: Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")] = "host",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "float32",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 5,
     device: opt.DeviceOrCpu = "cpu",
     seed: opt.Seed = 0,
     json: opt.Json = None,
@@ -129,12 +121,10 @@ def ttft(
 
 
 def query_cache(
-    log: Annotated[
-        Path | None, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")
-    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Your questions, one per line, as for `estimate`.")] = None,
     corpus: opt.OptionalCorpus = None,
     chunk_tokens: opt.ChunkTokens = 200,
-    lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
+    lookups: Annotated[int, typer.Option(min=1, help="Timed lookups of each kind.")] = 2000,
     seed: opt.Seed = 0,
     json: opt.Json = None,
     plot: opt.Plot = None,
