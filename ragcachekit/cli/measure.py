@@ -139,7 +139,7 @@ def query_cache(
     quiet_loading()
     found = None
     if log is not None and corpus is not None:
-        from ragcachekit.commands.own_workload import workload  # its embedding model is an extra
+        from ragcachekit.commands.own_questions import workload
 
         found = workload(log, corpus, chunk_tokens, progress=True)
     else:

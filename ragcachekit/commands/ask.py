@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus, CorpusChunk
-from ragcachekit.commands.embedding import DIM, MiniLM, model_folder
+from ragcachekit.commands.embedding import DIM, MiniLM
 from ragcachekit.commands.own_files import OwnFiles, at_least_1
 from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_for
 from ragcachekit.config import StoreConfig
@@ -126,13 +125,10 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
     """
-    model_folder()
-    folder = settings.folder
-    check_writable(folder.path)
-    corpus = settings.read_corpus()
+    corpus = settings.checked_corpus()
     for note in corpus.notes:
         say(note)
-    store = StoreConfig(disk_path=folder.kv, disk_bytes=settings.disk_bytes)
+    store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
         yield AskSession(rag, CorpusSearch.of(settings, corpus, say), settings.max_new_tokens)
 

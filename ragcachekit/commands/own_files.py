@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
+from ragcachekit.commands.embedding import model_folder
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
@@ -64,6 +66,12 @@ class OwnFiles:
         """Read the corpus, cut by the model's tokenizer, before the model is loaded."""
         tokenizer = load_tokenizer(self.model)
         return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
+
+    def checked_corpus(self) -> Corpus:
+        """Read the corpus, after a look for the embedding model and at the cache folder."""
+        model_folder()
+        check_writable(self.folder.path)
+        return self.read_corpus()
 
     def open_engine(
         self,

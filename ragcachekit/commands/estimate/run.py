@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import model_folder
 from ragcachekit.commands.estimate.log import LoggedQuery, read_log
 from ragcachekit.commands.estimate.replay import Request, Served, Tiers, Use, replay
 from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
@@ -113,10 +111,7 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     Raises ValueError for a bad line of the log or a prompt longer than the model's context, with the line's
     number; CorpusError, RetrievalError, RagCacheError, ModelNotSupported as ``ask``.
     """
-    log, folder = read_log(settings.log), settings.folder
-    model_folder()
-    check_writable(folder.path)
-    corpus = settings.read_corpus()
+    log, corpus = read_log(settings.log), settings.checked_corpus()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     rope, policy, prompt = describe_rope(model), open_policy(settings.policy), prompt_for(tokenizer)
     token = one_token(model, rope)
@@ -135,7 +130,9 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
         requests.append(_request(planner.plan(wanted), token))
 
     disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
-    speeds = measured(model, rope, token, folder.path, disk) if settings.measure else assumed(model, disk)
+    speeds = assumed(model, disk)
+    if settings.measure:
+        speeds = measured(model, rope, token, settings.folder.path, disk)
     figures = _figures(log, requests, ahead, token.nbytes, speeds)
     figures |= {"measured": settings.measure, "disk_gb_per_s": speeds.disk / 1e9}
     # Below what one prompt uses, a tier would refuse what the prompt misses.

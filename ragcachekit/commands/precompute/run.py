@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcachekit.commands.ask import Say, corpus_index
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import MiniLM, model_folder
+from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.own_files import OwnFiles, one_token
 from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
 from ragcachekit.commands.reading_prompt import prompt_for
@@ -92,9 +91,7 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
-    model_folder()
-    check_writable(settings.folder.path)
-    corpus = settings.read_corpus()
+    corpus = settings.checked_corpus()
     disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
     with closing(disk), settings.open_engine(disk, corpus, cold="never") as rag:
         run = PrecomputeRun(settings, rag, corpus, disk.__contains__, say)
