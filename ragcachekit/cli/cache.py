@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal as size
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from ragcachekit.cli.console import errors, show, size
+from ragcachekit.cli.console import errors, show
 
 if TYPE_CHECKING:
     from ragcachekit.commands.cache_content import CacheContent

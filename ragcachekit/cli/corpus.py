@@ -7,20 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal as size
 from rich.table import Table
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import (
-    INTERRUPTED,
-    counted,
-    errors,
-    note,
-    pairs,
-    quiet_loading,
-    show,
-    size,
-    written,
-)
+from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, quiet_loading, show, written
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
@@ -204,9 +195,7 @@ def _amount(work: Work) -> Table:
         f"{size(work.todo_bytes)} of KV",
     }
     if work.seconds is not None:
-        rows["time to encode"] = (
-            f"about {work.seconds:.0f} s, from a few prefills" if work.seconds >= 1 else "a second or so"
-        )
+        rows["time to encode"] = f"about {work.seconds:.1f} s, from a few prefills"
     return pairs(rows)
 
 

@@ -137,14 +137,14 @@ def query_cache(
     from ragcachekit.commands.bench import query_cache as module
 
     quiet_loading()
-    found = None
+    asked = None
     if log is not None and corpus is not None:
         from ragcachekit.commands.own_questions import workload
 
-        found = workload(log, corpus, chunk_tokens, progress=True)
+        asked = workload(log, corpus, chunk_tokens, progress=True)
     else:
         note("no hit rates: give --log with your questions and --corpus with your documents for them")
-    report = module.measure(found, lookups=lookups, seed=seed)
+    report = module.measure(asked, lookups=lookups, seed=seed)
     show_query_cache(report)
     written(report, json, plot, module.plot)
 

@@ -12,17 +12,11 @@ from ragcachekit.commands.estimate.run import Estimate, Outcome, Row
 from ragcachekit.config import StoreConfig
 from ragcachekit.plan.link_plan import COMPUTED
 
-LEAST_SPEEDUP = 1.1
-"""Least advantage in mean time to first token for which anything is advised."""
+LEAST_SPEEDUP = 1.1  # in mean time to first token, for anything to be advised
+ALIKE = 1.03  # ratio of mean times up to which the simpler tiers are advised
+LOGS = 10  # logs like this one within which encoding ahead must save its own time
 
-ALIKE = 1.03
-"""Ratio of mean times below which tiers count as equal; the simpler ones are then advised."""
-
-LOGS = 10
-"""Number of logs like this one within which encoding ahead must save its own time."""
-
-LOG, TIERS, ADVICE = "log", "tiers", "advice"
-"""Parts of the report."""
+LOG, TIERS, ADVICE = "log", "tiers", "advice"  # parts of the report
 
 TIER_COLUMNS = (
     *("host_mb", "share_of_touched", "eviction", "disk", "precomputed"),
@@ -83,9 +77,8 @@ def _store_config(log: Row, chosen: Outcome) -> str:
 
 
 def _rounded(nbytes: int) -> int:
-    """Rounded up to two digits, and to whole megabytes."""
-    step = max(int(10 ** (len(str(nbytes)) - 2)), 1_000_000)
-    return -(-nbytes // step) * step
+    """Rounded up to whole megabytes."""
+    return -(-nbytes // 1_000_000) * 1_000_000
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,11 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.entry.file import entry_name
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
-from ragcachekit.types import KVKey
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,12 @@ def estimate(settings: PrecomputeSettings) -> Work:
 
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
-    corpus, kv = settings.read_corpus(), settings.folder.kv
-
-    def on_disk(key: KVKey) -> bool:  # opening a store would create its folder
-        return (kv / entry_name(key.digest())).is_file()
-
+    corpus = settings.read_corpus()
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
         settings.open_engine(NullStore(), corpus, cache_dir=Path(scratch), cold="never") as rag,
     ):
-        run = PrecomputeRun(settings, rag, corpus, on_disk)
+        run = PrecomputeRun(settings, rag, corpus)
         return replace(run.work, seconds=run.estimated_seconds()) if run.todo else run.work
 
 
@@ -94,7 +90,7 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     corpus = settings.checked_corpus()
     disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
     with closing(disk), settings.open_engine(disk, corpus, cold="never") as rag:
-        run = PrecomputeRun(settings, rag, corpus, disk.__contains__, say)
+        run = PrecomputeRun(settings, rag, corpus, say)
         needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
         _check_room(needed, sum(tier.budget - tier.nbytes for tier in disk.stats()), settings.folder)
         yield run
@@ -108,19 +104,14 @@ class PrecomputeRun:
     """
 
     def __init__(
-        self,
-        settings: PrecomputeSettings,
-        rag: RagCache,
-        corpus: Corpus,
-        is_stored: Callable[[KVKey], bool],
-        say: Say = lambda _: None,
+        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, say: Say = lambda _: None
     ) -> None:
-        self._settings, self._rag, self._corpus, self._is_stored = settings, rag, corpus, is_stored
-        self._say, self._system = say, prompt_for(rag.tokenizer).before
+        self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
+        self._system = prompt_for(rag.tokenizer).before
         planner = settings.planner(rag.model, rag.tokenizer, rag.fingerprint, corpus)
         policy = open_policy(settings.policy)
         self._chunks = planner.missing(corpus.texts, rag.namespace, policy, self._system)
-        self.todo = [chunk for chunk in self._chunks if not is_stored(chunk.key)]
+        self.todo = [chunk for chunk in self._chunks if not self._is_stored(chunk)]
         self._scope = Scope(
             rag.namespace,
             str(Path(settings.corpus).expanduser().resolve()),
@@ -158,7 +149,7 @@ class PrecomputeRun:
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
         write_manifest(folder.manifests, self._scope, self._listed)
         self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
-        if lost := sum(not self._is_stored(chunk.key) for chunk in self._chunks):
+        if lost := sum(not self._is_stored(chunk) for chunk in self._chunks):
             raise StoreError(
                 f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
                 "and run the same command again"
@@ -172,6 +163,9 @@ class PrecomputeRun:
         model = self._rag.model
         profile = measure_profile(model, context=describe_rope(model).context)
         return sum(profile.seconds(0, len(one.encoding.behind) + len(one.token_ids)) for one in self.todo)
+
+    def _is_stored(self, chunk: Missing) -> bool:
+        return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder) -> None:
