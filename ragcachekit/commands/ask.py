@@ -18,6 +18,7 @@ from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_fo
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RetrievalError
+from ragcachekit.query.base import ResultId
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
 from ragcachekit.search.base import VectorIndex
@@ -61,30 +62,21 @@ class Asked:
 
 
 class CorpusSearch:
-    """The ``k`` chunks of a corpus nearest to a question, behind a query cache."""
+    """Search of a corpus behind a query cache, over the stored index, which is brought up to date."""
 
-    def __init__(
-        self, index: VectorIndex, corpus: Corpus, embedder: MiniLM, k: int, tolerance: float
-    ) -> None:
-        self._index, self._corpus, self._embedder, self._k = index, corpus, embedder, k
-        self._cache = CachedRetrieval[CorpusChunk](ProximityCache(CAPACITY, tolerance))
-
-    @classmethod
-    def of(cls, settings: AskSettings, corpus: Corpus, say: Say) -> CorpusSearch:
-        """Over the stored index, which is brought up to date."""
-        embedder = MiniLM()
-        index = corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
-        return cls(index, corpus, embedder, settings.k, settings.tolerance)
+    def __init__(self, settings: AskSettings, corpus: Corpus, say: Say) -> None:
+        self._chunks, self._k, self._embedder = corpus.by_id, settings.k, MiniLM()
+        self._index = corpus_index(settings, corpus, self._embedder, say)
+        self._cache = CachedRetrieval[CorpusChunk](ProximityCache(CAPACITY, settings.tolerance))
 
     def __call__(self, question: str) -> Retrieved[CorpusChunk]:
         """Chunks of a near enough earlier question, else of a search."""
         vector = self._embedder.embed([question])[0]
-        chunks = self._corpus.by_id
-        return self._cache.get(
-            vector,
-            "corpus",
-            lambda: [(id, chunks[str(id)]) for id in self._index.search(vector, self._k).ids],
-        )
+
+        def search() -> list[tuple[ResultId, CorpusChunk]]:
+            return [(id, self._chunks[str(id)]) for id in self._index.search(vector, self._k).ids]
+
+        return self._cache.get(vector, "corpus", search)
 
 
 class AskSession:
@@ -130,13 +122,13 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
         say(note)
     store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        yield AskSession(rag, CorpusSearch.of(settings, corpus, say), settings.max_new_tokens)
+        yield AskSession(rag, CorpusSearch(settings, corpus, say), settings.max_new_tokens)
 
 
-def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:
-    """Vector index of a corpus, stored in the folder ``place``; only new chunks are embedded."""
-    name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
-    path = place / f"minilm-{name}.index"
+def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say) -> VectorIndex:
+    """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
+    folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
+    path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
     index, held = _stored_index(path, say)
     gone = [id for id in held if id not in corpus.by_id]
     new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
@@ -146,7 +138,7 @@ def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, sa
         say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
-        place.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         index.save(path)
     return index
 

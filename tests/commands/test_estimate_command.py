@@ -14,9 +14,8 @@ from ragcachekit.commands.workspace import load_tokenizer
 
 
 @pytest.fixture
-def estimate(command, corpus, minilm, prepared, tmp_path, monkeypatch):
+def estimate(command, corpus, one_minilm, prepared, tmp_path):
     """Run it over lines of a log, without measuring."""
-    monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
     shutil.copytree(prepared, tmp_path / "cache")
 
     def run(lines, *arguments, measure="--no-measure"):
@@ -127,12 +126,12 @@ def test_no_embedding_where_the_log_names_all_documents(estimate, chunks, monkey
     assert result.exit_code == 0, result.output
 
 
-def test_measuring_takes_real_speeds(estimate, rows, monkeypatch):
+def test_prefills_are_measured_and_the_rest_is_said_to_be_assumed(estimate, rows, monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.estimate.speed.MEASURE_SECONDS", 0.2)
     result = estimate(["Where was he born?"] * 2, "--host", "1", measure="--measure")
     assert result.exit_code == 0, result.output
-    assert "page cache dropped" in result.output
-    assert rows("log")[0]["disk_gb_per_s"] > 0
+    assert "prefills measured on cpu" in result.output
+    assert "assumed: KV from the disk at 1.00 GB/s (--disk-gbps)" in result.output
     estimate(["Where was he born?"] * 2, "--host", "1", "--disk-gbps", "2.5")
     assert rows("log")[0]["disk_gb_per_s"] == 2.5
 

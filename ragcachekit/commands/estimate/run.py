@@ -15,14 +15,15 @@ from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
 from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.estimate.log import LoggedQuery, read_log
 from ragcachekit.commands.estimate.replay import Request, Served, Tiers, Use, replay
-from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
+from ragcachekit.commands.estimate.speed import Speeds, speeds_of
 from ragcachekit.commands.own_files import one_token
-from ragcachekit.commands.reading_prompt import SEPARATOR, prompt_for
+from ragcachekit.commands.reading_prompt import SEPARATOR, ReadingPrompt, prompt_for
 from ragcachekit.commands.workspace import load_checked
+from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.row_cost import row_cost_of
 from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk, VariantPolicy
 from ragcachekit.policies.registry import open_policy
@@ -38,8 +39,8 @@ class EstimateSettings(AskSettings):
     """What ``ragcachekit estimate`` takes; ``k`` chunks are retrieved where the log names none.
 
     ``shares`` are host budgets, as shares of the KV that the log touches, at least what one prompt uses;
-    ``evictions`` are compared in the host tier; without ``measure`` hardware is assumed; ``disk_gbps`` is the
-    disk's speed, measured where it is None.
+    ``evictions`` are compared in the host tier; without ``measure`` the speed of prefills is assumed, without
+    ``disk_gbps`` that of the disk.
     """
 
     log: str = field(kw_only=True)
@@ -117,22 +118,12 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     token = one_token(model, rope)
     planner = settings.planner(model, tokenizer, "estimate", corpus)
     ahead = planner.missing(corpus.texts, settings.namespace, policy, prompt.before)
-    requests = []
-    retrieved = zip(log, _retrieved(settings, log, corpus, say), strict=True)
-    for query, texts in tqdm(retrieved, unit="prompt", desc="planning", total=len(log), disable=not progress):
-        planner.registry.add(settings.namespace, texts)
-        try:
-            wanted = planner.request(
-                prompt.filled(SEPARATOR.join(texts), query.query), settings.namespace, policy
-            )
-        except PromptTooLong as error:
-            raise ValueError(f"line {query.line} of the log: {error}") from error
-        requests.append(_request(planner.plan(wanted), token))
+    retrieved = _retrieved(settings, log, corpus, say)
+    lines = tqdm(zip(log, retrieved, strict=True), "planning", len(log), unit="prompt", disable=not progress)
+    requests = [_request(settings, planner, prompt, token, *line) for line in lines]
 
-    disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
-    speeds = assumed(model, disk)
-    if settings.measure:
-        speeds = measured(model, rope, token, settings.folder.path, disk)
+    disk = settings.disk_gbps and settings.disk_gbps * 1e9
+    speeds = speeds_of(model, context=rope.context, layers=token.layers, measure=settings.measure, disk=disk)
     figures = _figures(log, requests, ahead, token.nbytes, speeds)
     figures |= {"measured": settings.measure, "disk_gb_per_s": speeds.disk / 1e9}
     # Below what one prompt uses, a tier would refuse what the prompt misses.
@@ -160,7 +151,7 @@ def _retrieved(
     """Texts for every question, as its line names them or as ``ask`` finds them."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its documents.
-    search = CorpusSearch.of(settings, corpus, say) if any(query.docs is None for query in log) else None
+    search = CorpusSearch(settings, corpus, say) if any(query.docs is None for query in log) else None
     for query in log:
         if search is not None and query.docs is None:
             yield tuple(chunk.text for chunk in search(query.query).documents)
@@ -174,18 +165,31 @@ def _retrieved(
         yield tuple(named.get(doc, doc) for doc in query.docs or ())
 
 
-def _request(plan: LinkPlan, token: ChunkKV) -> Request:
+def _request(
+    settings: EstimateSettings,
+    planner: PromptPlanner,
+    prompt: ReadingPrompt,
+    token: ChunkKV,
+    query: LoggedQuery,
+    texts: tuple[str, ...],
+) -> Request:
     """What a plan over an empty store misses is all that the prompt could use."""
-    assert plan.request is not None, "only a plan made by hand has none"
-    useful = {item.key for item in plan.missing}
+    planner.registry.add(settings.namespace, texts)
+    filled, policy = prompt.filled(SEPARATOR.join(texts), query.query), open_policy(settings.policy)
+    try:
+        request = planner.request(filled, settings.namespace, policy)
+    except PromptTooLong as error:
+        raise ValueError(f"line {query.line} of the log: {error}") from error
+    useful = {item.key for item in planner.plan(request).missing}
     uses = []
-    for want in plan.request.wanted:
+    for want in request.wanted:
         if want.key in useful:
             tokens = len(want.token_ids)
             chunk = PlacedChunk(want.key.chunk_id, want.start, tokens, want.exact)
-            cost = row_cost_of(plan.request.policy, chunk, token.layers)
-            uses.append(Use(want.key, tokens, tokens * token.nbytes, cost))
-    return Request(len(plan.token_ids), tuple(uses), plan.report.fallback)
+            uses.append(
+                Use(want.key, tokens, tokens * token.nbytes, row_cost_of(policy, chunk, token.layers))
+            )
+    return Request(len(request.token_ids), tuple(uses), request.fallback)
 
 
 def _figures(

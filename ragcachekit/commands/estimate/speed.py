@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ragcachekit.commands.estimate.replay import DISK, HOST, Served, Use
-from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.model.prefill_timing import measure_profile
-from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.load_planner import pipelined, pipelined_twice
 from ragcachekit.plan.row_cost import scoring_pass_of
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.types import KVKey
 
 MEASURE_SECONDS = 5.0
-_SAMPLE_TOKENS, _REPEATS = 256, 5
 
 ASSUMED_DISK = 1e9
-ASSUMED_COPY = 5e9
+ASSUMED_COPY = {"cpu": 5e9, "cuda": 2e10}
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 1e14}
 ASSUMED_MEMORY = {"cpu": 1e10, "cuda": 1e12}
-"""Bytes and operations per second of modest hardware, used where nothing is measured."""
+"""Bytes and operations per second of modest hardware."""
 
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Prefill profile, bytes per second from the disk and into a prompt's cache, and their sources."""
+    """Prefill profile, bytes per second from the disk and into a prompt's cache, and where they are from."""
 
     profile: PrefillProfile
     disk: float
@@ -77,33 +64,30 @@ class Speeds:
         return self.profile.seconds(tokens - rows, rows)
 
 
-def measured(model: Any, rope: Rope, token: ChunkKV, folder: Path, disk: float | None) -> Speeds:
-    """Measure this machine with this model, for a few seconds.
+def speeds_of(model: Any, *, context: int, layers: int, measure: bool, disk: float | None) -> Speeds:
+    """Speeds of a model on its device.
 
-    ``token`` is the KV of one token, ``folder`` the cache folder, ``disk`` its bytes per second if known.
+    Prefills of a few lengths are measured, or assumed; ``disk`` is in bytes per second, assumed if None.
     """
-    profile = measure_profile(model, context=rope.context, budget=MEASURE_SECONDS)
-    # Random: repeated rows would be read from the processor's cache.
-    random = token.each(lambda t: torch.rand(t.shape[0], _SAMPLE_TOKENS, t.shape[2]).to(t.dtype))
-    sample = replace(random, sums={})
-    copy = sample.nbytes / median(_place_seconds(rope, sample, model.device) for _ in range(_REPEATS))
-    source = "as given"
-    if disk is None:
-        disk = sample.nbytes / _read_seconds(sample, folder)
-        source = f"measured in {folder}, page cache dropped"
+    kind, disk = _kind(model), disk or ASSUMED_DISK
+    if measure:
+        profile = measure_profile(model, context=context, budget=MEASURE_SECONDS)
+        source = f"measured on {model.device} (about {MEASURE_SECONDS:.0f} s)"
+    else:
+        profile = assumed_profile(model)
+        source = f"assumed at {ASSUMED_FLOPS[kind] / 1e9:,.0f} GFLOP/s ({kind})"
     note = (
-        f"prefills measured on {model.device} (about {MEASURE_SECONDS:.0f} s); "
-        f"disk: {disk / 1e9:.2f} GB/s, {source}; into place: {copy / 1e9:.2f} GB/s, measured"
+        f"prefills {source}; assumed: KV from the disk at {disk / 1e9:.2f} GB/s (--disk-gbps), "
+        f"into place at {ASSUMED_COPY[kind] / 1e9:.2f} GB/s"
     )
-    return Speeds(profile, disk, copy, sample.layers, note)
+    return Speeds(profile, disk, ASSUMED_COPY[kind], layers, note)
 
 
-def assumed(model: Any, disk: float | None) -> Speeds:
-    """Arithmetic over the model's shape, for modest hardware."""
-    config = model.config.get_text_config()
-    kind = model.device.type if model.device.type in ASSUMED_FLOPS else "cpu"
+def assumed_profile(model: Any) -> PrefillProfile:
+    """Prefills by arithmetic over the model's shape."""
+    config, kind = model.config.get_text_config(), _kind(model)
     heads = config.num_attention_heads
-    profile = PrefillProfile.of_shape(
+    return PrefillProfile.of_shape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         inter=config.intermediate_size,
@@ -113,41 +97,7 @@ def assumed(model: Any, disk: float | None) -> Speeds:
         bytes_per_second=ASSUMED_MEMORY[kind],
         bytes_per_weight=model.dtype.itemsize,
     )
-    disk = disk or ASSUMED_DISK
-    note = (
-        f"nothing measured: prefills at {ASSUMED_FLOPS[kind] / 1e9:,.0f} GFLOP/s ({kind}), KV from the disk "
-        f"at {disk / 1e9:.2f} GB/s, into place at {ASSUMED_COPY / 1e9:.2f} GB/s"
-    )
-    return Speeds(profile, disk, ASSUMED_COPY, config.num_hidden_layers, note)
 
 
-def _place_seconds(rope: Rope, kv: ChunkKV, device: torch.device) -> float:
-    angles = rope.angles(torch.arange(kv.tokens), kv.tokens)
-    begun = time.perf_counter()
-    for layer in range(kv.layers):
-        placed = rope.place(layer, kv.keys[layer].to(device), kv.values[layer].to(device), angles)
-        copies = [tensor.clone() for tensor in placed]
-    copies[0][0, -1, 0].item()  # waits for the device
-    return time.perf_counter() - begun
-
-
-def _read_seconds(kv: ChunkKV, folder: Path) -> float:
-    """Median seconds to read the entry from a disk tier."""
-    while not folder.is_dir():
-        folder = folder.parent
-    key, seconds = KVKey("estimate", "estimate", "estimate"), []
-    with (
-        tempfile.TemporaryDirectory(prefix="ragcachekit-", dir=folder) as scratch,
-        closing(DiskStore(Path(scratch), 8 * kv.nbytes + (1 << 20))) as store,
-    ):
-        if not store.put(key, kv):
-            raise OSError(f"nothing can be written in {folder}")
-        (entry,) = Path(scratch).glob("*.safetensors")
-        for _ in range(_REPEATS):
-            if hasattr(os, "posix_fadvise"):  # else what was just written comes from memory
-                with entry.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            begun = time.perf_counter()
-            store.get(key)
-            seconds.append(time.perf_counter() - begun)
-    return median(seconds)
+def _kind(model: Any) -> str:
+    return "cuda" if model.device.type == "cuda" else "cpu"

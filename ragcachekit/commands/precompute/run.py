@@ -143,11 +143,11 @@ class PrecomputeRun:
 
         Raises StoreError if some KV, or the list of what is encoded, could not be written.
         """
-        begun, folder = time.perf_counter(), self._settings.folder
+        begun = time.perf_counter()
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        write_manifest(folder.manifests, self._scope, self._listed)
+        write_manifest(self._settings.folder.manifests, self._scope, self._listed)
         self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
         if lost := sum(not self._is_stored(chunk) for chunk in self._chunks):
             raise StoreError(
@@ -155,7 +155,7 @@ class PrecomputeRun:
                 "and run the same command again"
             )
         seconds = time.perf_counter() - begun
-        corpus_index(self._corpus, Path(self._settings.corpus), MiniLM(), folder.indexes, self._say)
+        corpus_index(self._settings, self._corpus, MiniLM(), self._say)
         return seconds
 
     def estimated_seconds(self) -> float:
