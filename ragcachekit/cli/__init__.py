@@ -10,7 +10,6 @@ import typer
 import ragcachekit
 from ragcachekit.cli import cache, corpus, measure
 from ragcachekit.cli.console import Commands
-from ragcachekit.errors import RagCacheError
 
 
 def _version(asked: bool) -> None:
@@ -24,13 +23,6 @@ def root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Options of all commands."""
-
-
-def _moved(context: typer.Context) -> None:
-    raise RagCacheError(
-        f"this is not part of the package any more: run `python -m benchmarks {context.info_name}` in a "
-        "checkout of the repository"
-    )
 
 
 def _add(group: typer.Typer, *commands: Callable[..., None]) -> None:
@@ -52,11 +44,6 @@ _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; ch
 _add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
 _add(_bench, measure.ttft, measure.query_cache, measure.fidelity)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
-
-_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command("demo", hidden=True, context_settings=_ANYTHING)(_moved)
-for _name in ("eviction", "planner", "store", "kernels", "budget"):
-    _bench.command(_name, hidden=True, context_settings=_ANYTHING)(_moved)
 
 app.add_typer(_bench, name="bench")
 app.add_typer(_cache, name="cache")

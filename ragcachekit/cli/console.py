@@ -82,14 +82,6 @@ def pairs(rows: dict[str, str]) -> Table:
     return grid
 
 
-def size(nbytes: int) -> str:
-    """Bytes in powers of ten, as ``1.5 GB``."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} bytes"
-
-
 def counted(number: int, what: str) -> str:
     """As ``1 chunk`` or ``2 chunks``."""
     return f"{number} {what}" + "s" * (number != 1)

@@ -7,24 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal as size
 from rich.table import Table
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import (
-    INTERRUPTED,
-    counted,
-    errors,
-    note,
-    pairs,
-    quiet_loading,
-    show,
-    size,
-    written,
-)
+from ragcachekit.cli.console import INTERRUPTED, counted, errors, note, pairs, quiet_loading, show, written
 
 if TYPE_CHECKING:
     from ragcachekit.commands.ask import Asked
-    from ragcachekit.commands.estimate.run import Estimate
     from ragcachekit.commands.precompute.run import Work
 
 
@@ -33,7 +23,7 @@ def ask(
     questions: Annotated[
         list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
@@ -50,11 +40,9 @@ def ask(
 
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.ask import AskSettings, open_session
 
-    settings = opt.settings_of(AskSettings, locals(), model=chosen)
+    settings = opt.settings_of(AskSettings, locals())
     quiet_loading()
     with open_session(settings, note) as session:
         for question in questions or _typed():
@@ -67,7 +55,7 @@ def ask(
 
 def precompute(
     corpus: opt.CorpusDir,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     cache: opt.CacheDir = None,
@@ -85,11 +73,9 @@ def precompute(
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype.
     """
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, None if dry_run else cache)
     from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
 
-    settings = opt.settings_of(PrecomputeSettings, locals(), model=chosen)
+    settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
     if dry_run:
         work = estimate(settings)
@@ -116,21 +102,20 @@ def estimate(
     log: Annotated[
         str,
         typer.Option(
-            "--log",
             help='Questions, one per line: plain, or {"query": ..., "docs": [...]}; '
-            "docs are texts or file#number, what your retriever returned.",
+            "docs are texts or file#number, what your retriever returned."
         ),
     ],
     corpus: opt.CorpusDir,
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     policy: opt.Policy = "lego:16",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,
-    host: Annotated[str, typer.Option("--host", help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
-    eviction: Annotated[str, typer.Option("--eviction", help="Policies to compare.")] = "lru,pgdsf",
-    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Or assume a machine.")] = True,
-    disk_gbps: Annotated[float | None, typer.Option("--disk-gbps", help="Default: it is measured.")] = None,
+    host: Annotated[str, typer.Option(help="Host tiers, as shares of the KV.")] = "0.1,0.25,0.5,1",
+    eviction: Annotated[str, typer.Option(help="Policies to compare.")] = "lru,pgdsf",
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Prefills, or assume them.")] = True,
+    disk_gbps: Annotated[float | None, typer.Option(help="Of reads from the disk; default 1.")] = None,
     cache: opt.CacheDir = None,
     chunk_tokens: opt.ChunkTokens = 200,
     device: opt.Device = None,
@@ -139,27 +124,23 @@ def estimate(
     plot: opt.Plot = None,
 ) -> None:
     """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
-    chosen = opt.model_given(model)
     from ragcachekit.commands.estimate.log import read_log
 
     read_log(log)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.estimate import report as estimate_report
     from ragcachekit.commands.estimate.run import EstimateSettings, run
 
     shares, evictions = opt.numbers("--host", host), opt.names(eviction)
-    settings = opt.settings_of(EstimateSettings, locals(), model=chosen)
+    settings = opt.settings_of(EstimateSettings, locals())
     quiet_loading()
     found = run(settings, note, progress=True)
-    advice = estimate_report.advise(found)
-    report = estimate_report.report(found, advice)
-    for line in (*found.notes, *found.speeds.notes):
+    report = estimate_report.report(found)
+    for line in found.notes:
         note(line)
-    show(_estimated(report.rows[0], found))
-    tiers = estimate_report.part(report, estimate_report.TIERS)
+    show(_estimated(found.log))
+    tiers = report.part(estimate_report.TIERS)
     show(tiers.table("Where chunks come from, and the time to first token", estimate_report.TIER_COLUMNS))
-    for line in advice.lines:
-        typer.echo(line)
+    typer.echo(report.rows[-1]["text"])
     written(report, json, plot, estimate_report.plot)
 
 
@@ -214,23 +195,20 @@ def _amount(work: Work) -> Table:
         f"{size(work.todo_bytes)} of KV",
     }
     if work.seconds is not None:
-        rows["time to encode"] = (
-            f"about {work.seconds:.0f} s, from a small sample" if work.seconds >= 1 else "a second or so"
-        )
+        rows["time to encode"] = f"about {work.seconds:.1f} s, from a few prefills"
     return pairs(rows)
 
 
-def _estimated(row: dict[str, Any], found: Estimate) -> Table:
-    near = [f"{count} within {t:g}" for t, count in found.near.items() if t]
+def _estimated(log: dict[str, Any]) -> Table:
+    foreign = log["chunks_not_in_corpus"]
     rows = {
-        "questions": f"{row['questions']}, {row['repeated']} asked before; in cosine distance of an earlier "
-        f"one: {', '.join(near)}",
-        "prompts": f"{row['prompt_tokens']:.0f} tokens (median); {row['chunk_token_share']:.0%} of all "
-        "tokens are chunks",
-        "chunks": f"{row['chunk_uses']} uses of {row['chunks_touched']} different ones "
-        f"({row['chunk_reuse']:.0%} of the uses come back); the corpus has {row['chunks_in_corpus']}"
-        + (f", {foreign} of those used not among them" if (foreign := row["chunks_not_in_corpus"]) else ""),
-        "KV": f"{size(row['kv_bytes_touched'])} that the log touches, {size(row['kv_bytes_corpus'])} of the "
+        "questions": f"{log['questions']}, {log['repeated']} asked before",
+        "prompts": f"{log['prompt_tokens']:.0f} tokens (median); {log['chunk_token_share']:.0%} of all "
+        "tokens are chunks, the rest is computed every time",
+        "chunks": f"{log['chunk_uses']} uses of {log['chunks_touched']} different ones "
+        f"({log['chunk_reuse']:.0%} of the uses come back); the corpus has {log['chunks_in_corpus']}"
+        + (f", {foreign} of those used not among them" if foreign else ""),
+        "KV": f"{size(log['kv_bytes_touched'])} that the log touches, {size(log['kv_bytes_corpus'])} of the "
         "corpus",
     }
     return pairs(rows)

@@ -17,46 +17,40 @@ if TYPE_CHECKING:
     from ragcachekit.commands.bench.report import BenchReport
 
 Neighbours = Annotated[
-    str,
-    typer.Option("--neighbours", help="Of similar:n: embedding (all-MiniLM) or document (chunks before)."),
+    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
 ]
 
 
 def check_model(
-    model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face model, or a hub id.")] = None,
-    json: opt.Json = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = "auto",
+    model: opt.ModelArgument = "", json: opt.Json = None, device: opt.Device = None, dtype: opt.Dtype = "auto"
 ) -> None:
     """Check whether chunk KV can be reused on a model without changing what it computes.
 
     Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
     """
-    chosen = opt.model_given(model)
     quiet_loading()
     from ragcachekit.commands import check_model as module
 
-    checked = module.run(chosen, device=device, dtype=dtype)
-    written(module.report(checked, chosen), json)
+    checked = module.run(model, device=device, dtype=dtype)
+    written(module.report(checked, model), json)
     rows = {"family": checked.family, "status": checked.status, "reason": checked.reason}
     if checked.max_abs_diff is not None:
         rows["max difference"] = (
             f"{checked.max_abs_diff:.2g} of the largest value, allowed {checked.tolerance:.0e}"
         )
-    show(pairs({**rows, "rotary embedding": "\n".join(checked.rope)}))
+    show(pairs(rows))
     raise typer.Exit(0 if checked.exact else 1)
 
 
 def calibrate(
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     questions: opt.QuestionsFile = None,
-    corpus: opt.ProbedCorpus = None,
-    encoder: Annotated[str, typer.Option("--encoder", help="standalone, similar:1, ...")] = "standalone",
+    corpus: opt.OptionalCorpus = None,
+    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
     neighbours: Annotated[
-        str,
-        typer.Option("--neighbours", help="Of similar:n: similar (all-MiniLM) or preceding (in file)."),
+        str, typer.Option(help="Of similar:n: similar (all-MiniLM) or preceding (in file).")
     ] = "similar",
-    budget: Annotated[float, typer.Option("--budget", help="F1 that may be lost against full.")] = 0.01,
+    budget: Annotated[float, typer.Option(help="F1 that may be lost against full.")] = 0.01,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
     probes: opt.Probes = 200,
@@ -69,17 +63,14 @@ def calibrate(
     json: opt.Json = None,
 ) -> None:
     """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
-    chosen = opt.model_given(model)
-    opt.check_folders(corpus, cache)
-    opt.check_questions(questions)
     from ragcachekit.commands.calibrate import run as module
 
     quiet_loading()
     settings = opt.settings_of(
-        module.CalibrateSettings, locals(), model=chosen, policies=opt.names(policies), cache_dir=cache
+        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
     )
     record = module.run(settings, progress=True)
-    report = module.report(record, chosen)
+    report = module.report(record, model)
     columns = ("policy", "ratio_spent", "f1", "loss", "doubt", "upper", "within", "chosen")
     show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
     typer.echo(module.summary(record))
@@ -91,20 +82,17 @@ def ttft(
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape",
-            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out.",
+            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
         ),
     ] = None,
-    model: opt.ModelName = None,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of the whole prompt.")] = 2048,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Of each chunk, about.")] = 490,
-    question_tokens: Annotated[int, typer.Option("--question-tokens", min=1)] = 64,
-    policies: Annotated[str, typer.Option("--policies", help="With commas between.")] = "full,lego:16,reuse",
-    tiers: Annotated[
-        str, typer.Option("--tiers", help="Where the KV lies: gpu, host, disk, disk-cold.")
-    ] = "host",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16.")] = "float32",
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 5,
+    model: opt.OptionalModel = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the whole prompt.")] = 2048,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
+    question_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "full,lego:16,reuse",
+    tiers: Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")] = "host",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16.")] = "float32",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 5,
     device: opt.DeviceOrCpu = "cpu",
     seed: opt.Seed = 0,
     json: opt.Json = None,
@@ -138,9 +126,8 @@ def query_cache(
     json: opt.Json = None,
 ) -> None:
     """Hit rates, recall and lookup times of the query cache, over your own questions and documents."""
-    opt.check_folders(corpus, None)
     from ragcachekit.commands.bench import query_cache as module
-    from ragcachekit.commands.own_workload import workload
+    from ragcachekit.commands.own_questions import workload
 
     quiet_loading()
     report = module.run(workload(log, corpus, chunk_tokens, progress=True))
@@ -149,9 +136,9 @@ def query_cache(
 
 
 def fidelity(
-    model: opt.ModelName = None,
+    model: opt.Model = "",
     questions: opt.QuestionsFile = None,
-    corpus: opt.ProbedCorpus = None,
+    corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
     neighbours: Neighbours = "embedding",
@@ -169,15 +156,12 @@ def fidelity(
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
-    chosen = opt.model_given(model)
-    opt.check_questions(questions)
-    opt.check_folders(corpus, cache)
     from ragcachekit.commands.bench.fidelity import run as module
     from ragcachekit.commands.bench.fidelity.rows import tables
 
     quiet_loading()
     lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
-    settings = opt.settings_of(module.FidelitySettings, locals(), model=chosen, cache_dir=cache, **lists)
+    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
     resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
 
 

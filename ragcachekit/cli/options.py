@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +19,33 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
+def _model(name: str) -> str:
+    if not name:
+        raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
+    return name
+
+
+def _corpus(folder: str | None) -> str | None:
+    if folder is not None:
+        corpus_root(folder)
+    return folder
+
+
+def _questions(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise RagCacheError(
+            f"there is no file {path}; give --questions a JSONL file with an object "
+            '{"question", "chunks", "answer"} per line'
+        )
+    return path
+
+
+def _cache(folder: str | None) -> str | None:
+    if folder is not None:
+        check_writable(Path(folder).expanduser())
+    return folder
+
+
 def _device(name: str | None) -> str | None:
     if name is not None and name != "cpu":  # the check imports torch
         check_device(name)
@@ -32,99 +58,61 @@ def _plot(path: Path | None) -> Path | None:
     return path
 
 
-ModelName = Annotated[
-    str | None, typer.Option("--model", help="Folder of a Hugging Face model, or a hub id.")
-]
+_MODEL = "Folder of a Hugging Face model, or a hub id."
+Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
+OptionalModel = Annotated[str | None, typer.Option(help=_MODEL)]
 CorpusDir = Annotated[
-    str, typer.Option("--corpus", help="Folder with your .txt, .md, .rst, .py and .html files.")
+    str, typer.Option(callback=_corpus, help="Folder with your .txt, .md, .rst, .py and .html files.")
 ]
 QuestionsFile = Annotated[
-    Path | None, typer.Option("--questions", help='JSONL, per line {"question", "chunks", "answer"}.')
+    Path | None, typer.Option(callback=_questions, help='JSONL, per line {"question", "chunks", "answer"}.')
 ]
-ProbedCorpus = Annotated[
-    Path | None, typer.Option("--corpus", help="Folder of texts; without --questions, probes are made of it.")
+OptionalCorpus = Annotated[
+    str | None, typer.Option(callback=_corpus, help="Folder of texts; see --questions or --log.")
 ]
-Probes = Annotated[int, typer.Option("--probes", min=1, help="How many to make from the corpus.")]
-ChunkTokens = Annotated[int, typer.Option("--chunk-tokens", min=1, help="Greatest size of a chunk.")]
+Probes = Annotated[int, typer.Option(min=1, help="How many to make from the corpus.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Greatest size of a chunk.")]
 CacheDir = Annotated[
-    str | None, typer.Option("--cache", help="Cache folder; default: ragcachekit in the user's cache folder.")
+    str | None,
+    typer.Option(callback=_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
 ]
-DiskGb = Annotated[
-    float | None, typer.Option("--disk-gb", help="Budget of the KV on disk in GB; default 68.7.")
-]
-Namespace = Annotated[str, typer.Option("--namespace", help="Tenant and corpus: a hard partition.")]
+DiskGb = Annotated[float | None, typer.Option(help="Budget of the KV on disk in GB; default 68.7.")]
+Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partition.")]
 
 Policy = Annotated[
     str,
     typer.Option(
-        "--policy",
         help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, deep:0.1, query:0.15, "
-        "cacheblend:0.15, craft:1.0, set, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate).",
+        "cacheblend:0.15, craft:1.0, set, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate)."
     ),
 ]
-Policies = Annotated[
-    str | None, typer.Option("--policies", help="With commas between; default: a list of all kinds.")
-]
+Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]
 Encoder = Annotated[
     str | None,
     typer.Option(
-        "--encoder",
         help="Context that chunks are encoded in: standalone, sinks:4, system, similar:1 (that, and the "
-        "chunk before it in its file).",
+        "chunk before it in its file)."
     ),
 ]
-Encoders = Annotated[
-    str, typer.Option("--encoders", help="standalone,sinks:4,system, ...; standalone+int8: quantised.")
-]
+Encoders = Annotated[str, typer.Option(help="standalone,sinks:4,system, ...; standalone+int8: quantised.")]
 K = Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")]
 Tolerance = Annotated[
-    float,
-    typer.Option("--tolerance", min=0.0, help="Cosine distance up to which a question was asked before."),
+    float, typer.Option(min=0.0, help="Cosine distance up to which a question was asked before.")
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
 Device = Annotated[
-    str | None,
-    typer.Option("--device", callback=_device, help="cpu, cuda, ...; default: a GPU if there is one."),
+    str | None, typer.Option(callback=_device, help="cpu, cuda, ...; default: a GPU if there is one.")
 ]
-DeviceOrCpu = Annotated[str, typer.Option("--device", callback=_device)]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="auto (as the model was saved), float32, bfloat16, float16.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Of all that is drawn, and of bounds.")]
+DeviceOrCpu = Annotated[str, typer.Option(callback=_device)]
+Dtype = Annotated[str, typer.Option(help="auto (as the model was saved), float32, bfloat16, float16.")]
+Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions and all rows here.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option("--plot", callback=_plot, help="Draw a picture here (.png, .svg, .pdf)."),
-]
+Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
+Plot = Annotated[Path | None, typer.Option(callback=_plot, help="Draw a picture here (.png, .svg, .pdf).")]
 Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Keep results here and go on from them; default: beside --json."),
+    Path | None, typer.Option(help="Keep results here and go on from them; default: beside --json.")
 ]
-
-
-def model_given(name: str | None) -> str:
-    """The model's name; RagCacheError if there is none."""
-    if name is None:
-        raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
-    return name
-
-
-def check_folders(corpus: str | os.PathLike[str] | None, cache: str | None) -> None:
-    """Check the folders, where they are given, before anything heavy is imported."""
-    if corpus is not None:
-        corpus_root(corpus)
-    if cache is not None:
-        check_writable(Path(cache).expanduser())
-
-
-def check_questions(path: Path | None) -> None:
-    """RagCacheError if a file is given and does not exist."""
-    if path is not None and not path.is_file():
-        raise RagCacheError(
-            f"there is no file {path}; give --questions a JSONL file with an object "
-            '{"question", "chunks", "answer"} per line'
-        )
 
 
 def settings_of(kind: type[Settings], options: Mapping[str, object], **others: object) -> Settings:

@@ -1,4 +1,4 @@
-"""Questions about a user's own files: a LangChain chain with both caches, and what they saved."""
+"""Questions about a user's own files, answered through both caches, and what they saved."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
-from langchain_core.documents import Document
-from langchain_core.outputs import LLMResult
-from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnablePassthrough
-
-from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
-from langchain_ragcachekit.retriever import HIT_EVENT, MISS_EVENT
-from ragcachekit.commands.checks import check_writable
-from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import DIM, MiniLM, model_folder
+from ragcachekit.commands.corpus import Corpus, CorpusChunk
+from ragcachekit.commands.embedding import DIM, MiniLM
 from ragcachekit.commands.own_files import OwnFiles, at_least_1
 from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_for
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RetrievalError
+from ragcachekit.query.base import ResultId
 from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
 from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.manifest import read_index
 from ragcachekit.search.registry import load_index, open_index
@@ -55,40 +48,62 @@ class AskSettings(OwnFiles):
 class Asked:
     """One answer and how it came about.
 
-    ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache
-    (None: not asked), ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding;
-    ``report`` is :class:`~ragcachekit.GenerateReport` as plain data.
+    ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache,
+    ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding; ``report`` is
+    :class:`~ragcachekit.GenerateReport` as plain data.
     """
 
     text: str
     sources: tuple[str, ...]
-    hit: bool | None
+    hit: bool
     distance: float | None
     retrieval_ms: float
     report: dict[str, Any]
 
 
-class AskSession:
-    """A chain for several questions; made by :func:`open_session`."""
+class CorpusSearch:
+    """Search of a corpus behind a query cache, over the stored index, which is brought up to date."""
 
-    def __init__(self, rag: RagCache, retriever: RagCacheRetriever, max_new_tokens: int) -> None:
-        self.rag = rag
-        prompt = prompt_for(rag.tokenizer)
-        model: Any = ChatRagCache(cache=rag, max_tokens=max_new_tokens)
-        if not prompt.chat:
-            model = RagCacheLLM(cache=rag, max_tokens=max_new_tokens, stop=list(PLAIN_STOP))
-        inputs = {"context": retriever | _joined, "input": RunnablePassthrough()}
-        self._chain = inputs | prompt.template | model
+    def __init__(self, settings: AskSettings, corpus: Corpus, say: Say) -> None:
+        self._chunks, self._k, self._embedder = corpus.by_id, settings.k, MiniLM()
+        self._index = corpus_index(settings, corpus, self._embedder, say)
+        self._cache = CachedRetrieval[CorpusChunk](ProximityCache(CAPACITY, settings.tolerance))
+
+    def __call__(self, question: str) -> Retrieved[CorpusChunk]:
+        """Chunks of a near enough earlier question, else of a search."""
+        vector = self._embedder.embed([question])[0]
+
+        def search() -> list[tuple[ResultId, CorpusChunk]]:
+            return [(id, self._chunks[str(id)]) for id in self._index.search(vector, self._k).ids]
+
+        return self._cache.get(vector, "corpus", search)
+
+
+class AskSession:
+    """Answers several questions; made by :func:`open_session`."""
+
+    def __init__(self, rag: RagCache, search: CorpusSearch, max_new_tokens: int) -> None:
+        self.rag, self._search, self._prompt = rag, search, prompt_for(rag.tokenizer)
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     def ask(self, question: str, on_text: Say = lambda _: None) -> Asked:
         """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
         if not question.strip():
             raise ValueError("the question is empty")
-        trace, parts = _Trace(), list[str]()
-        for piece in self._chain.stream(question, config={"callbacks": [trace]}):
-            parts.append(piece if isinstance(piece, str) else str(piece.content))
-            on_text(parts[-1])
-        return trace.asked("".join(parts))
+        begun = time.perf_counter()
+        found = self._search(question)
+        retrieval_ms = (time.perf_counter() - begun) * 1e3
+        texts = [chunk.text for chunk in found.documents]
+        self.rag.register(texts)
+        self.rag.prefetch(texts)
+        prompt = self._prompt.filled(SEPARATOR.join(texts), question)
+        stop = None if self._prompt.chat else PLAIN_STOP
+        with self.rag.stream(prompt, stop=stop, **self._options) as pieces:
+            for piece in pieces:
+                on_text(piece)
+            answer = pieces.answer
+        sources = tuple(f"{chunk.source}#{chunk.number}" for chunk in found.documents)
+        return Asked(answer.text, sources, found.hit, found.distance, retrieval_ms, answer.report.to_dict())
 
     def keep(self) -> tuple[str, ...]:
         """Wait until missed KV is stored; returns the names of the tiers that refused some."""
@@ -98,31 +113,22 @@ class AskSession:
 
 @contextmanager
 def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
-    """Read the corpus, embed what is new in it, load the model, join them into a chain.
+    """Read the corpus, embed what is new in it, load the model.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
     """
-    model_folder()
-    folder = settings.folder
-    check_writable(folder.path)
-    corpus = settings.read_corpus()
+    corpus = settings.checked_corpus()
     for note in corpus.notes:
         say(note)
-    store = StoreConfig(disk_path=folder.kv, disk_bytes=settings.disk_bytes)
+    store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        embedder = MiniLM()
-        index = corpus_index(corpus, Path(settings.corpus), embedder, folder.indexes, say)
-        inner = IndexRetriever(index=index, corpus=corpus, embedder=embedder, k=settings.k)
-        retriever = RagCacheRetriever.wrap(
-            inner, embeddings=embedder, cache=rag, tolerance=settings.tolerance, capacity=CAPACITY
-        )
-        yield AskSession(rag, retriever, settings.max_new_tokens)
+        yield AskSession(rag, CorpusSearch(settings, corpus, say), settings.max_new_tokens)
 
 
-def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, say: Say) -> VectorIndex:
-    """Vector index of a corpus, stored in the folder ``place``; only new chunks are embedded."""
-    name = hashlib.sha256(os.fsencode(folder.expanduser().resolve())).hexdigest()[:16]
-    path = place / f"minilm-{name}.index"
+def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say) -> VectorIndex:
+    """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
+    folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
+    path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
     index, held = _stored_index(path, say)
     gone = [id for id in held if id not in corpus.by_id]
     new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
@@ -132,7 +138,7 @@ def corpus_index(corpus: Corpus, folder: Path, embedder: MiniLM, place: Path, sa
         say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
-        place.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         index.save(path)
     return index
 
@@ -144,59 +150,3 @@ def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
         except RetrievalError as error:
             say(f"the stored index is built anew: {error}")
     return open_index("faiss-flat", DIM), frozenset()
-
-
-class IndexRetriever(BaseRetriever):
-    """Retriever of the chunks of a corpus nearest to a question."""
-
-    index: Any
-    corpus: Any
-    embedder: Any
-    k: int
-
-    def cache_key_parts(self) -> int:
-        """Part of the query cache's key; index and corpus do not change."""
-        return self.k
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
-    ) -> list[Document]:
-        found = self.index.search(self.embedder.embed([query])[0], self.k)
-        chunks = [self.corpus.by_id[id] for id in found.ids]
-        return [Document(c.text, id=c.id, metadata={"source": f"{c.source}#{c.number}"}) for c in chunks]
-
-
-def _joined(documents: list[Document]) -> str:
-    return SEPARATOR.join(document.page_content for document in documents)
-
-
-@dataclass(eq=False)
-class _Trace(BaseCallbackHandler):
-    """Callbacks of one run of the chain."""
-
-    hit: bool | None = None
-    distance: float | None = None
-    retrieval_ms: float = 0.0
-    sources: tuple[str, ...] = ()
-    report: dict[str, Any] = field(default_factory=dict)
-    _begun: float = 0.0
-
-    def asked(self, text: str) -> Asked:
-        return Asked(text, self.sources, self.hit, self.distance, self.retrieval_ms, self.report)
-
-    def on_retriever_start(self, *args: Any, **kwargs: Any) -> None:
-        self._begun = self._begun or time.perf_counter()
-
-    def on_retriever_end(self, documents: Any, **kwargs: Any) -> None:  # the wrapper's comes last
-        self.retrieval_ms = (time.perf_counter() - self._begun) * 1e3
-        self.sources = tuple(document.metadata["source"] for document in documents)
-
-    def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
-        if name in (HIT_EVENT, MISS_EVENT):
-            self.hit, self.distance = name == HIT_EVENT, data["distance"]
-
-    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
-        generation: Any = response.generations[0][0]
-        message = getattr(generation, "message", None)
-        about = message.response_metadata if message else generation.generation_info
-        self.report = about["ragcachekit"]

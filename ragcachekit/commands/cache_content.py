@@ -55,20 +55,18 @@ class Tier:
 
     def usage(self) -> tuple[Usage, ...]:
         """Entries by namespace, read from their headers."""
-        entries, nbytes = defaultdict[str, int](int), defaultdict[str, int](int)
+        sizes = defaultdict[str, list[int]](list)
         for digest, size in entry_files(self.path).items():
             path = self.path / entry_name(digest)
             try:
-                namespace = read_key(path).namespace
+                sizes[read_key(path).namespace].append(size)
             except FileNotFoundError:  # evicted just now
                 continue
             except EntryDamaged:
-                namespace = DAMAGED
+                sizes[DAMAGED].append(size)
             except OSError as error:
                 raise _unreadable(path, error) from error
-            entries[namespace] += 1
-            nbytes[namespace] += size
-        return tuple(Usage(name, entries[name], nbytes[name]) for name in sorted(entries))
+        return tuple(Usage(name, len(sizes[name]), sum(sizes[name])) for name in sorted(sizes))
 
     def forget(self, namespaces: Collection[str]) -> int:
         """Delete the entries of these namespaces and all damaged ones; returns their number."""
@@ -112,20 +110,14 @@ class CacheContent:
 
         Files with names of other programs stay.
         """
-        namespaces = {namespace} if namespace is not None else {use.namespace for use in self._usage()}
+        stored = (use.namespace for tier in self.tiers for use in tier.usage())
+        namespaces = set(stored) if namespace is None else {namespace}
         dropped = tuple(tier.forget(namespaces) for tier in self.tiers)
         for path in _indexes(self.folder) if namespace is None else ():
             path.unlink(missing_ok=True)
         for path in manifests(self.folder.manifests, namespace):
             path.unlink(missing_ok=True)
         return dropped
-
-    def left(self, namespace: str | None = None) -> int:
-        """Number of entries of one namespace, or of all."""
-        return sum(use.entries for use in self._usage() if namespace in (None, use.namespace))
-
-    def _usage(self) -> Iterator[Usage]:
-        return chain.from_iterable(tier.usage() for tier in self.tiers)
 
 
 def _unreadable(path: Path, error: OSError) -> RagCacheError:

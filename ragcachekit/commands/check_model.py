@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ragcachekit.engine.admission import admit
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import LayerRope, Rope
 from ragcachekit.types import Chunk, Prompt, Text
 
 EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
@@ -28,7 +26,7 @@ class ModelCheck:
 
     ``status`` is ``exact``, ``refused`` (the library does not link this model) or ``wrong`` (it does, with
     another answer than the model's own: a bug). ``max_abs_diff`` is relative to the greatest value of its
-    tensor, ``rope`` has one line per run of equal layers.
+    tensor.
     """
 
     family: str
@@ -36,7 +34,6 @@ class ModelCheck:
     reason: str
     max_abs_diff: float | None
     tolerance: float | None
-    rope: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
@@ -53,45 +50,21 @@ def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelC
 @torch.no_grad()
 def check(model: Any) -> ModelCheck:
     """Check a loaded model."""
-    family, lines = type(model).__name__, tuple[str, ...]()
+    family = type(model).__name__
     try:
-        rope = describe_rope(model)
-        lines = rope_lines(rope)
-        passed = admit(model, rope)
+        passed = admit(model, describe_rope(model))
         difference = max(passed.offset_diff, passed.link_diff, _answer_difference(model))
     except ModelNotSupported as error:
-        return ModelCheck(family, REFUSED, str(error), None, None, lines)
+        return ModelCheck(family, REFUSED, str(error), None, None)
     if difference > passed.tolerance:
         reason = f"an exactly reused chunk changes the next token's logits by {difference:.2g} of the largest"
-        return ModelCheck(family, WRONG, reason, difference, passed.tolerance, lines)
-    return ModelCheck(family, EXACT, "", difference, passed.tolerance, lines)
+        return ModelCheck(family, WRONG, reason, difference, passed.tolerance)
+    return ModelCheck(family, EXACT, "", difference, passed.tolerance)
 
 
 def report(checked: ModelCheck, model: str) -> BenchReport:
     """Report with one row."""
     return BenchReport("check-model", model, 0, (vars(checked),))
-
-
-def rope_lines(rope: Rope) -> tuple[str, ...]:
-    """One line per run of layers that rotate alike."""
-    lines, first = [], 0
-    for layer, equal in groupby(rope.layers):
-        last = first + len(list(equal)) - 1
-        where = f"layer {first}" if first == last else f"layers {first}-{last}"
-        lines.append(f"{where}: {_rotation(rope, layer)}")
-        first = last + 1
-    return tuple(lines)
-
-
-def _rotation(rope: Rope, layer: LayerRope) -> str:
-    if layer.table is None:
-        return "no rotation"
-    angles = rope.tables[layer.table].angles(torch.tensor([1]), 2)
-    steps = torch.atan2(angles.sin[0], angles.cos[0]).abs()
-    layout = "interleaved" if layer.interleaved else "half-split"
-    text = f"{layout}, {len(steps)} pairs from dimension {layer.offset}, slowest {float(steps.min()):.3g} rad"
-    text += f", attention scaling {angles.m:.4g}" if angles.m != 1.0 else ""
-    return text + (", frequencies depend on the prompt's length" if rope.depends_on_length else "")
 
 
 @torch.no_grad()

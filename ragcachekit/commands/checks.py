@@ -24,23 +24,14 @@ def check_writable(cache: Path) -> None:
     while not os.path.lexists(place):
         place = place.parent
     for folder in (place, cache / "kv", cache / "indexes"):
-        if why := _unwritable(folder, probe=folder == place):
+        try:
+            if os.path.lexists(folder):
+                tempfile.TemporaryDirectory(prefix=".ragcachekit-", dir=folder).cleanup()
+        except OSError as error:
+            why = error.strerror if folder.is_dir() else "it is a file"
             raise RagCacheError(
-                f"the cache folder {cache} cannot be written ({folder} {why}); choose another --cache"
-            )
-
-
-def _unwritable(folder: Path, *, probe: bool) -> str | None:
-    if not folder.is_dir():
-        return "is a file" if os.path.lexists(folder) else None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "does not let you"
-    try:
-        if probe:
-            tempfile.TemporaryDirectory(prefix=".ragcachekit-", dir=folder).cleanup()
-    except OSError as error:
-        return f"says: {error.strerror}"
-    return None
+                f"the cache folder {cache} cannot be written ({folder}: {why}); choose another --cache"
+            ) from error
 
 
 def check_picture(path: Path) -> None:

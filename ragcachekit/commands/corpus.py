@@ -183,17 +183,15 @@ def _files(root: Path, notes: list[str]) -> list[Path]:
 
 
 def _read(path: Path, root: Path, notes: list[str]) -> str | None:
-    name = path.relative_to(root).as_posix()
     try:
         text = path.read_bytes().decode("utf-8-sig")
+        why = "a binary file" if "\0" in text else None
     except OSError as error:
-        notes.append(f"skipped {name}: {error.strerror or error}")
-        return None
+        why = error.strerror or str(error)
     except UnicodeDecodeError:
-        notes.append(f"skipped {name}: not UTF-8 text")
-        return None
-    if "\0" in text:
-        notes.append(f"skipped {name}: a binary file")
+        why = "not UTF-8 text"
+    if why is not None:
+        notes.append(f"skipped {path.relative_to(root).as_posix()}: {why}")
         return None
     text = text.replace("\r\n", "\n")
     return _html_text(text) if path.suffix.lower() in (".html", ".htm") else text

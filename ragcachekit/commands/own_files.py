@@ -6,18 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
+from ragcachekit.commands.embedding import model_folder
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
-from ragcachekit.encode.neighbours import PrecedingChunks
+from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.null import NullStore
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,12 @@ class OwnFiles:
         tokenizer = load_tokenizer(self.model)
         return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
 
+    def checked_corpus(self) -> Corpus:
+        """Read the corpus, after a look for the embedding model and at the cache folder."""
+        model_folder()
+        check_writable(self.folder.path)
+        return self.read_corpus()
+
     def open_engine(
         self,
         store: StoreConfig | KVStore,
@@ -70,21 +81,38 @@ class OwnFiles:
         cache_dir: Path | None = None,
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
-        """Load the model over ``store``; for ``similar:n``, neighbours are preceding chunks of the file."""
-        similar = (self.encoder or open_policy(self.policy).encoder or "").startswith("similar")
+        """Load the model over ``store``."""
         with explained(self.model):
             return RagCache.from_pretrained(
                 self.model,
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,
-                neighbours=PrecedingChunks(documents(corpus.chunks)) if similar else None,
+                neighbours=self._neighbours(corpus),
                 store=store,
                 namespace=self.namespace,
                 cold=cold,
                 cache_dir=cache_dir or self.folder.path,
                 dtype=self.dtype,
             )
+
+    def planner(self, model: Any, tokenizer: Any, fingerprint: str, corpus: Corpus) -> PromptPlanner:
+        """Planner over an empty store: what it misses is what the engine looks up or encodes."""
+        return PromptPlanner(
+            model,
+            tokenizer,
+            rope=describe_rope(model),
+            store=NullStore(),
+            fingerprint=fingerprint,
+            encoder=self.encoder,
+            neighbours=self._neighbours(corpus),
+        )
+
+    def _neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
+        """For ``similar:n``: the preceding chunks of the file."""
+        if not (self.encoder or open_policy(self.policy).encoder or "").startswith("similar"):
+            return None
+        return {self.namespace: PrecedingChunks(documents(corpus.chunks))}
 
 
 def one_token(model: Any, rope: Rope) -> ChunkKV:

@@ -1,4 +1,4 @@
-"""Questions for a user's model: from a file, or probes made from the user's corpus."""
+"""A user's own questions: for a model, from a file or a corpus; for the query-cache bench, from a log."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, read_questions
+from ragcachekit.commands.bench.query_cache import Workload
 from ragcachekit.commands.calibrate.probes import probes
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.commands.estimate.log import read_log
+from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
-from ragcachekit.model.pretrained import default_cache_dir
 
 ANSWERS, AGREEMENT = "answers", "agreement"
 
@@ -49,7 +50,7 @@ class Asking:
     @property
     def folder(self) -> Path:
         """The cache folder."""
-        return Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache_dir()
+        return CacheFolder.at(self.cache_dir).path
 
     def sample(self) -> Sample:
         """Read the questions, or make probes; ValueError or CorpusError without either."""
@@ -74,3 +75,18 @@ def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours
     asked = (chunk for question in sample.questions for chunk in question.chunks)
     texts = list(dict.fromkeys([*(sample.corpus.texts if sample.corpus is not None else ()), *asked]))
     return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))
+
+
+def workload(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progress: bool = False) -> Workload:
+    """Embeddings of a log's questions, in order, and of the chunks of a corpus.
+
+    Raises ValueError, CorpusError, RagCacheError, RetrievalError if either or the embedding model is missing.
+    """
+    from ragcachekit.commands.embedding import MiniLM  # an extra
+
+    asked = [query.query for query in read_log(log)]
+    chunks = read_corpus(corpus, chunk_tokens=chunk_tokens).texts
+    embedder = MiniLM()
+    questions = embedder.embed(asked, progress=progress)
+    name = f"{log} over {corpus}; all-MiniLM-L6-v2"
+    return Workload(name, questions, embedder.embed(chunks, progress=progress), len(set(asked)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from langchain_core.messages import convert_to_openai_messages
-from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 
 from ragcachekit.model.tokens import SegmentTokenizer
 
@@ -14,21 +12,22 @@ INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
 """Text between chunks."""
 
-_CONTEXT = f"{INSTRUCTION}{SEPARATOR}{{context}}"
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 
 PLAIN_STOP = ("\nQuestion:",)
 """Stop strings for models without a chat template, which would go on with another question."""
 
+Messages = list[dict[str, str]]
+
 
 @dataclass(frozen=True)
 class ReadingPrompt:
-    """A LangChain prompt with the variables ``context`` and ``input``, giving messages if ``chat``.
+    """The prompt of a context and a question: ``filled`` gives messages if ``chat``, else a string.
 
-    ``before`` is the text before the first chunk, after the chat template.
+    ``before`` is the text before the context, after the chat template.
     """
 
-    template: BasePromptTemplate[Any]
+    filled: Callable[[str, str], str | Messages]
     chat: bool
     before: str
 
@@ -36,21 +35,26 @@ class ReadingPrompt:
 def prompt_for(tokenizer: Any) -> ReadingPrompt:
     """System and user message, one message if the template takes no system, or else a plain string."""
     if not tokenizer.chat_template:
-        plain = PromptTemplate.from_template(f"{_CONTEXT}\n\nQuestion: {{input}}\nAnswer:")
-        return ReadingPrompt(plain, False, plain.format(context=_PLACE, input="").partition(_PLACE)[0])
-    with_system = ChatPromptTemplate.from_messages([("system", _CONTEXT), ("human", "{input}")])
-    alone = ChatPromptTemplate.from_messages([("human", f"{_CONTEXT}\n\n{{input}}")])
-    for template in (with_system, alone):
-        before = _before(template, SegmentTokenizer(tokenizer))
-        if before is not None:
-            return ReadingPrompt(template, True, before)
+        return ReadingPrompt(_plain, False, _plain(_PLACE, "").partition(_PLACE)[0])
+    tokens = SegmentTokenizer(tokenizer)
+    for messages in (_with_system, _one_message):
+        try:
+            before, found, _ = tokens.render(messages(_PLACE, "Why?")).partition(_PLACE)
+        except Exception:  # templates refuse roles with errors of their own kinds
+            continue
+        if found:
+            return ReadingPrompt(messages, True, before)
     raise ValueError("this model's chat template takes no user message; use a model with another one")
 
 
-def _before(template: ChatPromptTemplate, tokens: SegmentTokenizer) -> str | None:
-    messages = template.format_messages(context=_PLACE, input="Why?")
-    try:
-        before, found, _ = tokens.render(convert_to_openai_messages(messages)).partition(_PLACE)
-    except Exception:  # templates refuse roles with errors of their own kinds
-        return None
-    return before if found else None
+def _plain(context: str, question: str) -> str:
+    return f"{INSTRUCTION}{SEPARATOR}{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def _with_system(context: str, question: str) -> Messages:
+    system = {"role": "system", "content": f"{INSTRUCTION}{SEPARATOR}{context}"}
+    return [system, {"role": "user", "content": question}]
+
+
+def _one_message(context: str, question: str) -> Messages:
+    return [{"role": "user", "content": f"{INSTRUCTION}{SEPARATOR}{context}\n\n{question}"}]

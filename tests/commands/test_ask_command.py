@@ -272,7 +272,7 @@ def test_a_cache_folder_that_takes_nothing_is_refused_first(
     last = {"ask": ("Why?",), "estimate": ("--log", tmp_path / "log")}.get(name, ())
     result = command(name, "--corpus", corpus, "--model", READER, "--cache", tmp_path / "ro" / "cache", *last)
     assert result.exit_code == 2
-    assert f"{tmp_path} says: Read-only file system); choose another --cache" in result.output
+    assert f"{tmp_path}: Read-only file system); choose another --cache" in result.output
     assert "\n" not in result.output.strip()
 
 
@@ -280,7 +280,7 @@ def test_the_check_of_the_cache_folder_leaves_nothing_behind(tmp_path):
     check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
     (tmp_path / "kv").write_text("x")
-    with pytest.raises(RagCacheError, match="kv is a file"):
+    with pytest.raises(RagCacheError, match="kv: it is a file"):
         check_writable(tmp_path)
 
 

@@ -3,18 +3,16 @@
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
-from langchain_ragcachekit import RagCacheRetriever
 from ragcachekit import RagCache, StoreConfig
-from ragcachekit.commands.ask import AskSession, IndexRetriever, corpus_index
+from ragcachekit.commands.ask import AskSession, AskSettings, CorpusSearch
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate.run import EstimateSettings, run
-from ragcachekit.commands.estimate.speed import assumed
+from ragcachekit.commands.estimate.speed import assumed_profile
 from ragcachekit.commands.precompute.run import PrecomputeSettings, open_run
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.config import LoadConfig
@@ -40,9 +38,8 @@ def log(world, tmp_path):
 
 
 @pytest.fixture
-def estimated(log, corpus, minilm, prepared, tmp_path, monkeypatch):
+def estimated(log, corpus, one_minilm, prepared, tmp_path):
     """The estimate of one set of tiers: its outcome, and all of it."""
-    monkeypatch.setattr("ragcachekit.commands.estimate.run.MiniLM", lambda: minilm)
     shutil.copytree(prepared, tmp_path / "cache")
 
     def estimate(pick, **changes):
@@ -63,10 +60,10 @@ def estimated(log, corpus, minilm, prepared, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
-    """The chain of `ask` over the log: tiers of all its segments in order, and the store's last counts."""
+def really(log, corpus, reader, one_minilm, tmp_path, monkeypatch):
+    """The session of `ask` over the log: tiers of all its segments in order, and the store's last counts."""
     # Eviction weighs measured prefill times; those that the estimate assumes come out the same every time.
-    profile = assumed(reader[0], None).profile
+    profile = assumed_profile(reader[0])
     monkeypatch.setattr(
         PrefillCost, "seconds", lambda _, cached, new, share=0.0: profile.seconds(cached, new)
     )
@@ -74,7 +71,7 @@ def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
     def ask_all(store, *, k=4, policy="lego:16", encoder=None, ahead=False):
         model, tokenizer = reader
         chunks = read_corpus(corpus, chunk_tokens=SMALL, tokenizer=tokenizer)
-        index = corpus_index(chunks, Path(corpus), minilm, tmp_path / "cache" / "indexes", lambda _: None)
+        settings = AskSettings(str(corpus), READER, cache=str(tmp_path / "cache"), k=k)
         options = {"policy": policy, "encoder": encoder, "cache_dir": tmp_path / "cache"}
         if ahead:
             onto = StoreConfig(host_bytes=0, disk_path=store.disk_path)
@@ -85,9 +82,7 @@ def really(log, corpus, minilm, reader, tmp_path, monkeypatch):
         ) as rag:
             # What is read ahead is promoted in an order that depends on the threads' timing.
             rag.prefetch = lambda *_, **__: None
-            inner = IndexRetriever(index=index, corpus=chunks, embedder=minilm, k=k)
-            retriever = RagCacheRetriever.wrap(inner, embeddings=minilm, cache=rag)
-            session = AskSession(rag, retriever, 1)
+            session = AskSession(rag, CorpusSearch(settings, chunks, lambda _: None), 1)
             tiers = []
             for line in log.read_text().splitlines():
                 report = session.ask(json.loads(line)["query"]).report["link"]
@@ -136,9 +131,9 @@ def test_host_and_disk_from_nothing(estimated, really, tmp_path):
 def test_bytes_of_what_is_touched_are_those_that_are_stored(estimated, really, encoder):
     found, outcome = estimated((False, False), shares=(1.0,), encoder=encoder)
     tiers, stats = really(StoreConfig(host_bytes=1 << 30), encoder=encoder)
-    assert found.figures.kv_bytes_touched == stats["host"].nbytes
+    assert found.log["kv_bytes_touched"] == stats["host"].nbytes
     assert tiers_of(outcome) == tiers
-    assert found.figures.chunks_touched + 1 == stats["host"].entries  # and the text before the first chunk
+    assert found.log["chunks_touched"] + 1 == stats["host"].entries  # and the text before the first chunk
 
 
 def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_path):
@@ -147,4 +142,4 @@ def test_bytes_of_the_corpus_are_those_that_are_stored(estimated, corpus, tmp_pa
     with open_run(settings) as opened:
         opened.run()
     stored = [kv.nbytes for kv in kv_of(settings.folder.kv)]
-    assert (found.figures.chunks_in_corpus, found.figures.kv_bytes_corpus) == (len(stored), sum(stored))
+    assert (found.log["chunks_in_corpus"], found.log["kv_bytes_corpus"]) == (len(stored), sum(stored))

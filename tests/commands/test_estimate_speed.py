@@ -2,10 +2,10 @@
 
 import pytest
 
-from ragcachekit.commands.estimate.replay import Served
-from ragcachekit.commands.estimate.requests import Request, Use
+from ragcachekit.commands.estimate.replay import Request, Served, Use
 from ragcachekit.commands.estimate.speed import Speeds
 from ragcachekit.model.prefill_profile import PrefillProfile
+from ragcachekit.plan.row_cost import row_cost_of
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.types import KVKey
@@ -14,28 +14,24 @@ LAYERS = 4
 LINEAR = PrefillProfile([0, 1000], [1, 1000], [[0.001, 1.0], [0.001, 1.0]])
 
 
-def use(start, tokens, exact=False):
-    """KV of 8 bytes per token and layer."""
-    name = "prefix" if exact else "standalone"
-    key = KVKey("f", "n", f"chunk at {start}", name)
-    return Use(key, PlacedChunk(key.chunk_id, start, tokens, exact), 32 * tokens)
-
-
 @pytest.fixture
-def served():
-    """500 tokens: 20 of an exact prefix, chunks of 200, 100 and 100, and a question of 80."""
-    request = Request(500, (use(0, 20, exact=True), use(20, 200), use(220, 100), use(320, 100)), None)
+def seconds():
+    """500 tokens: 20 of an exact prefix, chunks of 200, 100 and 100, and a question of 80.
 
-    def serve(*tiers):
-        return Served(request, tiers)
+    KV of 8 bytes per token and layer.
+    """
 
-    return serve
+    def use(policy, start, tokens, exact=False):
+        name = "prefix" if exact else "standalone"
+        key = KVKey("f", "n", f"chunk at {start}", name)
+        cost = row_cost_of(policy, PlacedChunk(key.chunk_id, start, tokens, exact), LAYERS)
+        return Use(key, tokens, 8 * LAYERS * tokens, cost)
 
-
-@pytest.fixture
-def seconds(served):
-    def of(policy, *tiers, disk=1e15, copy=1e15):
-        return Speeds(LINEAR, disk, copy, LAYERS, ()).served(served(*tiers), open_policy(policy))
+    def of(name, *tiers, disk=1e15, copy=1e15):
+        policy = open_policy(name)
+        chunks = (use(policy, start, tokens) for start, tokens in ((20, 200), (220, 100), (320, 100)))
+        request = Request(500, (use(policy, 0, 20, exact=True), *chunks), None)
+        return Speeds(LINEAR, disk, copy, LAYERS, "").served(Served(request, tiers), policy)
 
     return of
 

@@ -56,7 +56,7 @@ def one_minilm(minilm, monkeypatch):
     """Commands share the loaded embedding model."""
     monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", lambda: minilm)
-    monkeypatch.setattr("ragcachekit.commands.own_workload.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", lambda: minilm)
     monkeypatch.setattr("benchmarks.world.query_cache.MiniLM", lambda: minilm)
     return minilm
 

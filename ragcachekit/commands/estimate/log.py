@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,21 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
     cannot be read.
     """
     try:
-        queries = tuple(_queries(Path(path).expanduser()))
+        lines = Path(path).expanduser().read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
     except OSError as error:
         raise RagCacheError(
             f"cannot read the log {path}: {error.strerror}; give a file with one question per line (--log)"
         ) from error
+    queries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if text := line.decode().strip():
+                queries.append(_query(number, text))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
     if not queries:
         raise ValueError(f'{path} holds no question; write one per line, or {{"query": "..."}} per line')
-    return queries
-
-
-def _queries(path: Path) -> Iterator[LoggedQuery]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield _query(number, text)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    return tuple(queries)
 
 
 def _query(number: int, text: str) -> LoggedQuery:

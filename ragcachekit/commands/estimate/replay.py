@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ragcachekit.commands.estimate.requests import Request, Use
 from ragcachekit.plan.link_plan import COMPUTED
+from ragcachekit.plan.row_cost import RowCost
 from ragcachekit.store.eviction.base import Access
 from ragcachekit.store.eviction.policies import open_eviction
 from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.types import KVKey
+from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 HOST, DISK = "host", "disk"
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One entry in one prompt: its tokens, the bytes of its KV, the rows it spares and costs."""
+
+    key: KVKey
+    tokens: int
+    nbytes: int
+    cost: RowCost
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether it is the text before the first chunk."""
+        return self.key.encoding.partition("@")[0] == ENCODING_PREFIX
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt as the engine plans it; ``fallback`` is the reason for a full prefill."""
+
+    tokens: int
+    uses: tuple[Use, ...]
+    fallback: str | None
+
+    @property
+    def chunks(self) -> list[Use]:
+        """The uses that are chunks."""
+        return [use for use in self.uses if not use.is_prefix]
 
 
 @dataclass(frozen=True)
@@ -21,9 +50,9 @@ class Tiers:
     """A host tier, and optionally a disk that holds everything, the corpus from the start if precomputed."""
 
     host_bytes: int
-    eviction: str = "pgdsf"
-    disk: bool = False
-    precomputed: bool = False
+    eviction: str
+    disk: bool
+    precomputed: bool
 
 
 @dataclass(frozen=True)
@@ -41,72 +70,45 @@ class Served:
 def replay(
     requests: Sequence[Request],
     tiers: Tiers,
-    precomputed: Collection[KVKey],
+    corpus: Collection[KVKey],
     prefill_seconds: Callable[[int], float],
 ) -> tuple[Served, ...]:
     """Serve the requests one after the other; what one misses is stored before the next.
 
-    ``precomputed`` are the keys of the corpus, ``prefill_seconds`` what eviction policies weigh as cost.
+    ``corpus`` are the keys that ``precompute`` stores, ``prefill_seconds`` what eviction policies weigh as
+    cost.
     """
-    host = _HostTier(tiers, prefill_seconds)
-    disk = set(precomputed if tiers.precomputed else ())
+    host: Ranking[KVKey] = Ranking(open_eviction(tiers.eviction))
+    disk = set(corpus if tiers.precomputed else ())
     served = []
     for request in requests:
-        served.append(_serve(request, host, disk))
+        uses = {use.key: use for use in request.uses}
+        found = {key: HOST if key in host else DISK if key in disk else COMPUTED for key in uses}
+        held = [key for key in uses if found[key] == HOST]
+        for key in held:
+            host.hold(key)
+            host.touch(key)
+        room = tiers.host_bytes - sum(map(host.size, held))
+        loaded = [use for key, use in uses.items() if found[key] == DISK]
+        computed = [use for key, use in uses.items() if found[key] == COMPUTED]
+        for use in (*loaded, *_as_encoded(computed)):
+            if use.nbytes <= room:
+                access = Access(False, prefill_seconds(use.tokens), use.tokens)
+                host.add(use.key, use.nbytes, use.tokens, "", access, hold=True)
+                while host.nbytes > tiers.host_bytes:
+                    host.evict()
+                host.release(use.key)
+        for key in held:
+            host.release(key)
         if tiers.disk:
-            disk.update(use.key for use in request.uses)
+            disk.update(uses)
+        served.append(Served(request, tuple(found[use.key] for use in request.uses)))
     return tuple(served)
 
 
-def _serve(request: Request, host: _HostTier, disk: set[KVKey]) -> Served:
-    """All entries are looked up, then those on the disk are read, then what was missed is stored."""
-    uses = {use.key: use for use in request.uses}
-    found = {key: HOST if host.get(key) else DISK if key in disk else COMPUTED for key in uses}
-    for key, use in uses.items():
-        if found[key] == DISK:
-            host.put(use)
-    for use in _as_encoded(use for key, use in uses.items() if found[key] == COMPUTED):
-        host.put(use)
-    host.release()
-    return Served(request, tuple(found[use.key] for use in request.uses))
-
-
-def _as_encoded(uses: Iterable[Use]) -> Iterator[Use]:
+def _as_encoded(uses: Iterable[Use]) -> list[Use]:
     """The order of the chunk encoder: one encoding after the other, the longest chunks first."""
     groups: defaultdict[str, list[Use]] = defaultdict(list)
     for use in uses:
         groups[use.key.encoding].append(use)
-    for group in groups.values():
-        yield from sorted(group, key=lambda use: use.chunk.tokens)[::-1]
-
-
-class _HostTier:
-    """Keys and sizes of the host tier; what a request uses is held until its end."""
-
-    def __init__(self, tiers: Tiers, prefill_seconds: Callable[[int], float]) -> None:
-        self._budget, self._prefill_seconds = tiers.host_bytes, prefill_seconds
-        self._ranking: Ranking[KVKey] = Ranking(open_eviction(tiers.eviction))
-        self._held: set[KVKey] = set()
-
-    def get(self, key: KVKey) -> bool:
-        if key not in self._ranking:
-            return False
-        self._ranking.hold(key)
-        self._held.add(key)
-        self._ranking.touch(key)
-        return True
-
-    def put(self, use: Use) -> None:
-        if sum(map(self._ranking.size, self._held)) + use.nbytes > self._budget:
-            return
-        tokens = use.chunk.tokens
-        access = Access(False, self._prefill_seconds(tokens), tokens)
-        self._ranking.add(use.key, use.nbytes, access=access, hold=True)
-        while self._ranking.nbytes > self._budget:
-            self._ranking.evict()
-        self._ranking.release(use.key)
-
-    def release(self) -> None:
-        for key in self._held:
-            self._ranking.release(key)
-        self._held.clear()
+    return [use for group in groups.values() for use in sorted(group, key=lambda use: use.tokens)[::-1]]

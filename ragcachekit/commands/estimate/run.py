@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.ask import Say, corpus_index
-from ragcachekit.commands.checks import check_writable
+from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
 from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import MiniLM, model_folder
 from ragcachekit.commands.estimate.log import LoggedQuery, read_log
-from ragcachekit.commands.estimate.replay import Served, Tiers, replay
-from ragcachekit.commands.estimate.requests import Request, Requests, Retrievals, Use, retrieve
-from ragcachekit.commands.estimate.speed import Speeds, assumed, measured
-from ragcachekit.commands.own_files import OwnFiles, at_least_1, one_token
+from ragcachekit.commands.estimate.replay import Request, Served, Tiers, Use, replay
+from ragcachekit.commands.estimate.speed import Speeds, speeds_of
+from ragcachekit.commands.own_files import one_token
+from ragcachekit.commands.reading_prompt import SEPARATOR, ReadingPrompt, prompt_for
 from ragcachekit.commands.workspace import load_checked
-from ragcachekit.config import StoreConfig
+from ragcachekit.engine.prompt_planner import PromptPlanner
+from ragcachekit.errors import PromptTooLong
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.policies.base import LayerwisePolicy, VariantPolicy
+from ragcachekit.plan.row_cost import row_cost_of
+from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk, VariantPolicy
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.policies import open_eviction
 
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""Host budgets, as shares of the KV that the log touches; at least what one prompt uses."""
+_CHUNK_NAME = re.compile(r"\S+#\d+")
 
-EVICTIONS = ("lru", StoreConfig().eviction)
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class EstimateSettings(OwnFiles):
-    """What ``ragcachekit estimate`` takes.
+class EstimateSettings(AskSettings):
+    """What ``ragcachekit estimate`` takes; ``k`` chunks are retrieved where the log names none.
 
-    ``k`` chunks are retrieved where the log names none; ``shares`` are host budgets, as shares of the KV
-    that the log touches; ``evictions`` are compared in the host tier; without ``measure`` hardware is
-    assumed; ``disk_gbps`` is the disk's speed, measured where it is None.
+    ``shares`` are host budgets, as shares of the KV that the log touches, at least what one prompt uses;
+    ``evictions`` are compared in the host tier; without ``measure`` the speed of prefills is assumed, without
+    ``disk_gbps`` that of the disk.
     """
 
     log: str = field(kw_only=True)
-    k: int = 4
-    tolerance: float = 0.0
-    shares: tuple[float, ...] = SHARES
-    evictions: tuple[str, ...] = EVICTIONS
+    shares: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
+    evictions: tuple[str, ...] = ("lru", "pgdsf")
     measure: bool = True
     disk_gbps: float | None = None
 
@@ -70,8 +66,6 @@ class EstimateSettings(OwnFiles):
                 f"estimate does not replay encoder {self.encoder!r}; give standalone, sinks:n or system "
                 "(same sizes)"
             )
-        ProximityCache(1, self.tolerance)
-        at_least_1(self, "k")
         if not self.shares or min(self.shares) <= 0:
             raise ValueError(f"host sizes are shares > 0 of the KV that the log touches, got {self.shares}")
         if not self.evictions:
@@ -90,7 +84,7 @@ class Outcome:
     served: tuple[Served, ...]
     seconds: NDArray[np.float64]
 
-    def rate(self, tier: str) -> float:
+    def share(self, tier: str) -> float:
         """Share of chunk uses that came from a tier."""
         chunks = sum(len(served.request.chunks) for served in self.served)
         found = sum(not use.is_prefix for served in self.served for use in served.from_tier(tier))
@@ -102,34 +96,12 @@ class Outcome:
         return float(self.seconds.mean())
 
 
-@dataclass(frozen=True)
-class LogFigures:
-    """Counts, shares, median tokens, bytes and seconds of a log and its corpus."""
-
-    questions: int
-    repeated: int
-    prompt_tokens: float
-    chunk_token_share: float
-    chunk_uses: int
-    chunks_touched: int
-    chunk_reuse: float
-    chunks_not_in_corpus: int
-    chunks_in_corpus: int
-    kv_bytes_corpus: int
-    kv_bytes_touched: int
-    encode_corpus_s: float
-    full_s_mean: float
-
-
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """Figures of a log, query cache hits by tolerance, and the outcome of every replay."""
+    """The outcome of every replay, and counts, shares, median tokens, bytes and seconds of the log."""
 
     settings: EstimateSettings
-    figures: LogFigures
-    near: dict[float, int]
-    requests: tuple[Request, ...]
-    speeds: Speeds
+    log: Row
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
 
@@ -140,41 +112,84 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     Raises ValueError for a bad line of the log or a prompt longer than the model's context, with the line's
     number; CorpusError, RetrievalError, RagCacheError, ModelNotSupported as ``ask``.
     """
-    log, folder = read_log(settings.log), settings.folder
-    model_folder()
-    check_writable(folder.path)
-    corpus = settings.read_corpus()
+    log, corpus = read_log(settings.log), settings.checked_corpus()
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
-    rope, policy = describe_rope(model), open_policy(settings.policy)
+    rope, policy, prompt = describe_rope(model), open_policy(settings.policy), prompt_for(tokenizer)
     token = one_token(model, rope)
-    prompts = Requests(model, tokenizer, rope, policy, settings.encoder, token.nbytes)
-    retrievals = _retrieved(settings, log, corpus, say, progress)
-    lines = list(zip(log, retrievals.texts, strict=True))
-    bar = tqdm(lines, unit="prompt", desc="planning", disable=not progress)
-    requests = tuple(prompts.request(query, texts) for query, texts in bar)
-    items = prompts.precomputed(corpus.texts)
+    planner = settings.planner(model, tokenizer, "estimate", corpus)
+    ahead = planner.missing(corpus.texts, settings.namespace, policy, prompt.before)
+    retrieved = _retrieved(settings, log, corpus, say)
+    lines = tqdm(zip(log, retrieved, strict=True), "planning", len(log), unit="prompt", disable=not progress)
+    requests = [_request(settings, planner, prompt, token, *line) for line in lines]
 
-    disk = None if settings.disk_gbps is None else settings.disk_gbps * 1e9
-    if settings.measure:
-        speeds = measured(model, rope, token, folder.path, disk, say)
-    else:
-        speeds = assumed(model, disk)
-    figures = _figures(log, requests, items, token.nbytes, speeds)
+    disk = settings.disk_gbps and settings.disk_gbps * 1e9
+    speeds = speeds_of(model, context=rope.context, layers=token.layers, measure=settings.measure, disk=disk)
+    figures = _figures(log, requests, ahead, token.nbytes, speeds)
+    figures |= {"measured": settings.measure, "disk_gb_per_s": speeds.disk / 1e9}
     # Below what one prompt uses, a tier would refuse what the prompt misses.
     least = max(_nbytes(request.uses) for request in requests)
-    budgets = sorted({max(least, round(s * figures.kv_bytes_touched), 1) for s in settings.shares})
+    budgets = sorted({max(least, round(s * figures["kv_bytes_touched"]), 1) for s in settings.shares})
     tiers = [
-        Tiers(budget, eviction, *way)
-        for way in ((False, False), (True, False), (True, True))
+        Tiers(budget, eviction, on_disk, precomputed)
+        for on_disk, precomputed in ((False, False), (True, False), (True, True))
         for eviction in dict.fromkeys(settings.evictions)
         for budget in budgets
     ]
-    prefill, ttft = cache(speeds.full), cache(lambda served: speeds.served(served, policy))
-    keys, outcomes = {item.key for item in items}, []
+    keys, outcomes = {item.key for item in ahead}, []
     for each in tqdm(tiers, unit="set of tiers", desc="replaying", disable=not progress):
-        served = replay(requests, each, keys, prefill)
-        outcomes.append(Outcome(each, served, np.array([ttft(one) for one in served])))
-    return Estimate(settings, figures, retrievals.near, requests, speeds, tuple(outcomes), corpus.notes)
+        served = replay(requests, each, keys, speeds.full)
+        outcomes.append(Outcome(each, served, np.array([speeds.served(one, policy) for one in served])))
+    notes = [*corpus.notes, speeds.note]
+    if fallbacks := [request.fallback for request in requests if request.fallback]:
+        notes.append(f"{len(fallbacks)} prompts cannot be taken apart into chunks ({fallbacks[0]})")
+    return Estimate(settings, figures, tuple(outcomes), tuple(notes))
+
+
+def _retrieved(
+    settings: EstimateSettings, log: Sequence[LoggedQuery], corpus: Corpus, say: Say
+) -> Iterator[tuple[str, ...]]:
+    """Texts for every question, as its line names them or as ``ask`` finds them."""
+    named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
+    # Nothing is embedded where every line names its documents.
+    search = CorpusSearch(settings, corpus, say) if any(query.docs is None for query in log) else None
+    for query in log:
+        if search is not None and query.docs is None:
+            yield tuple(chunk.text for chunk in search(query.query).documents)
+            continue
+        for doc in query.docs or ():
+            if doc not in named and _CHUNK_NAME.fullmatch(doc):
+                raise ValueError(
+                    f"line {query.line} of the log: the corpus has no chunk {doc}; numbers count a file's "
+                    "chunks from 0, as `ask` names its sources, and depend on --chunk-tokens"
+                )
+        yield tuple(named.get(doc, doc) for doc in query.docs or ())
+
+
+def _request(
+    settings: EstimateSettings,
+    planner: PromptPlanner,
+    prompt: ReadingPrompt,
+    token: ChunkKV,
+    query: LoggedQuery,
+    texts: tuple[str, ...],
+) -> Request:
+    """What a plan over an empty store misses is all that the prompt could use."""
+    planner.registry.add(settings.namespace, texts)
+    filled, policy = prompt.filled(SEPARATOR.join(texts), query.query), open_policy(settings.policy)
+    try:
+        request = planner.request(filled, settings.namespace, policy)
+    except PromptTooLong as error:
+        raise ValueError(f"line {query.line} of the log: {error}") from error
+    useful = {item.key for item in planner.plan(request).missing}
+    uses = []
+    for want in request.wanted:
+        if want.key in useful:
+            tokens = len(want.token_ids)
+            chunk = PlacedChunk(want.key.chunk_id, want.start, tokens, want.exact)
+            uses.append(
+                Use(want.key, tokens, tokens * token.nbytes, row_cost_of(policy, chunk, token.layers))
+            )
+    return Request(len(request.token_ids), tuple(uses), request.fallback)
 
 
 def _figures(
@@ -183,47 +198,27 @@ def _figures(
     corpus: Sequence[Missing],
     token_bytes: int,
     speeds: Speeds,
-) -> LogFigures:
+) -> Row:
     uses = [use for request in requests for use in request.chunks]
     touched = {use.key.chunk_id for use in uses}
     tokens = [request.tokens for request in requests]
-    return LogFigures(
-        questions=len(log),
-        repeated=len(log) - len({query.query for query in log}),
-        prompt_tokens=float(np.median(tokens)),
-        chunk_token_share=sum(use.chunk.tokens for use in uses) / sum(tokens),
-        chunk_uses=len(uses),
-        chunks_touched=len(touched),
-        chunk_reuse=1 - len(touched) / len(uses) if uses else 0.0,
-        chunks_not_in_corpus=len(touched - {item.key.chunk_id for item in corpus}),
-        chunks_in_corpus=len(corpus),
-        kv_bytes_corpus=sum(len(item.token_ids) for item in corpus) * token_bytes,
-        kv_bytes_touched=_nbytes(use for request in requests for use in request.uses),
-        encode_corpus_s=sum(speeds.full(len(i.encoding.behind) + len(i.token_ids)) for i in corpus),
-        full_s_mean=float(np.mean([speeds.full(count) for count in tokens])),
-    )
+    return {
+        "questions": len(log),
+        "repeated": len(log) - len({query.query for query in log}),
+        "prompt_tokens": float(np.median(tokens)),
+        "chunk_token_share": sum(use.tokens for use in uses) / sum(tokens),
+        "chunk_uses": len(uses),
+        "chunks_touched": len(touched),
+        "chunk_reuse": 1 - len(touched) / len(uses) if uses else 0.0,
+        "chunks_not_in_corpus": len(touched - {item.key.chunk_id for item in corpus}),
+        "chunks_in_corpus": len(corpus),
+        "kv_bytes_corpus": sum(len(item.token_ids) for item in corpus) * token_bytes,
+        "kv_bytes_touched": _nbytes(use for request in requests for use in request.uses),
+        "encode_corpus_s": sum(speeds.full(len(i.encoding.behind) + len(i.token_ids)) for i in corpus),
+        "full_s_mean": float(np.mean([speeds.full(count) for count in tokens])),
+    }
 
 
 def _nbytes(uses: Iterable[Use]) -> int:
     """KV bytes of the different entries."""
     return sum({use.key: use.nbytes for use in uses}.values())
-
-
-def _retrieved(
-    settings: EstimateSettings, log: tuple[LoggedQuery, ...], corpus: Corpus, say: Say, progress: bool
-) -> Retrievals:
-    embedder = MiniLM()
-    questions = list(dict.fromkeys(query.query for query in log))
-    rows = embedder.embed(questions, progress=progress and len(questions) > 100)
-    vectors = dict(zip(questions, rows, strict=True))
-
-    @cache
-    def index() -> Any:  # not built where every line names its documents
-        return corpus_index(corpus, Path(settings.corpus), embedder, settings.folder.indexes, say)
-
-    def search(vector: NDArray[Any]) -> tuple[str, ...]:
-        return tuple(corpus.by_id[id].text for id in index().search(vector, settings.k).ids)
-
-    return retrieve(
-        log, corpus, np.stack([vectors[query.query] for query in log]), search, settings.tolerance
-    )

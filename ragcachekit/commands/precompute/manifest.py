@@ -33,43 +33,34 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Manifests:
-    """Chunk ids and their tokens from the scope's own manifest, and the ids in others of its namespace.
-
-    ``notes`` name the manifests that could not be read; then nothing may be forgotten.
-    """
+class Encoded:
+    """Ids of chunks and their tokens; ``notes`` name manifests that could not be read."""
 
     chunks: Mapping[str, int]
-    elsewhere: frozenset[str]
     notes: tuple[str, ...]
 
-    def gone(self, present: Mapping[str, int]) -> dict[str, int]:
-        """Chunks to forget, with their tokens, if ``present`` is the corpus now."""
-        return {} if self.notes else {id: n for id, n in self.own().items() if id not in present}
 
-    def own(self) -> dict[str, int]:
-        """Chunks that no other manifest of the namespace lists."""
-        return {id: n for id, n in self.chunks.items() if id not in self.elsewhere}
-
-
-def read_manifests(folder: Path, scope: Scope) -> Manifests:
-    """Read the manifests of the scope's namespace."""
-    chunks: dict[str, int] = {}
+def read_manifests(folder: Path, scope: Scope) -> Encoded:
+    """What the scope's manifest lists and no other one of its namespace."""
+    own: dict[str, int] = {}
     elsewhere: set[str] = set()
     notes = []
     for path in sorted(manifests(folder, scope.namespace)):
-        own = path.name == scope.name
+        is_own = path.name == scope.name
         try:
-            found = _read(path)
+            found = json.loads(path.read_text())
+            chunks = dict(found["chunks"].items())
+            if found["schema"] != SCHEMA or not all(type(count) is int for count in chunks.values()):
+                raise ValueError(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            what = "is written anew" if own else "run precompute for its corpus again, or delete it"
+            what = "is written anew" if is_own else "run precompute for its corpus again, or delete it"
             notes.append(f"nothing is forgotten this time: {path} is damaged; {what}")
             continue
-        if own:
-            chunks = found
+        if is_own:
+            own = chunks
         else:
-            elsewhere |= found.keys()
-    return Manifests(chunks, frozenset(elsewhere), tuple(notes))
+            elsewhere |= chunks.keys()
+    return Encoded({id: n for id, n in own.items() if id not in elsewhere}, tuple(notes))
 
 
 def write_manifest(folder: Path, scope: Scope, chunks: Mapping[str, int]) -> None:
@@ -88,14 +79,6 @@ def manifests(folder: Path, namespace: str | None = None) -> Iterator[Path]:
     """Manifests of one namespace, or of all."""
     files = folder.glob("*.json" if namespace is None else f"{_prefix(namespace)}-*.json")
     return (path for path in files if _NAME.fullmatch(path.name))
-
-
-def _read(path: Path) -> dict[str, int]:
-    found = json.loads(path.read_text())
-    chunks = dict(found["chunks"].items())
-    if found["schema"] != SCHEMA or not all(type(count) is int for count in chunks.values()):
-        raise ValueError(path)
-    return chunks
 
 
 def _prefix(namespace: str) -> str:

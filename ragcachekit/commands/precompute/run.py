@@ -5,15 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcachekit.commands.ask import Say, corpus_index
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import MiniLM, model_folder
+from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.own_files import OwnFiles, one_token
 from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
 from ragcachekit.commands.reading_prompt import prompt_for
@@ -21,16 +20,13 @@ from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
+from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.tokens import SegmentTokenizer
-from ragcachekit.store.base import KVStore
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.entry.file import entry_name
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
-from ragcachekit.types import KVKey
-
-SAMPLE_TOKENS = 1024
-"""Tokens that a dry run encodes to measure the speed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Work:
     """How much there is to do.
 
     ``todo_tokens`` are those of chunks that are not among the ``stored`` ones, ``token_bytes`` is the KV of
-    one token over all layers, ``gone`` counts chunks to forget, ``seconds`` is estimated from a small sample
+    one token over all layers, ``gone`` counts chunks to forget, ``seconds`` is estimated from a few prefills
     (None: not measured), ``notes`` name what was skipped.
     """
 
@@ -74,16 +70,13 @@ def estimate(settings: PrecomputeSettings) -> Work:
 
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
-    corpus, kv = settings.read_corpus(), settings.folder.kv
-
-    def on_disk(key: KVKey) -> bool:  # opening a store would create its folder
-        return (kv / entry_name(key.digest())).is_file()
-
-    with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:
-        store = _ListingStore(NullStore())
-        with settings.open_engine(store, corpus, cache_dir=Path(scratch), cold="never") as rag:
-            run = PrecomputeRun(settings, rag, corpus, store, on_disk)
-            return replace(run.work, seconds=run.sampled_seconds()) if run.todo else run.work
+    corpus = settings.read_corpus()
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
+        settings.open_engine(NullStore(), corpus, cache_dir=Path(scratch), cold="never") as rag,
+    ):
+        run = PrecomputeRun(settings, rag, corpus)
+        return replace(run.work, seconds=run.estimated_seconds()) if run.todo else run.work
 
 
 @contextmanager
@@ -94,13 +87,10 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
-    model_folder()
-    check_writable(settings.folder.path)
-    corpus = settings.read_corpus()
+    corpus = settings.checked_corpus()
     disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
-    store = _ListingStore(disk)
-    with closing(disk), settings.open_engine(store, corpus, cold="never") as rag:
-        run = PrecomputeRun(settings, rag, corpus, store, disk.__contains__, say)
+    with closing(disk), settings.open_engine(disk, corpus, cold="never") as rag:
+        run = PrecomputeRun(settings, rag, corpus, say)
         needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
         _check_room(needed, sum(tier.budget - tier.nbytes for tier in disk.stats()), settings.folder)
         yield run
@@ -109,46 +99,41 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
 class PrecomputeRun:
     """A corpus ready to be encoded.
 
-    ``work`` is how much there is to do, ``todo`` the tokens of each text to encode, ``gone`` the ids of
-    chunks to forget, with their tokens.
+    ``work`` is how much there is to do, ``todo`` the chunks to encode, ``gone`` the ids of chunks to forget,
+    with their tokens.
     """
 
     def __init__(
-        self,
-        settings: PrecomputeSettings,
-        rag: RagCache,
-        corpus: Corpus,
-        store: _ListingStore,
-        is_stored: Callable[[KVKey], bool],
-        say: Say = lambda _: None,
+        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, say: Say = lambda _: None
     ) -> None:
-        self._settings, self._rag, self._corpus, self._store, self._say = settings, rag, corpus, store, say
+        self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
         self._system = prompt_for(rag.tokenizer).before
-        with store.listing() as self._keys:
-            self._encode(corpus.texts)
-        count = SegmentTokenizer(rag.tokenizer).chunk
-        tokens = [len(count(text)) for text in corpus.texts]
-        entries = list(zip(self._keys, corpus.texts, tokens, strict=True))
-        self.todo = {text: number for key, text, number in entries if not is_stored(key)}
-        self._present = {key.chunk_id: number for key, _, number in entries}
+        planner = settings.planner(rag.model, rag.tokenizer, rag.fingerprint, corpus)
+        policy = open_policy(settings.policy)
+        self._chunks = planner.missing(corpus.texts, rag.namespace, policy, self._system)
+        self.todo = [chunk for chunk in self._chunks if not self._is_stored(chunk)]
         self._scope = Scope(
             rag.namespace,
             str(Path(settings.corpus).expanduser().resolve()),
-            self._keys[0].encoding.partition("@")[0],
+            self._chunks[0].key.encoding.partition("@")[0],
             rag.fingerprint,
             settings.chunk_tokens,
         )
-        self._manifests = read_manifests(settings.folder.manifests, self._scope)
-        self.gone = {} if settings.keep_gone else self._manifests.gone(self._present)
+        self._present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self._chunks}
+        earlier = read_manifests(settings.folder.manifests, self._scope)
+        keep = settings.keep_gone or earlier.notes
+        self.gone = {} if keep else {i: n for i, n in earlier.chunks.items() if i not in self._present}
+        # What is not forgotten stays listed.
+        self._listed = {i: n for i, n in earlier.chunks.items() if i not in self.gone} | self._present
         self.work = Work(
             corpus.files,
-            len(tokens),
-            sum(tokens),
-            len(tokens) - len(self.todo),
-            sum(self.todo.values()),
+            len(self._chunks),
+            sum(len(chunk.token_ids) for chunk in self._chunks),
+            len(self._chunks) - len(self.todo),
+            sum(len(chunk.token_ids) for chunk in self.todo),
             one_token(rag.model, describe_rope(rag.model)).nbytes,
             len(self.gone),
-            (*corpus.notes, *self._manifests.notes),
+            (*corpus.notes, *earlier.notes),
         )
 
     def run(self, *, progress: bool = False) -> float:
@@ -158,61 +143,29 @@ class PrecomputeRun:
 
         Raises StoreError if some KV, or the list of what is encoded, could not be written.
         """
-        begun, folder = time.perf_counter(), self._settings.folder
+        begun = time.perf_counter()
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        earlier = {id: n for id, n in self._manifests.own().items() if id not in self.gone}
-        write_manifest(folder.manifests, self._scope, {**earlier, **self._present})
-        self._encode(self._corpus.texts, progress)
-        if lost := sum(key not in self._store for key in self._keys):
+        write_manifest(self._settings.folder.manifests, self._scope, self._listed)
+        self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
+        if lost := sum(not self._is_stored(chunk) for chunk in self._chunks):
             raise StoreError(
                 f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
                 "and run the same command again"
             )
         seconds = time.perf_counter() - begun
-        corpus_index(self._corpus, Path(self._settings.corpus), MiniLM(), folder.indexes, self._say)
+        corpus_index(self._settings, self._corpus, MiniLM(), self._say)
         return seconds
 
-    def sampled_seconds(self) -> float:
-        """Time to encode everything, from up to :data:`SAMPLE_TOKENS`."""
-        texts = list(self.todo)
-        self._encode(texts[:1])  # a model's first forward is slower than the others
-        sample, tokens = list[str](), 0
-        while len(sample) < len(texts) and tokens < SAMPLE_TOKENS:
-            tokens += self.todo[texts[len(sample)]]
-            sample.append(texts[len(sample)])
-        begun = time.perf_counter()
-        self._encode(sample)
-        return (time.perf_counter() - begun) / tokens * self.work.todo_tokens
+    def estimated_seconds(self) -> float:
+        """Time to encode what is missing, from measured prefills of a few lengths."""
+        model = self._rag.model
+        profile = measure_profile(model, context=describe_rope(model).context)
+        return sum(profile.seconds(0, len(one.encoding.behind) + len(one.token_ids)) for one in self.todo)
 
-    def _encode(self, texts: list[str], progress: bool = False) -> None:
-        self._rag.encode(texts, system=self._system, progress=progress)
-
-
-class _ListingStore(KVStore):
-    """Another store, which claims to hold every key while it lists them."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
-        self._keys: list[KVKey] | None = None
-        for name in ("get", "open", "put", "discard", "keys", "evict", "forget", "stats", "close"):
-            setattr(self, name, getattr(store, name))
-
-    @contextmanager
-    def listing(self) -> Iterator[list[KVKey]]:
-        """Collect the keys that are looked up; meanwhile nothing is encoded."""
-        self._keys = []
-        try:
-            yield self._keys
-        finally:
-            self._keys = None
-
-    def __contains__(self, key: KVKey) -> bool:
-        if self._keys is None:
-            return key in self._store
-        self._keys.append(key)
-        return True
+    def _is_stored(self, chunk: Missing) -> bool:
+        return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder) -> None:

@@ -13,7 +13,6 @@ from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
-_ROLES = {"system": "system", "human": "user"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,5 @@ class PromptMaker:
         return FidelityPrompt(Prompt(segments), ids, before, tuple(spans))
 
     def _rendered(self, context: str, question: FidelityQuestion) -> str:
-        value = self._reading.template.invoke({"context": context, "input": question.question})
-        if not self._reading.chat:
-            return value.to_string()
-        messages = [{"role": _ROLES[m.type], "content": str(m.content)} for m in value.to_messages()]
-        return self._tokens.render(messages)
+        prompt = self._reading.filled(context, question.question)
+        return prompt if isinstance(prompt, str) else self._tokens.render(prompt)
