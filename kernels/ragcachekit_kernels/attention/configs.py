@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 SETTING = "RAGCACHEKIT_KERNEL_TUNING"
-"""Environment variable: a JSON file that :func:`ragcachekit_kernels.attention.tune.save` wrote."""
+"""Environment variable: a JSON file that ``python -m benchmarks kernels --tune FILE`` wrote."""
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 QUESTION_ROWS = 64
@@ -20,9 +19,6 @@ QUESTION_ROWS = 64
 
 UNIT = 128
 """Keys per unit of length when splits are chosen."""
-
-USUAL_TOKENS = 8192
-"""Number of keys assumed where a captured graph does not give it."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +130,6 @@ def key_of(
     return f"{name}/{str(dtype).removeprefix('torch.')}/{head_dim}/{value_dim}/{where}"
 
 
-def dumps(configs: Mapping[str, Config]) -> str:
-    """Text of a tuning file."""
-    entries = {key: asdict(config) for key, config in configs.items()}
-    return json.dumps({"schema": 1, "sparse_attention": entries}, indent=2) + "\n"
-
-
 def loads(text: str) -> dict[str, Config]:
     """Configs of a tuning file's text; ValueError if it is none or a config cannot be launched."""
     try:
@@ -148,7 +138,7 @@ def loads(text: str) -> dict[str, Config]:
             raise ValueError(f"schema {frame['schema']!r} is not known")
         return {str(key): Config(**entry) for key, entry in frame["sparse_attention"].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"not a kernel tuning file ({error}); write one with tune.save") from error
+        raise ValueError(f"not a kernel tuning file ({error}); docs/gpu.md tells how to write one") from error
 
 
 @lru_cache(maxsize=8)

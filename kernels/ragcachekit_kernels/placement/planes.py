@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -145,13 +145,6 @@ class ChunkTensors:
         """``[planes, 6]``: address and head stride of the elements and of the scales, and the scales'
         strides per token and per channel."""
         return np.array([_entry(t, self.scale(i)) for i, t in enumerate(self.tensors)], dtype=np.int64)
-
-
-class Assembly(Protocol):
-    """Copy of chunks into a request's KV, ready to run."""
-
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        """Copy planes ``first .. last - 1`` (None: all that follow) on the current stream."""
 
 
 @dataclass(frozen=True, eq=False)
