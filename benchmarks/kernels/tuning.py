@@ -19,8 +19,7 @@ from benchmarks.kernels.device_timing import timed
 from benchmarks.kernels.run import KernelSettings
 from benchmarks.kernels.sizes import CAPTURED_ROWS, row_sets
 from ragcachekit.commands.bench.shapes import dtype_named
-from ragcachekit_kernels.attention import configs
-from ragcachekit_kernels.attention.configs import Config
+from ragcachekit_kernels.attention.configs import Case, Config
 from ragcachekit_kernels.dispatch import AttentionOptions, KVTable, Rows, sparse_attention, uses_triton
 
 RUNS = 20
@@ -163,8 +162,8 @@ class _Problem:
         value_dim = shape.value_dim or shape.head_dim
         self.dtype = shape.dtype
         self._options = AttentionOptions(shape.head_dim**-0.5, shape.window, shape.softcap)
-        case = (device, shape.dtype, shape.head_dim, value_dim)
-        self.key = configs.key_of(*case, table=table, plain=self._options.is_plain)
+        case = Case(device, shape.dtype, shape.head_dim, value_dim, table, self._options.is_plain)
+        self.key = case.key
         self._rows = Rows(tuple(shape.positions))
         random = torch.Generator(device).manual_seed(0)
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ragcachekit_kernels.attention import row_attention
-from ragcachekit_kernels.attention.configs import default_config
+from ragcachekit_kernels.attention.configs import Case, default_config
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import KVTable, Rows
 
@@ -87,7 +87,8 @@ def attend(head_dim=128, *, table=False, dtype=torch.bfloat16, rows=64, tokens=4
     key = torch.empty(8, tokens, head_dim, dtype=dtype)
     at = Rows(tuple(range(tokens - rows, tokens))).on(torch.device("cpu"))
     own = AttentionOptions(0.1, **options)
-    config = default_config((9, 0), dtype, head_dim, head_dim, table, own.is_plain)
+    case = Case(query.device, dtype, head_dim, head_dim, table, own.is_plain)
+    config = default_config(case, (9, 0))
     launch = {"config": config, "splits": splits}
     if not table:
         return row_attention.attention(query, key, key, at, own, **launch)

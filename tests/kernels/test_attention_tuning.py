@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragcachekit_kernels.attention import configs
-from ragcachekit_kernels.attention.configs import Config, default_config, splits_for
+from ragcachekit_kernels.attention.configs import Case, Config, config_for, default_config, splits_for
 
 ONE = Config(32, 16, 4, 1)
 
@@ -31,7 +31,7 @@ def smem(config, dtype, width):
 def test_defaults_fit_into_shared_memory(dtype, width, capability, room):
     padded = {64: 64, 80: 128, 96: 128, 112: 128, 128: 128, 192: 256, 256: 256}[width]
     for table in (False, True):
-        config = default_config(capability, dtype, width, 64, table)
+        config = default_config(Case(torch.device("cuda"), dtype, width, 64, table), capability)
         assert smem(config, dtype, padded) <= room * 1024
         assert not (config.descriptors and (table or capability < (9, 0)))
 
@@ -87,20 +87,18 @@ class TestFile:
             configs.loads(text)
 
     def test_dispatch_uses_it_for_its_device_only(self, tmp_path, monkeypatch):
-        device = torch.device("cuda")
+        case = Case(torch.device("cuda"), torch.bfloat16, 128, 128, table=False)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        key = configs.key_of(device, torch.bfloat16, 128, 128, table=False)
-        assert key == "A GPU/bfloat16/128/128/pointers"
-        (tmp_path / "tuning.json").write_text(file_of(**{key: ONE}))
-        usual = configs.config_for(device, torch.bfloat16, 128, 128, table=False)
+        assert case.key == "A GPU/bfloat16/128/128/pointers"
+        (tmp_path / "tuning.json").write_text(file_of(**{case.key: ONE}))
+        usual = config_for(case)
         monkeypatch.setenv(configs.SETTING, str(tmp_path / "tuning.json"))
-        assert configs.config_for(device, torch.bfloat16, 128, 128, table=False) == ONE != usual
-        assert configs.config_for(device, torch.bfloat16, 128, 64, table=False) == usual
-        masked = configs.config_for(device, torch.bfloat16, 128, 128, table=False, plain=False)
-        assert masked not in (ONE, usual)
+        assert config_for(case) == ONE != usual
+        assert config_for(case._replace(value_dim=64)) == usual
+        assert config_for(case._replace(plain=False)) not in (ONE, usual)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another")
-        assert configs.config_for(device, torch.bfloat16, 128, 128, table=False) == usual
+        assert config_for(case) == usual
 
 
 def test_unknown_sizes_are_refused():

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ragcachekit_kernels.attention.configs import (
     QUESTION_ROWS,
     UNIT,
+    Case,
     Config,
     config_for,
     splits_for,
@@ -40,10 +41,10 @@ def attention(
     """
     kv_heads, tokens, head_dim = key.shape
     value_dim = value.shape[-1]
-    case = (query.device, query.dtype, head_dim, value_dim)
-    config = config or config_for(*case, table=False, plain=options.is_plain)
+    case = Case(query.device, query.dtype, head_dim, value_dim, table=False, plain=options.is_plain)
+    config = config or config_for(case)
     if config.descriptors and not (described(key) and described(value)):
-        config = config_for(*case, table=True, plain=options.is_plain)
+        config = config_for(case._replace(table=True))
     sources = {
         "key": _descriptor(key, config) if config.descriptors else key,
         "value": _descriptor(value, config) if config.descriptors else value,
@@ -74,8 +75,8 @@ def attention_at(
     ``tokens``, the approximate number of keys, only decides the number of splits.
     """
     head_dim = query.shape[-1]
-    case = (query.device, query.dtype, head_dim, value_dim)
-    config = config or config_for(*case, table=True, plain=options.is_plain)
+    case = Case(query.device, query.dtype, head_dim, value_dim, table=True, plain=options.is_plain)
+    config = config or config_for(case)
     sources = {
         "key": None,
         "value": None,

@@ -188,11 +188,6 @@ class Layout:
         """Position after the last place."""
         return self.places[-1].start + self.places[-1].tokens if self.places else 0
 
-    @property
-    def signatures(self) -> list[Hashable]:
-        """Signature of each place's chunk, None without one."""
-        return [None if chunk is None else chunk.signature for chunk in self.chunks]
-
     def formats(self, piece: int) -> tuple[Format, ...]:
         """Formats per plane of one chunk's tensors, or of the planes if it is in them already."""
         chunk = self.chunks[piece]
