@@ -49,7 +49,7 @@ run() {
         ;;
     ttft-8k) speed --prompt-tokens 8192 --runs 7 --json "$out/ttft-gpu-8k.json" --plot "$out/ttft-gpu-8k.png" ;;
     ttft-32k) speed --prompt-tokens 32768 --runs 5 --json "$out/ttft-gpu-32k.json" --plot "$out/ttft-gpu-32k.png" ;;
-    tests) checked $workers tests/kernels ;;
+    tests) checked $workers tests/kernels tests/benchmarks/test_kernel_tuning.py ;;
     *)
         echo "no part called $1" >&2
         return 2

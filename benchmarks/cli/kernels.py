@@ -55,6 +55,7 @@ def kernels(
     import torch
 
     from benchmarks.kernels import run as module
+    from benchmarks.kernels import tuning
     from benchmarks.kernels.cases import KERNELS
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,7 +85,7 @@ def kernels(
             progress.update(task, description=text)
 
         if tune is not None:
-            results = module.tune(settings, tune, step)
+            results = tuning.tune(settings, tune, step)
         else:
             report = module.run(settings, step)
     if tune is not None:

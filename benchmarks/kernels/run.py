@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from benchmarks.kernels.baselines import full_baselines, row_baselines
 from benchmarks.kernels.cases import KERNELS
 from benchmarks.kernels.checks import Case, distance
 from benchmarks.kernels.device_timing import Ceilings, Samples, ceilings, timed
-from benchmarks.kernels.sizes import CAPTURED_ROWS, QUESTION, Sizes, row_sets
+from benchmarks.kernels.sizes import QUESTION, Sizes
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.shapes import dtype_named
 from ragcachekit.errors import RagCacheError
-from ragcachekit_kernels import dispatch
 
 
 @dataclass(frozen=True)
@@ -97,29 +94,6 @@ def run(settings: KernelSettings, step: Callable[[str], object] = lambda _: None
         f"{settings.layers} layers, {settings.dtype}, random numbers"
     )
     return BenchReport("kernels", name, settings.seed, tuple(rows))
-
-
-def tune(
-    settings: KernelSettings, path: str | os.PathLike[str], step: Callable[[str], object] = lambda _: None
-) -> tuple[str, ...]:
-    """Tune the attention kernel; see ``dispatch.tune_attention``.
-
-    Many rows are 15 % of the first prompt, few its question and the beginnings of its chunks.
-    """
-    tokens = settings.tokens[0]
-    sets = row_sets(tokens, settings.seed)
-    return dispatch.tune_attention(
-        Path(path),
-        heads=settings.heads,
-        kv_heads=settings.kv_heads,
-        head_dim=settings.head_dim,
-        tokens=tokens,
-        positions=sets["15%"],
-        few=sets["lego:16"][-CAPTURED_ROWS:],
-        dtype=dtype_named(settings.dtype),
-        device=torch.device(settings.device),
-        heard=step,
-    )
 
 
 def _sizes(settings: KernelSettings, tokens: int) -> Sizes:

@@ -21,24 +21,14 @@ def score_cases(sizes: Sizes) -> Iterator[Case]:
     keys = [
         sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=200 + i) for i in range(sizes.layers)
     ]
-    # Attention over the same keys, which has to be computed anyway, hands its log-sum-exps over.
     options = AttentionOptions(sizes.scale)
-    known = [dispatch.sparse_attention_lse(query, key, key, rows, options)[1] for key in keys]
     behind = range(0, sizes.tokens - QUESTION, CHUNK)
     chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in behind))
-    for name, spans, lses in (
-        ("log-sum-exp given", None, known),
-        ("all keys", None, None),
-        ("per chunk", chunked, None),
-    ):
+    for name, spans in (("all keys", None), ("per chunk", chunked)):
         one = partial(dispatch.column_scores, positions=rows, spans=spans, options=options)
 
-        def all_layers(
-            one: Callable[..., torch.Tensor] = one, lses: list[torch.Tensor] | None = lses
-        ) -> list[torch.Tensor]:
-            if lses is None:
-                return [one(query, key) for key in keys]
-            return [one(query, key, lse=lse) for key, lse in zip(keys, lses, strict=True)]
+        def all_layers(one: Callable[..., torch.Tensor] = one) -> list[torch.Tensor]:
+            return [one(query, key) for key in keys]
 
         yield Case(
             "column_scores",

@@ -1,4 +1,4 @@
-"""Plain-torch references, usable in float64: every kernel is tested against them."""
+"""Rotation, moves and sums in plain torch, usable in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.placement.planes import ChunkTensors, Layout
 
 
@@ -123,103 +122,6 @@ def scatter(
     into_value.index_copy_(1, at, value)
 
 
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention of rows at arbitrary positions: row i sees exactly keys ``0..positions[i]``.
-
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[heads, rows, head_dim]``.
-    key, value : torch.Tensor
-        ``[kv_heads, tokens, head_dim]``, key j at position j; heads is a multiple of kv_heads.
-    positions : torch.Tensor
-        ``[rows]`` integers.
-    options : AttentionOptions
-
-    Returns
-    -------
-    torch.Tensor
-        ``[heads, rows, value_head_dim]``.
-
-    Notes
-    -----
-    EPIC section 4.2 prints a multiplicative mask; the mask here is additive, as softmax needs.
-    """
-    values = value.repeat_interleave(query.shape[0] // key.shape[0], 0)
-    weights = _weights(_scores(query, key, positions, options), options.sinks)
-    return weights.to(value.dtype) @ values
-
-
-def sparse_attention_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result of :func:`sparse_attention` and ``[heads, rows]`` log-sum-exps of its scores.
-
-    They are natural logarithms, sinks included, float32 or wider: ``exp(score - lse)`` is a softmax weight.
-    """
-    scores = _scores(query, key, positions, options)
-    lse = torch.logsumexp(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
-    if options.sinks is not None:
-        lse = torch.logaddexp(lse, options.sinks.to(lse)[:, None])
-    return sparse_attention(query, key, value, positions, options), lse
-
-
-def column_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    options: AttentionOptions,
-    spans: Sequence[tuple[int, int]] | None = None,
-    *,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention that each key gets from the given rows, summed over heads and rows.
-
-    Parameters
-    ----------
-    query, key, positions, options
-        As for :func:`sparse_attention`.
-    spans : sequence of (int, int), optional
-        Half-open key ranges that do not overlap. Each gets a softmax of its own, without sinks; keys
-        outside of all get 0. None: one softmax over all keys that the row sees.
-    lse : torch.Tensor, optional
-        ``[heads, rows]``, without spans: natural log-sum-exps of the rows' scores, sinks included, where
-        attention has computed them. The two float32 scores of a product differ by their rounding, so a
-        row's weights add up to 1 but for a factor within ``exp(+-(head_dim + 4) 2^-23 m)``; m is ``scale``
-        times the largest sum of ``|q_i k_i|``. For scores of 1e4 that is a few per cent.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[tokens]``, float32 or wider.
-
-    Notes
-    -----
-    With spans: FusionRAG section 3.2; without: Cache-Craft section 3.1 (its inter and intra sums).
-    """
-    scores = _scores(query, key, positions, options)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if lse is not None:
-        return torch.exp(scores.to(wide) - lse.to(wide)[:, :, None]).sum((0, 1))
-    if spans is None:
-        return _weights(scores, options.sinks).sum((0, 1))
-    out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
-    for start, stop in spans:
-        weights = torch.softmax(scores[..., start:stop], -1, dtype=wide)
-        out[start:stop] = weights.nan_to_num(0.0).sum((0, 1))  # a row that sees nothing of the span
-    return out
-
-
 def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64."""
     values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64
@@ -231,28 +133,3 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int])
     """``[rows]`` float32: squared distance of ``new`` ``[heads, rows, dim]`` from ``old[:, positions]``."""
     at = torch.tensor(positions, dtype=torch.long, device=old.device)
     return (old.index_select(1, at).float() - new.float()).square().sum((0, 2))
-
-
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    """``[heads, rows, tokens]``, minus infinity where a row does not see a key."""
-    keys = key.repeat_interleave(query.shape[0] // key.shape[0], 0)
-    scores = query @ keys.transpose(-1, -2) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    columns = torch.arange(key.shape[1], device=key.device)
-    rows = positions.to(key.device)[:, None]
-    seen = columns <= rows
-    if options.window is not None:
-        seen &= columns > rows - options.window
-    return scores.masked_fill(~seen, float("-inf"))
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax in float32 or wider; sinks take part and get no column."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if sinks is None:
-        return torch.softmax(scores, -1, dtype=wide)
-    extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-    return torch.softmax(torch.cat((scores, extra), -1), -1, dtype=wide)[..., :-1]

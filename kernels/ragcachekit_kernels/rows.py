@@ -1,4 +1,4 @@
-"""Row positions of one forward and the addresses of a request's KV, as kernels read them."""
+"""Row positions, key ranges and KV addresses of one forward, as kernels read them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+
+from ragcachekit_kernels.backend import DTYPES, uses_triton
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +68,63 @@ class Rows(Sequence[int]):
         return placed
 
 
+def rows_within(positions: Sequence[int], tokens: int) -> Rows:
+    """Rows at ``positions``; ValueError unless these are ascending within ``0..tokens - 1``."""
+    rows = positions if isinstance(positions, Rows) else Rows(tuple(positions))
+    if rows and rows[-1] >= tokens:
+        raise ValueError(f"positions must be ascending within 0..{tokens - 1}: {rows[-1]} lies outside")
+    return rows
+
+
 def checked_rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:
     """Rows at ``positions``; ValueError unless they fit the query and the keys."""
     if len(positions) != query.shape[1]:
         raise ValueError(f"{query.shape[1]} query rows but {len(positions)} positions")
     if query.shape[0] % key.shape[0]:
         raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
-    known = isinstance(positions, Rows) or all(a < b for a, b in pairwise(positions))
-    if not known or (len(positions) and not 0 <= positions[0] <= positions[-1] < key.shape[1]):
-        raise ValueError(f"positions must be ascending within 0..{key.shape[1] - 1}")
-    return positions if isinstance(positions, Rows) else Rows(tuple(positions))
+    return rows_within(positions, key.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Sequence[tuple[int, int]]):
+    """Half-open key ranges, copied to a device at most once.
+
+    Raises
+    ------
+    ValueError
+        If one of them starts below 0 or ends before it starts.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    _placed: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for start, stop in self.ranges:
+            if not 0 <= start <= stop:
+                raise ValueError(f"the span {start}..{stop} does not go forward from 0 or later")
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self.ranges[index]
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """``[spans, 2]`` int32 on ``device``; copied there at the first call."""
+        placed = self._placed.get(device)
+        if placed is None:
+            table = torch.tensor(self.ranges, dtype=torch.int32).reshape(-1, 2)
+            placed = self._placed[device] = table.to(device, non_blocking=True)
+        return placed
+
+
+def spans_within(spans: Sequence[tuple[int, int]], tokens: int) -> Spans:
+    """Spans; ValueError unless each goes forward within ``0..tokens``."""
+    checked = spans if isinstance(spans, Spans) else Spans(tuple(spans))
+    for start, stop in checked:
+        if stop > tokens:
+            raise ValueError(f"the span {start}..{stop} does not lie within {tokens} keys")
+    return checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,3 +145,11 @@ class KVTable:
 
     entries: torch.Tensor
     dtype: torch.dtype
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """ValueError unless kernels run on ``tensors``: torch cannot read addresses from memory."""
+        if not uses_triton(tensors[0].device):
+            raise ValueError(f"a KV table needs Triton, which does not run on {tensors[0].device}")
+        types = [self.dtype, *(tensor.dtype for tensor in tensors)]
+        if set(types) - set(DTYPES):
+            raise ValueError(f"a KV table is for bfloat16, float16 or float32, not for {types}")

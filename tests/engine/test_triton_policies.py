@@ -13,7 +13,7 @@ from ragcachekit import Prompt
 from ragcachekit.forward import narrowing as narrow
 from ragcachekit.forward import scoring_pass as choose
 from ragcachekit.plan import plan
-from ragcachekit_kernels.scores import column_scores, context_kernels, deviation
+from ragcachekit_kernels.scores import column_scores, deviation
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
 FIRST = Prompt([text(7, 1), *BODY, text(6, 4)])
@@ -23,7 +23,7 @@ KERNELS = {
     "query:0.15": (column_scores, "column_scores"),
     "deep:0.15": (column_scores, "column_scores"),
     "heavy:0.15": (column_scores, "column_scores"),
-    "craft:0.3": (context_kernels, "context_mass"),
+    "craft:0.3": (column_scores, "context_mass"),
     "craft-focused:0.9": (deviation, "span_sums"),
     "cacheblend:0.15": (deviation, "kv_deviation"),
 }

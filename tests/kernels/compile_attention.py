@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ragcachekit_kernels.attention import merging, row_attention
-from ragcachekit_kernels.attention.configs import default_config
+from ragcachekit_kernels.attention import row_attention
+from ragcachekit_kernels.attention.configs import Case, default_config
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import KVTable, Rows
 
@@ -87,12 +87,13 @@ def attend(head_dim=128, *, table=False, dtype=torch.bfloat16, rows=64, tokens=4
     key = torch.empty(8, tokens, head_dim, dtype=dtype)
     at = Rows(tuple(range(tokens - rows, tokens))).on(torch.device("cpu"))
     own = AttentionOptions(0.1, **options)
-    config = default_config((9, 0), dtype, head_dim, head_dim, table, own.is_plain)
-    launch = {"with_lse": True, "config": config, "splits": splits}
+    case = Case(query.device, dtype, head_dim, head_dim, table, own.is_plain)
+    config = default_config(case, (9, 0))
+    launch = {"config": config, "splits": splits}
     if not table:
         return row_attention.attention(query, key, key, at, own, **launch)
     entries = KVTable(torch.empty(4, 4, dtype=torch.int64), dtype)
-    return row_attention.attention_at(query, entries, 1, 8, head_dim, at, own, **launch)
+    return row_attention.attention_at(query, entries, 1, 8, head_dim, at, own, tokens=tokens, **launch)
 
 
 ALL = {"window": 512, "softcap": 50.0, "sinks": torch.empty(32)}
@@ -116,12 +117,11 @@ CASES = {
 
 if __name__ == "__main__":
     folder, out = Path(sys.argv[1]), {}
-    places = {"attention_kernel": row_attention, "_merge_kernel": merging}
-    kernels = {name: getattr(module, name) for name, module in places.items()}
+    kernels = {name: getattr(row_attention, name) for name in ("attention_kernel", "merge_kernel")}
     for case in sys.argv[2:]:
         stand_ins = {name: Recorded(kernel) for name, kernel in kernels.items()}
-        for name, module in places.items():
-            setattr(module, name, stand_ins[name])
+        for name, stand_in in stand_ins.items():
+            setattr(row_attention, name, stand_in)
         CASES[case]()
         out[case] = {name: findings(made, folder) for name, one in stand_ins.items() for made in one.made}
         out[case]["loop"] = loop_over_keys(stand_ins["attention_kernel"].made[0], folder)

@@ -17,9 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.rows import Rows
+from ragcachekit_kernels.rows import Rows, Spans
 from ragcachekit_kernels.scores import column_scores, deviation
-from ragcachekit_kernels.spans import Spans
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -85,12 +84,11 @@ def findings(made, folder):
     }
 
 
-def scores(spans=None, lse=False, dtype=torch.bfloat16, head_dim=128, rows=64, **options):
+def scores(spans=None, dtype=torch.bfloat16, head_dim=128, rows=64, **options):
     query = torch.empty(32, rows, head_dim, dtype=dtype)
     key = torch.empty(8, 4096, head_dim, dtype=dtype)
-    given = torch.empty(rows, 32).T if lse else None
     at = Rows(tuple(range(4096 - rows, 4096))).on(torch.device("cpu"))
-    return column_scores.column_scores(query, key, at, AttentionOptions(0.1, **options), spans, lse=given)
+    return column_scores.column_scores(query, key, at, AttentionOptions(0.1, **options), spans)
 
 
 def deviations():
@@ -100,16 +98,15 @@ def deviations():
 
 SPANS = Spans(tuple((start, start + 128) for start in range(0, 4096, 128)))
 CASES = {
-    "columns": lambda: scores(lse=True),
-    "log sums": scores,
+    "all keys": scores,
     "spans": lambda: scores(SPANS),
     "deviation": deviations,
-    "64 dimensions": lambda: scores(lse=True, head_dim=64),
-    "256 dimensions": lambda: scores(lse=True, head_dim=256),
+    "64 dimensions": lambda: scores(head_dim=64),
+    "256 dimensions": lambda: scores(head_dim=256),
     "256 dimensions, all options": lambda: scores(SPANS, head_dim=256, window=512, softcap=50.0),
     "all options": lambda: scores(window=512, softcap=50.0),
-    "float16, few rows": lambda: scores(lse=True, dtype=torch.float16, rows=9),
-    "many rows": lambda: scores(lse=True, rows=2048),
+    "float16, few rows": lambda: scores(dtype=torch.float16, rows=9),
+    "many rows": lambda: scores(rows=2048),
     "float32": lambda: scores(dtype=torch.float32),
 }
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import ChunkTensors, Place, Plane
+from ragcachekit_kernels.placement import moving
 from ragcachekit_kernels.placement.planes import Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,7 +123,7 @@ def test_is_the_float64_rotation_and_nothing_else_is_written(path, data):
     kv = [nan(heads, SLOTS, dim, dtype=dtype) for _ in shapes]
     turning = 0 if pairs else None
     planes = [Plane(x, None if i % 2 else turning, interleaved, offset) for i, x in enumerate(kv)]
-    dispatch.assemble(planes, places, chunks, [table(pairs, m)], skip=skip)
+    dispatch.assembly(planes, places, chunks, [table(pairs, m)], skip=skip).run()
     check(kv, planes, places, chunks, pairs, m, skip, [None] * 3)
 
 
@@ -135,7 +136,7 @@ def test_what_lies_in_place_already_is_rotated_there(path, interleaved):
         x[:, 1:12] = rows
     planes = [Plane(kv[0], 0, interleaved), Plane(kv[1])]
     chunks = [None, chunk(1, 6, [(2, 16)] * 2, torch.bfloat16)]
-    dispatch.assemble(planes, places, chunks, [table(8)], skip=[3])
+    dispatch.assembly(planes, places, chunks, [table(8)], skip=[3]).run()
     check(kv, planes, places, chunks, 8, 1.0, [3], [here, None])
     for x, rows in zip(kv, here, strict=True):
         assert torch.equal(x[:, 3].cpu(), rows[:, 2])
@@ -150,7 +151,7 @@ def test_keys_and_values_of_different_widths_several_tables_and_types(path):
     places = [Place(0, 5, True), Place(6, 13), Place(30, 1)]
     kinds = [torch.bfloat16, torch.int8, torch.bfloat16]
     chunks = [chunk(i, p.tokens, shapes, kinds[i]) for i, p in enumerate(places)]
-    dispatch.assemble(planes, places, chunks, [table(4), table(4)])
+    dispatch.assembly(planes, places, chunks, [table(4), table(4)]).run()
     check(kv, planes, places, chunks, 4, 1.0, [], [None] * 3)
 
 
@@ -176,7 +177,7 @@ def test_strided_and_unaligned_tensors(path):
     views = ChunkTensors(tuple(t[1:5:2, 1:] for t in c.tensors))
     planes = [Plane(kv[0], 0), Plane(kv[1])]
     places = [Place(20, 11)]
-    dispatch.assemble(planes, places, [views], [table(3)])
+    dispatch.assembly(planes, places, [views], [table(3)]).run()
     check(kv, planes, places, [views], 3, 1.0, [], [None])
     assert bool(wide[1::2].isnan().all())
     assert bool(wide[:, :23].isnan().all())
@@ -190,7 +191,7 @@ def test_what_is_not_rotated_is_copied_bit_for_bit_infinities_too(path):
         tensor[0, 2] = float("inf")
         tensor[1, 3, ::2] = float("-inf")
     copies = [t.clone() for t in c.tensors]
-    dispatch.assemble([Plane(kv[0], 0), Plane(kv[1])], [Place(9, 7, rotated=True)], [c], [table(4)])
+    dispatch.assembly([Plane(kv[0], 0), Plane(kv[1])], [Place(9, 7, rotated=True)], [c], [table(4)]).run()
     for x, tensor, copy in zip(kv, c.tensors, copies, strict=True):
         assert torch.equal(x[:, 9:16], tensor[:, :7])
         assert torch.equal(tensor[:, :7], copy[:, :7])
@@ -198,10 +199,10 @@ def test_what_is_not_rotated_is_copied_bit_for_bit_infinities_too(path):
 
 def test_nothing_to_put_in_place(path):
     kv = nan(2, SLOTS, 8, dtype=torch.float32)
-    dispatch.assemble([Plane(kv, 0)], [], [], [table(4)])
-    dispatch.assemble(
+    dispatch.assembly([Plane(kv, 0)], [], [], [table(4)]).run()
+    dispatch.assembly(
         [Plane(kv, 0)], [Place(3, 2)], [chunk(0, 2, [(2, 8)], kv.dtype)], [table(4)], skip=[3, 4]
-    )
+    ).run()
     assert bool(kv.isnan().all())
 
 
@@ -220,7 +221,7 @@ def test_thousands_of_blocks_equal_the_reference(monkeypatch, interleaved, store
         monkeypatch.setenv("RAGCACHEKIT_KERNELS", way)
         kv = [nan(h, slots, d, dtype=torch.bfloat16) for h, d in shapes]
         planes = [Plane(x, None if i % 2 else 0, interleaved) for i, x in enumerate(kv)]
-        dispatch.assemble(planes, places, chunks, [(turn.cos(), turn.sin())], skip=skip)
+        dispatch.assembly(planes, places, chunks, [(turn.cos(), turn.sin())], skip=skip).run()
         done.append(torch.stack(kv))
     torch.testing.assert_close(done[1], done[0], rtol=2**-7, atol=1e-3, equal_nan=True)
 
@@ -295,17 +296,17 @@ class TestChoice:
         return Layout([Plane(kv)], [Place(0, 3)], [chunk(0, 3, [(2, 8)], stored)], [])
 
     @pytest.mark.parametrize(
-        ("dtype", "stored", "choice"),
+        ("dtype", "stored", "triton"),
         [
-            (torch.bfloat16, torch.bfloat16, "triton"),
-            (torch.float16, torch.int8, "triton"),
-            (torch.float64, torch.float64, "torch: float64"),
+            (torch.bfloat16, torch.bfloat16, True),
+            (torch.float16, torch.int8, True),
+            (torch.float64, torch.float64, False),
         ],
     )
-    def test_names_the_reason(self, monkeypatch, dtype, stored, choice):
+    def test_by_types(self, monkeypatch, dtype, stored, triton):
         monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
-        assert dispatch.moving_choice(self.layout(dtype, stored)) == choice
+        assert moving._has_kernels(self.layout(dtype, stored)) == triton
 
     def test_torch_when_told_so(self, monkeypatch):
         monkeypatch.setenv("RAGCACHEKIT_KERNELS", "torch")
-        assert dispatch.moving_choice(self.layout(torch.float32, torch.float32)) == "torch"
+        assert not moving._has_kernels(self.layout(torch.float32, torch.float32))

@@ -51,7 +51,7 @@ def test_the_loop_does_not_spill_and_keeps_the_tensor_cores_fed(tmp_path):
     assert found["pointers"]["loop"]["tensor_loads"] == 2  # one of keys, one of values
     assert found["pointers"]["loop"]["hgmma"] == 16
     assert found["table, split"]["loop"]["copies"] == 8
-    merge = found["table, split"]["_merge_kernel"]
+    merge = found["table, split"]["merge_kernel"]
     assert merge["stack"] == merge["spills"] == 0
     assert merge["wide_loads"] > 0
 

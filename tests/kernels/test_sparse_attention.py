@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit_kernels import reference
 from ragcachekit_kernels.attention import tiled
 from ragcachekit_kernels.dispatch import AttentionOptions, sparse_attention
 
@@ -70,10 +69,9 @@ def cases(draw):
     }
 
 
-@pytest.mark.parametrize("implementation", [reference.sparse_attention, sparse_attention])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=cases())
-def test_any_shape_against_the_float64_loop(implementation, case):
+def test_any_shape_against_the_float64_loop(case):
     positions = case["positions"]
     query, key, value = drawn(*case["sizes"], len(positions), case["seed"])
     options = {
@@ -82,8 +80,7 @@ def test_any_shape_against_the_float64_loop(implementation, case):
         "softcap": case["softcap"],
         "sinks": torch.linspace(-2, 3, query.shape[0]) if case["sinks"] else None,
     }
-    where = torch.tensor(positions) if implementation is reference.sparse_attention else positions
-    ours = implementation(query, key, value, where, AttentionOptions(**options))
+    ours = sparse_attention(query, key, value, positions, AttentionOptions(**options))
     assert ours.shape == (query.shape[0], len(positions), value.shape[-1])
     assert ours.dtype == torch.float32
     torch.testing.assert_close(
@@ -117,11 +114,8 @@ def test_float64_agrees_to_its_own_precision():
     sinks = torch.linspace(-1, 1, 6, dtype=torch.float64)
     options = {"scale": 0.4, "window": 20, "softcap": 3.0, "sinks": sinks}
     want = by_row(query, key, value, positions, **options)
-    for ours in (
-        sparse_attention(query, key, value, positions, AttentionOptions(**options)),
-        reference.sparse_attention(query, key, value, torch.tensor(positions), AttentionOptions(**options)),
-    ):
-        torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
+    ours = sparse_attention(query, key, value, positions, AttentionOptions(**options))
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -209,7 +203,7 @@ class TestRefused:
     @pytest.mark.parametrize("positions", [[3, 2], [3, 3], [-1, 2], [0, 10], [0, 5, 2]])
     def test_positions_out_of_order_or_outside(self, positions):
         query, key, value = drawn(1, 1, 10, 4, 4, len(positions))
-        with pytest.raises(ValueError, match=r"ascending within 0\.\.9"):
+        with pytest.raises(ValueError, match=r"ascending (within 0\.\.9|and not negative)"):
             sparse_attention(query, key, value, positions, AttentionOptions(scale=1.0))
 
     def test_a_position_too_few(self):

@@ -159,7 +159,7 @@ def test_there_and_back_again(path):
     x = torch.full((2, SLOTS, 16), float("nan"), device=DEVICE)
     turn = angles(8)
     there = ((turn.cos() * 1.25).float().to(DEVICE), (turn.sin() * 1.25).float().to(DEVICE))
-    dispatch.assemble([Plane(x, 0)], [Place(30, 9)], [ChunkTensors((source,))], [there])
+    dispatch.assembly([Plane(x, 0)], [Place(30, 9)], [ChunkTensors((source,))], [there]).run()
     assert (x[:, 30:39] - source).abs().max() > 0.5
     back = ChunkTensors((torch.full_like(source, float("nan")),))
     dispatch.disassemble([Plane(x, 0)], [Place(30, 9)], [back], [inverse(8, 1.25)])

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.backend import choice
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.rows import DeviceRows, Rows
+from ragcachekit_kernels.rows import DeviceRows, Rows, Spans
 from ragcachekit_kernels.scores import column_scores as kernels
-from ragcachekit_kernels.scores import scoring
-from ragcachekit_kernels.spans import Spans
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -133,23 +132,12 @@ def test_log_sum_exps_per_span(case):
 
 
 @pytest.mark.parametrize("groups", range(1, 9))
-def test_every_group_size_with_and_without_a_given_log_sum_exp(groups):
+def test_every_group_size(groups):
     positions = [0, 3, 4, 50, 51, 140, 299]
     query, key = drawn(2, groups, 300, 16, len(positions))
     options = {"scale": 0.3, "window": 90, "sinks": torch.linspace(-1, 2, 2 * groups, device=DEVICE)}
     want = by_row(query, key, positions, None, **options)
     close(dispatch.column_scores(query, key, positions, AttentionOptions(**options)), want)
-    whole = torch.empty(len(query), len(positions), dtype=torch.float64)
-    for head, (row, position) in itertools.product(range(len(query)), enumerate(positions)):
-        sums = exponentials(query.cpu(), key.cpu(), head, row, position, 0, 300, 0.3, 90, None)[0].sum()
-        whole[head, row] = (sums + options["sinks"][head].double().exp().cpu()).log()
-    lse = whole.float().to(DEVICE)
-    del options["sinks"]  # they are part of it
-    for given_ in (lse, lse.T.contiguous().T):
-        close(dispatch.column_scores(query, key, positions, AttentionOptions(**options), lse=given_), want)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAGCACHEKIT_KERNELS", "torch")
-        close(dispatch.column_scores(query, key, positions, AttentionOptions(**options), lse=lse), want)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
@@ -280,7 +268,7 @@ class TestChoice:
     )
     def test_says_where_tensors_go_and_why(self, dtype, width, said):
         query, key = drawn(1, 2, 9, width, 2, dtype=dtype)
-        assert dispatch.scoring_choice(query, key) == said
+        assert choice("scores", query, key) == said
         tolerance = 2e-3 if width > 256 else 3e-5  # on CPUs a scaled query is rounded to its 16 bits
         ours = dispatch.column_scores(query, key, [3, 8], AttentionOptions(scale=0.1))
         close(ours, by_row(query, key, [3, 8], None, scale=0.1), tolerance)
@@ -288,15 +276,15 @@ class TestChoice:
     def test_torch_where_gradients_are_asked_for(self):
         query, key = drawn(1, 1, 5, 16, 1)
         query.requires_grad_()
-        assert dispatch.scoring_choice(query, key) == "torch: gradients are asked for"
+        assert choice("scores", query, key) == "torch: gradients are asked for"
         dispatch.column_scores(query, key, [4], AttentionOptions(scale=0.1))[2].backward()
         assert query.grad is not None
         with torch.no_grad():
-            assert dispatch.scoring_choice(query, key) == "triton"
+            assert choice("scores", query, key) == "triton"
 
     def test_torch_when_it_is_asked_for(self, monkeypatch):
         monkeypatch.setenv("RAGCACHEKIT_KERNELS", "torch")
-        assert scoring.scoring_choice(*drawn(1, 1, 5, 16, 1)) == "torch"
+        assert choice("scores", *drawn(1, 1, 5, 16, 1)) == "torch"
 
 
 class TestRefused:
@@ -307,15 +295,6 @@ class TestRefused:
             dispatch.column_scores(query, key, [3], AttentionOptions(**{"scale": 1.0, **bad}))
         with pytest.raises(ValueError, match="must be positive"):
             dispatch.context_mass(query, key, [3], [10], AttentionOptions(**{"scale": 1.0, **bad}))
-
-    def test_a_log_sum_exp_that_does_not_fit(self):
-        query, key = drawn(1, 2, 10, 16, 3)
-        with pytest.raises(ValueError, match=r"lse must be \[heads, rows\] = \(2, 3\)"):
-            dispatch.column_scores(query, key, [1, 2, 3], AttentionOptions(scale=1.0), lse=torch.zeros(3, 2))
-        with pytest.raises(ValueError, match="softmax over spans"):
-            dispatch.column_scores(
-                query, key, [1, 2, 3], AttentionOptions(scale=1.0), [(0, 4)], lse=torch.zeros(2, 3)
-            )
 
     def test_segments_that_do_not_make_up_the_keys(self):
         query, key = drawn(1, 1, 10, 16, 3)

@@ -70,7 +70,7 @@ def _sparse_attention_at(
     rows: DeviceRows,
     options: AttentionOptions,
     *,
-    tokens: int | None = None,
+    tokens: int,
 ) -> torch.Tensor:
     count = int(rows.count)
     at = rows.positions[:count].tolist()

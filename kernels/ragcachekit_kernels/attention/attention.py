@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ragcachekit_kernels.attention import tiled
-from ragcachekit_kernels.backend import DTYPES, uses_triton
-from ragcachekit_kernels.fallback import attempt, choice
+from ragcachekit_kernels.backend import attempt, case_of, choice
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable, checked_rows
 
 
 def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    found = choice(_case(key, value), query, key, value)
+    found = choice("attention", query, key, value)
     if found == "triton" and (key.stride(2) != 1 or value.stride(2) != 1):
         return "torch: the last dimension of keys or values is not contiguous"
     return found
@@ -29,56 +28,43 @@ def sparse_attention(
     positions: Sequence[int],
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention of rows at ascending ``positions`` over keys ``0..tokens-1``.
+    """Attention of rows at ascending ``positions``: row i sees exactly keys ``0..positions[i]``.
 
-    Shapes as in :func:`ragcachekit_kernels.reference.sparse_attention`. :class:`Rows` are checked and put
-    on the device once, however many calls use them. All keys and values up to a row's position must be
-    finite, those that a neighbouring row sees too: a weight of zero times NaN is NaN. On a GPU the result is
-    a view of ``[rows, heads, value_head_dim]``.
+    All keys and values up to a row's position must be finite, those that a neighbouring row sees too: a
+    weight of zero times NaN is NaN.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        ``[heads, rows, head_dim]``.
+    key, value : torch.Tensor
+        ``[kv_heads, tokens, head_dim]``, key j at position j; heads is a multiple of kv_heads.
+    positions : sequence of int
+        :class:`Rows` are checked and put on the device once, however many calls use them.
+    options : AttentionOptions
+
+    Returns
+    -------
+    torch.Tensor
+        ``[heads, rows, value_head_dim]``; on a GPU a view of ``[rows, heads, value_head_dim]``.
 
     Raises
     ------
     ValueError
         If the positions are not ascending or lie outside the keys, or the heads do not divide.
+
+    Notes
+    -----
+    EPIC section 4.2 prints a multiplicative mask; the mask here is additive, as softmax needs.
     """
-    return _attend(query, key, value, positions, options, with_lse=False)[0]
-
-
-def sparse_attention_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: Sequence[int],
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result of :func:`sparse_attention` and ``[heads, rows]`` log-sum-exps of the scores.
-
-    They are natural logarithms with the sinks included, float32 or wider.
-    """
-    out, lse = _attend(query, key, value, positions, options, with_lse=True)
-    assert lse is not None
-    return out, lse
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: Sequence[int],
-    options: AttentionOptions,
-    *,
-    with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows = checked_rows(query, key, positions)
-    in_torch = partial(tiled.attend, query, key, value, rows.positions, options, with_lse=with_lse)
+    in_torch = partial(tiled.attend, query, key, value, rows.positions, options)
     if not rows or attention_choice(query, key, value) != "triton":
         return in_torch()
     from ragcachekit_kernels.attention import row_attention
 
-    arguments = (query, key, value, rows.on(key.device), options)
-    return attempt(
-        _case(key, value), lambda: row_attention.attention(*arguments, with_lse=with_lse), in_torch
-    )
+    kernel = partial(row_attention.attention, query, key, value, rows.on(key.device), options)
+    return attempt(case_of("attention", key, value), kernel, in_torch)
 
 
 def sparse_attention_at(
@@ -90,7 +76,7 @@ def sparse_attention_at(
     rows: DeviceRows,
     options: AttentionOptions,
     *,
-    tokens: int | None = None,
+    tokens: int,
 ) -> torch.Tensor:
     """Sparse-row attention for captured graphs: row positions and KV addresses are read from device memory.
 
@@ -105,7 +91,7 @@ def sparse_attention_at(
     rows : DeviceRows
         With as much room as ``query`` has rows.
     options : AttentionOptions
-    tokens : int, optional
+    tokens : int
         Approximate number of keys; only the speed depends on it.
 
     Returns
@@ -120,12 +106,11 @@ def sparse_attention_at(
         If Triton does not run on this device or its kernel does not support the case: no other
         implementation reads addresses from memory.
     """
-    if not uses_triton(query.device):
-        raise ValueError(f"attention through a KV table needs Triton, which does not run on {query.device}")
-    if query.dtype != table.dtype or query.dtype not in DTYPES or max(query.shape[2], value_dim) > 256:
+    table.check(query)
+    if query.dtype != table.dtype or max(query.shape[2], value_dim) > 256:
         raise ValueError(
-            f"attention through a KV table needs one type of bfloat16, float16 or float32 and head_dim up "
-            f"to 256, got {query.dtype} over {table.dtype}, {query.shape[2]} and {value_dim}"
+            f"attention through a KV table needs one type and head_dim up to 256, got {query.dtype} over "
+            f"{table.dtype}, {query.shape[2]} and {value_dim}"
         )
     if rows.room != query.shape[1] or query.shape[0] % kv_heads:
         raise ValueError(
@@ -134,8 +119,4 @@ def sparse_attention_at(
     from ragcachekit_kernels.attention import row_attention
 
     at = (table, layer, kv_heads, value_dim, rows)
-    return row_attention.attention_at(query, *at, options, tokens=tokens)[0]
-
-
-def _case(key: torch.Tensor, value: torch.Tensor) -> Hashable:
-    return "attention", str(key.device), str(key.dtype), key.shape[2], value.shape[2]
+    return row_attention.attention_at(query, *at, options, tokens=tokens)

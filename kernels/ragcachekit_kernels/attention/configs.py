@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 SETTING = "RAGCACHEKIT_KERNEL_TUNING"
-"""Environment variable: a JSON file that :func:`ragcachekit_kernels.attention.tune.save` wrote."""
+"""Environment variable: a JSON file that ``python -m benchmarks kernels --tune FILE`` wrote."""
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 QUESTION_ROWS = 64
@@ -20,9 +20,6 @@ QUESTION_ROWS = 64
 
 UNIT = 128
 """Keys per unit of length when splits are chosen."""
-
-USUAL_TOKENS = 8192
-"""Number of keys assumed where a captured graph does not give it."""
 
 
 @dataclass(frozen=True)
@@ -85,59 +82,40 @@ _OTHER = {  # within 99 KiB, the smallest shared memory
 }
 
 
-def config_for(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    *,
-    table: bool,
-    plain: bool = True,
-) -> Config:
-    """Tuned config for this device if there is one, else the default; ``plain``: no window, no soft-cap."""
-    if device.type != "cuda":  # the interpreter: small tiles, so that tests see several
-        return Config(32, 16, 4, 1, descriptors=not table)
-    key = key_of(device, dtype, head_dim, value_dim, table=table, plain=plain)
-    capability = torch.cuda.get_device_capability(device)
-    tuned = _tuned(os.environ.get(SETTING)).get(key)
-    return tuned or default_config(capability, dtype, head_dim, value_dim, table, plain)
+class Case(NamedTuple):
+    """What a config is chosen for; ``plain``: no window, no soft-cap."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    table: bool
+    plain: bool = True
+
+    @property
+    def key(self) -> str:
+        """Name in a tuning file."""
+        where = ("table" if self.table else "pointers") + ("" if self.plain else "/masked")
+        gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if gpu else self.device.type
+        return f"{name}/{str(self.dtype).removeprefix('torch.')}/{self.head_dim}/{self.value_dim}/{where}"
 
 
-def default_config(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    table: bool,
-    plain: bool = True,
-) -> Config:
+def config_for(case: Case) -> Config:
+    """Tuned config for this device if there is one, else the default."""
+    if case.device.type != "cuda":  # the interpreter: small tiles, so that tests see several
+        return Config(32, 16, 4, 1, descriptors=not case.table)
+    tuned = _tuned(os.environ.get(SETTING)).get(case.key)
+    return tuned or default_config(case, torch.cuda.get_device_capability(case.device))
+
+
+def default_config(case: Case, capability: tuple[int, int]) -> Config:
     """Default config for a compute capability."""
-    configs = _OTHER if capability[0] != 9 else _HOPPER_TABLE if table else _HOPPER
-    width = max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
-    config = configs[dtype.itemsize][width]
+    configs = _OTHER if capability[0] != 9 else _HOPPER_TABLE if case.table else _HOPPER
+    width = max(64, 1 << (max(case.head_dim, case.value_dim) - 1).bit_length())
+    config = configs[case.dtype.itemsize][width]
     # Windows and soft-caps need registers: with 128 keys the loops would spill.
-    return config if plain else replace(config, block_n=min(config.block_n, 64))
-
-
-def key_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    *,
-    table: bool,
-    plain: bool = True,
-) -> str:
-    """Name of a case in a tuning file."""
-    where = ("table" if table else "pointers") + ("" if plain else "/masked")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}/{str(dtype).removeprefix('torch.')}/{head_dim}/{value_dim}/{where}"
-
-
-def dumps(configs: Mapping[str, Config]) -> str:
-    """Text of a tuning file."""
-    entries = {key: asdict(config) for key, config in configs.items()}
-    return json.dumps({"schema": 1, "sparse_attention": entries}, indent=2) + "\n"
+    return config if case.plain else replace(config, block_n=min(config.block_n, 64))
 
 
 def loads(text: str) -> dict[str, Config]:
@@ -148,7 +126,7 @@ def loads(text: str) -> dict[str, Config]:
             raise ValueError(f"schema {frame['schema']!r} is not known")
         return {str(key): Config(**entry) for key, entry in frame["sparse_attention"].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"not a kernel tuning file ({error}); write one with tune.save") from error
+        raise ValueError(f"not a kernel tuning file ({error}); docs/gpu.md tells how to write one") from error
 
 
 @lru_cache(maxsize=8)

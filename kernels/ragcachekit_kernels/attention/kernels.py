@@ -104,7 +104,7 @@ def attention_kernel(
     query_head, query_row, key_head, value_head, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr,
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Items are (tile, KV head, split of its keys), longest tiles first, dealt to a persistent grid."""
@@ -198,10 +198,42 @@ def attention_kernel(
             )
         else:
             acc = acc / total[:, None]
-            if LSE:
-                tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, mask=inside)
         dim_out = tl.arange(0, DV_PAD)
         mask_out = inside[:, None]
         if DV != DV_PAD:
             mask_out = mask_out & (dim_out < DV)[None, :]
         tl.store(out + place[:, None] * DV + dim_out[None, :], acc.to(out.dtype.element_ty), mask=mask_out)
+
+
+@triton.jit(do_not_specialize=["splits", "room"])
+def merge_kernel(
+    parts, lse, out, count, sinks, splits, room, HEADS: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Outputs of the splits weighted by their log-sum-exps (to base 2); sinks are counted here, once."""
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = flat < tl.load(count) * HEADS
+    dim = tl.arange(0, DV_PAD)
+    mask = inside[:, None]
+    if DV != DV_PAD:
+        mask = mask & (dim < DV)[None, :]
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + flat % HEADS).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([BLOCK, DV_PAD], tl.float32)
+    for split in tl.range(0, splits):
+        place = tl.cast(split, tl.int64) * room * HEADS + flat
+        part = tl.load(lse + place, mask=inside, other=0.0)
+        values = tl.load(parts + place[:, None] * DV + dim[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, part)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        weight = tl.exp2(part - base)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + values * weight[:, None]
+        top = higher
+    place = flat.to(tl.int64)
+    acc = acc / total[:, None]
+    tl.store(out + place[:, None] * DV + dim[None, :], acc.to(out.dtype.element_ty), mask=mask)

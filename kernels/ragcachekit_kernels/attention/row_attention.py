@@ -1,4 +1,4 @@
-"""Launchers of the sparse-row attention kernel (:mod:`ragcachekit_kernels.attention.kernels`)."""
+"""Launchers of the sparse-row attention kernels (:mod:`ragcachekit_kernels.attention.kernels`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ragcachekit_kernels.attention.configs import (
     QUESTION_ROWS,
     UNIT,
-    USUAL_TOKENS,
+    Case,
     Config,
     config_for,
     splits_for,
 )
-from ragcachekit_kernels.attention.kernels import attention_kernel
-from ragcachekit_kernels.attention.merging import merge
+from ragcachekit_kernels.attention.kernels import attention_kernel, merge_kernel
 from ragcachekit_kernels.launch import FUSED, dense, factors, launching_on, padded, processors, upcast
 from ragcachekit_kernels.options import AttentionOptions
 from ragcachekit_kernels.rows import DeviceRows, KVTable
+
+MERGED = 8
+"""Query vectors per program that merges splits."""
 
 
 def attention(
@@ -31,19 +33,18 @@ def attention(
     options: AttentionOptions,
     *,
     config: Config | None = None,
-    with_lse: bool = False,
     splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """Attention over keys ``[kv_heads, tokens, head_dim]`` and values; returns what :func:`_launch` does.
 
     The last dimension of both must be contiguous; head and row strides are free.
     """
     kv_heads, tokens, head_dim = key.shape
     value_dim = value.shape[-1]
-    case = (query.device, query.dtype, head_dim, value_dim)
-    config = config or config_for(*case, table=False, plain=options.is_plain)
+    case = Case(query.device, query.dtype, head_dim, value_dim, table=False, plain=options.is_plain)
+    config = config or config_for(case)
     if config.descriptors and not (described(key) and described(value)):
-        config = config_for(*case, table=True, plain=options.is_plain)
+        config = config_for(case._replace(table=True))
     sources = {
         "key": _descriptor(key, config) if config.descriptors else key,
         "value": _descriptor(value, config) if config.descriptors else value,
@@ -53,8 +54,7 @@ def attention(
         "KEY_ROW": key.stride(1),
         "VALUE_ROW": value.stride(1),
     }
-    launch = (sources, kv_heads, value_dim, tokens, rows, options, config)
-    return _launch(query, *launch, with_lse=with_lse, splits=splits)
+    return _launch(query, sources, kv_heads, value_dim, tokens, rows, options, config, splits)
 
 
 def attention_at(
@@ -66,22 +66,17 @@ def attention_at(
     rows: DeviceRows,
     options: AttentionOptions,
     *,
-    tokens: int | None = None,
+    tokens: int,
     config: Config | None = None,
-    with_lse: bool = False,
     splits: int | None = None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """Attention over one layer's keys and values in ``table``; returns what :func:`_launch` does.
 
-    ``tokens``, the approximate number of keys, only decides the number of splits. Without ``out`` rows from
-    the count on are zeros.
+    ``tokens``, the approximate number of keys, only decides the number of splits.
     """
     head_dim = query.shape[-1]
-    case = (query.device, query.dtype, head_dim, value_dim)
-    config = config or config_for(*case, table=True, plain=options.is_plain)
-    if out is None:  # rows from the count on are not written
-        out = query.new_zeros(rows.room, query.shape[0], value_dim)
+    case = Case(query.device, query.dtype, head_dim, value_dim, table=True, plain=options.is_plain)
+    config = config or config_for(case)
     sources = {
         "key": None,
         "value": None,
@@ -91,8 +86,7 @@ def attention_at(
         "KEY_ROW": head_dim,
         "VALUE_ROW": value_dim,
     }
-    launch = (sources, kv_heads, value_dim, tokens or USUAL_TOKENS, rows, options, config)
-    return _launch(query, *launch, with_lse=with_lse, splits=splits, out=out)
+    return _launch(query, sources, kv_heads, value_dim, tokens, rows, options, config, splits)
 
 
 def described(tensor: torch.Tensor) -> bool:
@@ -115,35 +109,32 @@ def _launch(
     rows: DeviceRows,
     options: AttentionOptions,
     config: Config,
-    *,
-    with_lse: bool,
     splits: int | None,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output ``[heads, rows, value_dim]``, a view of token-major memory, and log-sum-exps ``[heads, rows]``.
+) -> torch.Tensor:
+    """Output ``[heads, rows, value_dim]``, a view of token-major memory.
 
-    Rows from the count on are not written to ``out`` (``[rows, heads, value_dim]``, contiguous; new memory
-    if not given).
+    Rows from the count on are zeros with a table, else not written.
     """
     heads, room, head_dim = query.shape
-    query = dense(query)
+    query, table = dense(query), sources["table"]
     scale, cap = factors(options)
     programs = processors(query.device) * max(config.resident, 1)
     if splits is None:
         splits = _splits(heads, room, kv_heads, tokens, options.window, config, programs)
     items = triton.cdiv(room * heads // kv_heads, config.block_m) * kv_heads * splits
-    plane = (splits, room, heads) if splits > 1 else (room, heads)
-    out = query.new_empty(room, heads, value_dim) if out is None else out
-    lse = query.new_empty(room, heads, dtype=torch.float32) if with_lse else None
-    parts = query.new_empty(*plane, value_dim, dtype=torch.float32) if splits > 1 else out
-    part_lse = query.new_empty(*plane, dtype=torch.float32) if splits > 1 else lse
+    new = query.new_empty if table is None else query.new_zeros
+    out = parts = new(room, heads, value_dim)
+    lse = None
+    if splits > 1:
+        parts = query.new_empty(splits, room, heads, value_dim, dtype=torch.float32)
+        lse = query.new_empty(splits, room, heads, dtype=torch.float32)
     sinks = None if options.sinks is None else options.sinks.contiguous()
     with launching_on(query.device):
         attention_kernel[(min(items, programs) if config.resident else items,)](
             query=query,
             **sources,
             out=parts,
-            lse=part_lse,
+            lse=lse,
             positions=rows.positions,
             count=rows.count,
             sinks=sinks,
@@ -165,18 +156,20 @@ def _launch(
             WINDOW=options.window is not None,
             SOFTCAP=options.softcap is not None,
             SINKS=sinks is not None,
-            LSE=with_lse,
             SPLIT=splits > 1,
-            TABLE=sources["table"] is not None,
+            TABLE=table is not None,
             DESCRIPTORS=config.descriptors,
             UPCAST=upcast(query.dtype),
             num_warps=config.warps,
             num_stages=config.stages,
             **FUSED,
         )
-    if part_lse is not None and splits > 1:
-        merge(parts, part_lse, out, lse, rows.count, sinks)
-    return out.transpose(0, 1), None if lse is None else lse.t()
+        if splits > 1:
+            merge_kernel[(triton.cdiv(room * heads, MERGED),)](
+                parts, lse, out, rows.count, sinks, splits, room, HEADS=heads, DV=value_dim,
+                DV_PAD=padded(value_dim), BLOCK=MERGED, SINKS=sinks is not None, num_warps=4, **FUSED,
+            )  # fmt: skip
+    return out.transpose(0, 1)
 
 
 def _splits(

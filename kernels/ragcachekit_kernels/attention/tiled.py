@@ -1,19 +1,40 @@
-"""Sparse-row attention in plain torch, for CPUs and MPS: batched matmuls over tiles of neighbouring rows."""
+"""Sparse-row attention and its sums in plain torch, for CPUs and MPS: matmuls over tiles of near rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.scores.context import ContextMass
 
 TILE_ROWS = 128
 """Rows of a tile at most: bounds the score buffer and the masked triangle of contiguous rows."""
 
 GAP = 32
 """Distance of rows at which a tile ends: one tile would compute the keys between them for all its rows."""
+
+
+class ContextMass(NamedTuple):
+    """Attention of a chunk's rows, summed over heads.
+
+    Attributes
+    ----------
+    columns : torch.Tensor
+        ``[tokens]`` float32: sum over all rows per key.
+    inter : torch.Tensor
+        ``[segments - 1]`` float32: sum per segment before the chunk.
+    intra : torch.Tensor
+        ``[]`` float32: sum within the chunk.
+    outward : torch.Tensor
+        ``[rows]`` float32: part of each row's attention that goes before the chunk.
+    """
+
+    columns: torch.Tensor
+    inter: torch.Tensor
+    intra: torch.Tensor
+    outward: torch.Tensor
 
 
 def tiles(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -32,30 +53,21 @@ def attend(
     value: torch.Tensor,
     positions: Sequence[int],
     options: AttentionOptions,
-    *,
-    with_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and log-sum-exps of :func:`ragcachekit_kernels.reference.sparse_attention_lse`.
+) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.dispatch.sparse_attention`.
 
     Keys after a tile's last position are never touched, and query heads that share a KV head are folded
     into one matmul: masked SDPA does 1.6-2.4 times the work on a CPU.
     """
     grouped = _grouped(query, key)
-    shape, sinks = grouped.shape[:3], options.sinks
+    shape = grouped.shape[:3]
     out = query.new_empty(*shape, value.shape[-1])
-    lse = query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32)) if with_lse else None
     for start, stop in tiles(positions):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
-        if lse is not None:
-            lse[:, :, start:stop] = torch.logsumexp(scores, -1).view(*shape[:2], -1)
-        weights = _weights(scores, stop - start, sinks).to(value.dtype)
+        weights = _weights(scores, stop - start, options.sinks).to(value.dtype)
         mixed = torch.bmm(weights, value[:, low : low + scores.shape[-1]])
         out[:, :, start:stop] = mixed.view(*shape[:2], stop - start, -1)
-    out = out.flatten(0, 1)
-    if lse is None:
-        return out, None
-    lse = lse.flatten(0, 1)
-    return out, lse if sinks is None else torch.logaddexp(lse, sinks.to(lse)[:, None])
+    return out.flatten(0, 1)
 
 
 def column_scores(
@@ -64,21 +76,15 @@ def column_scores(
     positions: Sequence[int],
     options: AttentionOptions,
     spans: Sequence[tuple[int, int]] | None = None,
-    *,
-    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.column_scores`, ``positions`` ascending, one tile at a time."""
+    """As :func:`ragcachekit_kernels.dispatch.column_scores`, one tile at a time."""
     grouped = _grouped(query, key)
-    known = None if lse is None else lse.view(grouped.shape[:3])
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
     for start, stop in tiles(positions):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
         seen = out[low : low + scores.shape[-1]]
-        if known is not None:
-            sums = known[:, :, start:stop].to(scores.dtype).reshape(len(key), -1, 1)
-            seen += torch.exp(scores - sums).sum((0, 1))
-        elif spans is None:
+        if spans is None:
             seen += _weights(scores, stop - start, options.sinks).sum((0, 1))
         for left, right in spans or ():
             left, right = max(left - low, 0), min(right - low, scores.shape[-1])
@@ -102,7 +108,7 @@ def context_mass(
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(wide), key.to(wide)
     member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
-    mass = attend(query, key, member.expand(len(key), -1, -1), positions, options)[0].sum(0).float()
+    mass = attend(query, key, member.expand(len(key), -1, -1), positions, options).sum(0).float()
     columns = column_scores(query, key, positions, options).float()
     return ContextMass(columns, mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
 

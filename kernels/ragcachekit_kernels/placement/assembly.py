@@ -21,7 +21,6 @@ from ragcachekit_kernels.backend import interpreted
 from ragcachekit_kernels.launch import FUSED, launching_on
 from ragcachekit_kernels.placement.packing import Batch, Shape, batches, blocks, skipped, upload
 from ragcachekit_kernels.placement.planes import Layout, Numbers
-from ragcachekit_kernels.rounding import rounded
 
 TILE_BYTES = 16384
 """Bytes of the request's KV per program: 8 loads of 16 bytes by each of 128 threads."""
@@ -54,6 +53,24 @@ def load(address, stride, row, heads, tokens, dims, mask, TYPE: tl.constexpr, D:
     """Rows ``row + tokens`` of ``[heads, tokens, D]``, known by its address; 0 outside of the mask."""
     at = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN) + heads * stride + (row + tokens) * D + dims
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
+    """Float32 ``x`` as ``TYPE``.
+
+    BY_HAND for the interpreter, which cuts bfloat16 off and loses the carry of some e4m3 numbers: there
+    the number is made one that needs no rounding first.
+    """
+    if BY_HAND and TYPE == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(tl.abs(x) < float("inf"), even, bits).to(tl.float32, bitcast=True)
+    if BY_HAND and TYPE == tl.float8e4nv:  # noqa: SIM300
+        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)  # below 2^-6: subnormal
+        step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+        x = (x + 12582912.0 * step) - 12582912.0 * step
+    return x.to(TYPE)
 
 
 @triton.jit

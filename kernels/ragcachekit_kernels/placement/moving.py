@@ -5,38 +5,34 @@ Import from :mod:`ragcachekit_kernels.dispatch`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 
 from ragcachekit_kernels import reference
-from ragcachekit_kernels.backend import DTYPES, uses_triton
-from ragcachekit_kernels.fallback import attempt, refusal
-from ragcachekit_kernels.placement.planes import Assembly, ChunkTensors, Layout, Place, Plane, Table
-from ragcachekit_kernels.rows import DeviceRows, KVTable, Rows
+from ragcachekit_kernels.backend import DTYPES, attempt, case_of, refusal, uses_triton
+from ragcachekit_kernels.placement.planes import ChunkTensors, Layout, Place, Plane, Table
+from ragcachekit_kernels.rows import DeviceRows, KVTable, rows_within
 
 ROUNDED = (torch.int8, torch.float8_e4m3fn)
 
 
-def moving_choice(layout: Layout) -> str:
-    """Implementation for a layout: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    device = layout.planes[0].kv.device
-    if not uses_triton(device):
-        return "torch"
-    kv = {plane.kv.dtype for plane in layout.planes}
-    kinds = layout.kinds
-    chunks = {f.dtype for chunk in kinds for f in chunk.formats if not f.scaled}
-    rounded = {f.dtype for chunk in kinds for f in chunk.formats if f.scaled}
-    for dtype in sorted((kv | chunks) - set(DTYPES) | rounded - set(ROUNDED), key=str):
-        return f"torch: {dtype}".replace("torch.", "")
-    if any(cos.dtype != torch.float32 for cos, _ in layout.tables):
-        return "torch: cosines are not float32"
-    elsewhere = {t.device for chunk in kinds for t in chunk.tensors} - {device}
-    if elsewhere:
-        return f"torch: chunks on {elsewhere.pop()}"
-    refused = refusal(_case(layout))
-    return f"torch: {refused}" if refused else "triton"
+class Assembly:
+    """Prepared copy of chunks into a request's KV: by ``kernels(first, last)`` if given, else in torch."""
+
+    def __init__(self, layout: Layout, kernels: Callable[[int, int | None], None] | None = None) -> None:
+        self._layout, self._kernels = layout, kernels
+
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Copy planes ``first .. last - 1`` (None: all that follow) on the current stream."""
+        in_torch = partial(reference.assemble, self._layout, first, last)
+        if self._kernels is None:
+            in_torch()
+        elif None in self._layout.chunks:  # a rotation in place must not be started twice: no fallback
+            self._kernels(first, last)
+        else:
+            attempt(_case(self._layout), partial(self._kernels, first, last), in_torch)
 
 
 def assembly(
@@ -78,25 +74,11 @@ def assembly(
         If shapes do not fit together, or places overlap or lie outside of the planes.
     """
     layout = Layout(planes, places, chunks, tables, skip)
-    if not places or moving_choice(layout) != "triton":
-        return _Attempted(layout)
+    if not _has_kernels(layout):
+        return Assembly(layout)
     from ragcachekit_kernels.placement.assembly import TritonAssembly
 
-    kernels = TritonAssembly(layout)
-    # A rotation in place must not be started twice, so there is no fallback.
-    return kernels if None in layout.chunks else _Attempted(layout, kernels)
-
-
-def assemble(
-    planes: Sequence[Plane],
-    places: Sequence[Place],
-    chunks: Sequence[ChunkTensors | None],
-    tables: Sequence[Table],
-    *,
-    skip: Sequence[int] = (),
-) -> None:
-    """Copy chunks' tensors into a request's KV; arguments and errors as for :func:`assembly`."""
-    assembly(planes, places, chunks, tables, skip=skip).run()
+    return Assembly(layout, TritonAssembly(layout).run)
 
 
 def disassemble(
@@ -105,19 +87,20 @@ def disassemble(
     chunks: Sequence[ChunkTensors],
     tables: Sequence[Table],
 ) -> None:
-    """Inverse of :func:`assemble`, for storing: copy pieces of a request's KV into chunks' tensors.
+    """Inverse of :func:`assembly`, for storing: copy pieces of a request's KV into chunks' tensors.
 
     Arguments as for :func:`assembly`, except that ``chunks`` are written to and ``tables`` hold the inverse
     rotation (cos / m and -sin / m). int8 and fp8 tensors are quantised, and their scales are written. Discard
     tensors whose scales are not finite: the KV was not.
     """
     layout = Layout(planes, places, chunks, tables)
-    if not places or moving_choice(layout) != "triton":
-        reference.disassemble(layout)
+    in_torch = partial(reference.disassemble, layout)
+    if not _has_kernels(layout):
+        in_torch()
         return
     from ragcachekit_kernels.placement.storing import disassemble as kernels
 
-    attempt(_case(layout), partial(kernels, layout), partial(reference.disassemble, layout))
+    attempt(_case(layout), partial(kernels, layout), in_torch)
 
 
 def scatter(
@@ -152,18 +135,16 @@ def scatter(
             f"heads and dimensions of {tuple(key.shape)} and {tuple(value.shape)} are not those of "
             f"{tuple(into_key.shape)} and {tuple(into_value.shape)}"
         )
-    if not positions:
+    rows = rows_within(positions, min(into_key.shape[1], into_value.shape[1]))
+    if not rows:
         return
-    rows = positions if isinstance(positions, Rows) else Rows(tuple(positions))
-    if rows[-1] >= min(into_key.shape[1], into_value.shape[1]):
-        raise ValueError(f"position {rows[-1]} lies outside of {into_key.shape[1]} slots")
     in_torch = partial(reference.scatter, key, value, into_key, into_value, rows.positions)
     if not uses_triton(key.device) or {t.dtype for t in (key, value, into_key, into_value)} - set(DTYPES):
         in_torch()
         return
     from ragcachekit_kernels.placement.scatter import scatter as kernel
 
-    case = "scatter", str(key.device), str(key.dtype), str(into_key.dtype), key.shape[2], value.shape[2]
+    case = case_of("scatter", key, value, into_key)
     attempt(case, partial(kernel, key, value, into_key, into_value, rows.on(key.device)), in_torch)
 
 
@@ -180,30 +161,26 @@ def scatter_at(key: torch.Tensor, value: torch.Tensor, table: KVTable, layer: in
     """
     if key.shape[1] != rows.room or value.shape[1] != rows.room:
         raise ValueError(f"{key.shape[1]} and {value.shape[1]} rows where there is room for {rows.room}")
-    if not uses_triton(key.device):
-        raise ValueError(f"rows through a KV table need Triton, which does not run on {key.device}")
-    if table.dtype not in DTYPES or {key.dtype, value.dtype} - set(DTYPES):
-        raise ValueError(
-            f"rows through a KV table must be bfloat16, float16 or float32, got {key.dtype}, {value.dtype} "
-            f"into {table.dtype}"
-        )
+    table.check(key, value)
     from ragcachekit_kernels.placement.scatter import scatter_at as kernel
 
     kernel(key, value, table, layer, rows)
 
 
-class _Attempted:
-    """Assembly by the kernels, if given and not refused, else by the reference."""
-
-    def __init__(self, layout: Layout, kernels: Assembly | None = None) -> None:
-        self._layout, self._kernels = layout, kernels
-
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        in_torch = partial(reference.assemble, self._layout, first, last)
-        if self._kernels is None:
-            in_torch()
-        else:
-            attempt(_case(self._layout), partial(self._kernels.run, first, last), in_torch)
+def _has_kernels(layout: Layout) -> bool:
+    """Whether the Triton kernels move this layout, as far as is known."""
+    device, kinds = layout.planes[0].kv.device, layout.kinds
+    if not layout.places or not uses_triton(device) or refusal(_case(layout)):
+        return False
+    plain = {plane.kv.dtype for plane in layout.planes}
+    plain |= {f.dtype for chunk in kinds for f in chunk.formats if not f.scaled}
+    rounded = {f.dtype for chunk in kinds for f in chunk.formats if f.scaled}
+    return (
+        plain <= set(DTYPES)
+        and rounded <= set(ROUNDED)
+        and all(cos.dtype == torch.float32 for cos, _ in layout.tables)
+        and all(tensor.device == device for chunk in kinds for tensor in chunk.tensors)
+    )
 
 
 def _case(layout: Layout) -> Hashable:

@@ -60,7 +60,7 @@ class Batch:
 def batches(layout: Layout) -> list[Batch]:
     """Division of a layout into launches, one for an ordinary model."""
     out = []
-    for pieces in _alike(layout.signatures):
+    for pieces in _alike(None if chunk is None else chunk.signature for chunk in layout.chunks):
         formats = layout.formats(pieces[0])
         places = tuple(layout.places[i] for i in pieces)
         entries = np.stack([_entries(layout, i) for i in pieces])

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -147,13 +147,6 @@ class ChunkTensors:
         return np.array([_entry(t, self.scale(i)) for i, t in enumerate(self.tensors)], dtype=np.int64)
 
 
-class Assembly(Protocol):
-    """Copy of chunks into a request's KV, ready to run."""
-
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        """Copy planes ``first .. last - 1`` (None: all that follow) on the current stream."""
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Assignment of chunks to places; fields as for :func:`ragcachekit_kernels.dispatch.assembly`.
@@ -194,11 +187,6 @@ class Layout:
     def stop(self) -> int:
         """Position after the last place."""
         return self.places[-1].start + self.places[-1].tokens if self.places else 0
-
-    @property
-    def signatures(self) -> list[Hashable]:
-        """Signature of each place's chunk, None without one."""
-        return [None if chunk is None else chunk.signature for chunk in self.chunks]
 
     def formats(self, piece: int) -> tuple[Format, ...]:
         """Formats per plane of one chunk's tensors, or of the planes if it is in them already."""

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.launch import FUSED, dense, launching_on, padded
+from ragcachekit_kernels.placement.assembly import TYPES
 from ragcachekit_kernels.rows import DeviceRows, KVTable
-
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 TILE_BYTES = 8192
 """Bytes of keys or values per program: small, since a forward has few rows for many programs."""

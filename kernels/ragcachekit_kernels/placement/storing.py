@@ -13,10 +13,18 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.launch import FUSED, launching_on
-from ragcachekit_kernels.placement.assembly import TritonAssembly, angles, constants, flag, load, store, turn
+from ragcachekit_kernels.placement.assembly import (
+    TritonAssembly,
+    angles,
+    constants,
+    flag,
+    load,
+    rounded,
+    store,
+    turn,
+)
 from ragcachekit_kernels.placement.packing import Batch, batches, blocks, upload
 from ragcachekit_kernels.placement.planes import Layout
-from ragcachekit_kernels.rounding import rounded
 
 TILE_BYTES = 8192
 """Bytes of the request's KV per step of a program."""

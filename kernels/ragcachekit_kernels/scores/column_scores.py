@@ -1,22 +1,25 @@
-"""Column scores in Triton: softmax weights per key, summed over heads and rows.
+"""Column scores and context mass in Triton: softmax weights per key, summed over heads and rows.
 
 Scores are not stored. A tile of query vectors stays in shared memory during a loop over the keys. Its
-log-sum-exps come from the caller or from a kernel that divides the keys among programs. Where each span gets
-a program, that program computes them, and the keys are in the L2 cache for the second pass. Every tile adds
-into its own row of a buffer. Its rows are summed at the end, so the order of programs does not matter.
+log-sum-exps come from a kernel that divides the keys among programs. Where each span gets a program, that
+program computes them, and the keys are in the L2 cache for the second pass. Every tile adds into its own row
+of a buffer. Its rows are summed at the end, so the order of programs does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
+from ragcachekit_kernels.attention.tiled import ContextMass
 from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.rows import DeviceRows
+from ragcachekit_kernels.rows import DeviceRows, Spans
+from ragcachekit_kernels.scores.deviation import span_sums
 from ragcachekit_kernels.scores.kernels import columns_kernel, log_sums_kernel
-from ragcachekit_kernels.spans import Spans
 
 RESIDENT = 2
 """Programs per multiprocessor: one computes exponentials while the other multiplies."""
@@ -82,16 +85,38 @@ def column_scores(
     rows: DeviceRows,
     options: AttentionOptions,
     spans: Spans | None = None,
-    *,
-    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.column_scores`; a given ``lse`` halves the work."""
+    """As :func:`ragcachekit_kernels.dispatch.column_scores`."""
     if spans is not None and query.dtype != torch.float32:
         launch = Launch(query, key, rows, options, spans, fused=True)
         if launch.cuts == 1:  # spans enough for a program each
             return launch.weight_sums(None)
     launch = Launch(query, key, rows, options, spans)
-    return launch.weight_sums(launch.log_sums() if lse is None else lse[None].float() / unit(options))
+    return launch.weight_sums(launch.log_sums())
+
+
+def context_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rows: DeviceRows,
+    lengths: Sequence[int],
+    options: AttentionOptions,
+) -> ContextMass:
+    """As :func:`ragcachekit_kernels.dispatch.context_mass`.
+
+    Log-sum-exps over the keys before the chunk and over the chunk, minus those over both, give each row's
+    shares. A second pass sums the weights per key, and these are summed per segment.
+    """
+    ends = tuple(accumulate(lengths))
+    begin = ends[-1] - lengths[-1]
+    spans = Spans(((0, begin), (begin, ends[-1])))
+    launch = Launch(query, key, rows, options, spans)
+    parts = launch.log_sums()
+    whole = with_sinks(merged(parts, launch.unit, 0), options.sinks, launch.unit)
+    columns = launch.weight_sums(whole.expand_as(parts))
+    segments = span_sums(columns, Spans(tuple(zip((0, *ends[:-1]), ends, strict=True)))).float()
+    outward = torch.exp((parts[0] - whole) * launch.unit).sum(0)
+    return ContextMass(columns, segments[:-1], segments[-1], outward)
 
 
 class Launch:
@@ -177,7 +202,8 @@ class Launch:
 
     def _cuts(self, key: torch.Tensor, spans: Spans | None) -> int:
         """Number of programs that share the keys of each span, enough to occupy the device."""
-        longest = key.shape[1] if spans is None else spans.longest
+        ranges = ((0, key.shape[1]),) if spans is None else spans
+        longest = max((stop - start for start, stop in ranges), default=0)
         programs = max(self.parts * key.shape[0] * self.slots, 1)
         wanted = RESIDENT * processors(key.device) // programs
         return int(max(1, min(wanted, longest // SHORTEST)))

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.launch import FUSED, dense, launching_on, padded
-from ragcachekit_kernels.rows import DeviceRows
-from ragcachekit_kernels.spans import Spans
+from ragcachekit_kernels.rows import DeviceRows, Spans
 
 ROWS = 8
 """Rows per program: 32 KiB of either tensor for 8 heads of 128 dimensions."""
@@ -51,7 +50,7 @@ def _span_sums_kernel(values, spans, out, BLOCK: tl.constexpr):
 
 
 def kv_deviation(new: torch.Tensor, old: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.kv_deviation`; undefined in rows from the count on."""
+    """As :func:`ragcachekit_kernels.dispatch.kv_deviation`; undefined in rows from the count on."""
     new, old = dense(new), dense(old)
     out = torch.empty(rows.room, dtype=torch.float32, device=new.device)
     with launching_on(new.device):
@@ -63,7 +62,7 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, rows: DeviceRows) -> torc
 
 
 def span_sums(values: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.reference.span_sums`."""
+    """As :func:`ragcachekit_kernels.dispatch.span_sums`."""
     out = torch.empty(len(spans), dtype=torch.float64, device=values.device)
     if len(spans):
         table = spans.on(values.device)

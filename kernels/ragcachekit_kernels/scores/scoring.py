@@ -5,24 +5,17 @@ Import from :mod:`ragcachekit_kernels.dispatch`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ragcachekit_kernels import reference
 from ragcachekit_kernels.attention import tiled
-from ragcachekit_kernels.backend import uses_triton
-from ragcachekit_kernels.fallback import attempt, choice
+from ragcachekit_kernels.attention.tiled import ContextMass
+from ragcachekit_kernels.backend import attempt, case_of, choice, uses_triton
 from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.rows import checked_rows
-from ragcachekit_kernels.scores.context import ContextMass
-from ragcachekit_kernels.spans import Spans
-
-
-def scoring_choice(query: torch.Tensor, key: torch.Tensor) -> str:
-    """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    return choice(_case("scores", key), query, key)
+from ragcachekit_kernels.rows import checked_rows, spans_within
 
 
 def column_scores(
@@ -31,31 +24,42 @@ def column_scores(
     positions: Sequence[int],
     options: AttentionOptions,
     spans: Sequence[tuple[int, int]] | None = None,
-    *,
-    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention that each key gets from rows at ascending ``positions``, summed over heads and rows.
 
-    Shapes, arguments and errors as in :func:`ragcachekit_kernels.reference.column_scores` and
-    :func:`ragcachekit_kernels.dispatch.sparse_attention`. :class:`Rows` and :class:`Spans` are put on the
-    device once, however many calls use them.
+    Parameters
+    ----------
+    query, key, positions, options
+        As for :func:`ragcachekit_kernels.dispatch.sparse_attention`.
+    spans : sequence of (int, int), optional
+        Half-open key ranges that do not overlap. Each gets a softmax of its own, without sinks; keys
+        outside of all get 0. None: one softmax over all keys that the row sees. :class:`Spans` are put on
+        the device once, however many calls use them.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[tokens]``, float32 or wider.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`ragcachekit_kernels.dispatch.sparse_attention`, or if a span does not lie within the
+        keys.
+
+    Notes
+    -----
+    With spans: FusionRAG section 3.2; without: Cache-Craft section 3.1 (its inter and intra sums).
     """
     rows = checked_rows(query, key, positions)
-    _check_spans(key.shape[1], spans)
-    if lse is not None and spans is not None:
-        raise ValueError(
-            "a log-sum-exp over all keys says nothing of the softmax over spans: give one of them"
-        )
-    if lse is not None and lse.shape != query.shape[:2]:
-        raise ValueError(f"lse must be [heads, rows] = {tuple(query.shape[:2])}, got {tuple(lse.shape)}")
-    in_torch = partial(tiled.column_scores, query, key, rows.positions, options, spans, lse=lse)
-    if not rows or scoring_choice(query, key) != "triton":
+    ranges = None if spans is None else spans_within(spans, key.shape[1])
+    in_torch = partial(tiled.column_scores, query, key, rows.positions, options, ranges)
+    if not rows or choice("scores", query, key) != "triton":
         return in_torch()
     from ragcachekit_kernels.scores import column_scores as kernels
 
-    ranges = spans if spans is None or isinstance(spans, Spans) else Spans(tuple(spans))
-    kernel = partial(kernels.column_scores, query, key, rows.on(key.device), options, ranges, lse=lse)
-    return attempt(_case("scores", key), kernel, in_torch)
+    kernel = partial(kernels.column_scores, query, key, rows.on(key.device), options, ranges)
+    return attempt(case_of("scores", key), kernel, in_torch)
 
 
 def context_mass(
@@ -87,12 +91,12 @@ def context_mass(
     if sum(lengths) != key.shape[1] or not lengths:
         raise ValueError(f"segments of {list(lengths)} tokens do not make up {key.shape[1]} keys")
     in_torch = partial(tiled.context_mass, query, key, rows.positions, lengths, options)
-    if not rows or scoring_choice(query, key) != "triton":
+    if not rows or choice("scores", query, key) != "triton":
         return in_torch()
-    from ragcachekit_kernels.scores import context_kernels
+    from ragcachekit_kernels.scores import column_scores as kernels
 
-    kernel = partial(context_kernels.context_mass, query, key, rows.on(key.device), lengths, options)
-    return attempt(_case("scores", key), kernel, in_torch)
+    kernel = partial(kernels.context_mass, query, key, rows.on(key.device), lengths, options)
+    return attempt(case_of("scores", key), kernel, in_torch)
 
 
 def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -103,15 +107,13 @@ def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
     ValueError
         If a span does not lie within the values.
     """
-    _check_spans(values.shape[0], spans)
-    in_torch = partial(reference.span_sums, values, spans)
+    ranges = spans_within(spans, values.shape[0])
+    in_torch = partial(reference.span_sums, values, ranges)
     if not uses_triton(values.device):
         return in_torch()
     from ragcachekit_kernels.scores import deviation
 
-    ranges = spans if isinstance(spans, Spans) else Spans(tuple(spans))
-    case = "sums", str(values.device), str(values.dtype)
-    return attempt(case, partial(deviation.span_sums, values, ranges), in_torch)
+    return attempt(case_of("sums", values), partial(deviation.span_sums, values, ranges), in_torch)
 
 
 def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
@@ -147,14 +149,4 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int])
     from ragcachekit_kernels.scores import deviation
 
     kernel = partial(deviation.kv_deviation, new, old, rows.on(new.device))
-    return attempt(_case("deviation", new), kernel, in_torch)
-
-
-def _case(kernel: str, tensor: torch.Tensor) -> Hashable:
-    return kernel, str(tensor.device), str(tensor.dtype), tensor.shape[2]
-
-
-def _check_spans(tokens: int, spans: Sequence[tuple[int, int]] | None) -> None:
-    for start, stop in spans or ():
-        if not 0 <= start <= stop <= tokens:
-            raise ValueError(f"the span {start}..{stop} does not lie within {tokens} keys")
+    return attempt(case_of("deviation", new), kernel, in_torch)
