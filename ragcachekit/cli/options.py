@@ -59,7 +59,7 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, deep:0.1, query:0.15, "
-        "cacheblend:0.15, craft:1.0, set, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate).",
+        "cacheblend:0.15, craft:1.0, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate).",
     ),
 ]
 Policies = Annotated[

@@ -68,9 +68,7 @@ class OwnRows(SummingObserver):
 
     def complete(self, cache: Any) -> bool:
         """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
-        layers = getattr(cache, "layers", None) or ()
-        held = all(layer.keys is not None and layer.keys.shape[-2] >= self._length for layer in layers)
-        return held and 0 < len(layers) == len(self._sums.held)
+        return _holds(cache, self._length) and len(cache.layers) == len(self._sums.held)
 
     @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:

@@ -32,15 +32,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Decision:
-    """Entries to use, None where rows are computed.
-
-    ``skipped`` are quicker to compute than to load; ``resident`` layers should be loaded before the forward,
-    so that it then never waits.
-    """
+    """Entries to use, None where rows are computed; ``skipped`` are quicker to compute than to load."""
 
     entries: tuple[Entry | None, ...]
     skipped: tuple[KVKey, ...] = ()
-    resident: int = 0
 
 
 class Fetch:
@@ -113,7 +108,7 @@ class Fetch:
         if not slow or not isinstance(self._store, Loader):
             return Decision(tuple(entries))
         if self._planner is None:
-            wanted, resident = [True] * len(slow), 1
+            wanted = [True] * len(slow)
         else:
             candidates = [Candidate.of(kv, [use(i) for i in at]) for kv, at in slow.items()]
             waiting = {i for at in slow.values() for i in at}
@@ -121,14 +116,14 @@ class Fetch:
             computed += sum(other.recomputed for other in here)
             if guide is not None and any(not other.is_exact for other in here):
                 guide = replace(guide, always=True)
-            wanted, resident = self._planner.choose(candidates, total, computed, guide)
+            wanted = self._planner.choose(candidates, total, computed, guide)
         unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
         self._store.begin(kv for kv in slow if kv not in unwanted)
         self._store.release(unwanted)
         for kv in unwanted:
             self._known.pop(kv.key, None)  # released: a later plan opens it again
         left = [None if entry is not None and entry.found.kv in unwanted else entry for entry in entries]
-        return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
+        return Decision(tuple(left), tuple(kv.key for kv in unwanted))
 
     def _fitting(self, key: KVKey, hit: Hit | None, tokens: int) -> Hit | None:
         reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None

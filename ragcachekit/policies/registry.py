@@ -11,8 +11,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
 from ragcachekit.policies.compose import union
-from ragcachekit.policies.craft.craft import Craft, CraftFocused
-from ragcachekit.policies.craft.set_match import SetMatch
+from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.deep import Deep
 from ragcachekit.policies.full import Full
 from ragcachekit.policies.heavy import Heavy
@@ -39,7 +38,6 @@ _POLICIES: dict[str, _Named] = {
     "cacheblend-gradual": _Named(lambda r: CacheBlendGradual(float(r)), "cacheblend-gradual:0.15"),
     "craft": _Named(lambda a: Craft(float(a)), "craft:1"),
     "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
-    "set": _Named(lambda _: SetMatch()),
     "query": _Named(lambda r: Query(float(r)), "query:0.15"),
     "deep": _Named(lambda r: Deep(float(r)), "deep:0.1"),
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),

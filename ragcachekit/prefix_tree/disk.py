@@ -11,6 +11,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
 from ragcachekit.prefix_tree.forget_log import ForgetLog, Ids
 from ragcachekit.store.base import KVStore, StoreStats, concerns
+from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
 DISK = "tree:disk"
@@ -31,18 +32,17 @@ class TreeDisk:
     def __init__(
         self, store: KVStore | None, lock: RLock, drop: Callable[[str, Ids], tuple[list[KVKey], int]]
     ) -> None:
-        self.store = store
+        self._keeps = store is not None
+        self.store = NullStore() if store is None else store
         folder = getattr(store, "folder", None)  # which other processes may share
         self._log = ForgetLog(folder / FORGETS) if folder is not None else None
         self._drop = drop
-        self._pending: list[tuple[Root, Path, ChunkKV]] = []
+        self._pending: dict[KVKey, ChunkKV] = {}
         self._lock = lock
         self._writing = RLock()  # taken before the other one
 
     def read(self, root: Root, path: Path, known: int) -> Iterator[Reused]:
         """The steps after the first ``known``, as far as they are stored."""
-        if self.store is None:
-            return
         start = sum(step.tokens for step in path[:known])
         for number in range(known, len(path)):
             step, key = path[number], key_of(root, path[: number + 1])
@@ -57,21 +57,19 @@ class TreeDisk:
 
     def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
         """Queue KV for the next :meth:`write`; the lock is held."""
-        if self.store is not None:
-            self._pending.append((root, path, kv))
+        if self._keeps:
+            self._pending[key_of(root, path)] = kv
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the entry of a path's last node, which cannot be used; the lock is held."""
         key = key_of(root, path)
-        self._pending = [item for item in self._pending if key_of(*item[:2]) != key]
-        if self.store is not None:
-            self.store.discard(key)
+        self._pending.pop(key, None)
+        self.store.discard(key)
 
     def drop_pending(self, namespace: str, chunk_ids: Ids) -> None:
         """Remove what was forgotten from the queue; the lock is held."""
-        self._pending = [
-            item for item in self._pending if not concerns(key_of(*item[:2]), namespace, chunk_ids)
-        ]
+        for key in [key for key in self._pending if concerns(key, namespace, chunk_ids)]:
+            del self._pending[key]
 
     def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
@@ -80,15 +78,14 @@ class TreeDisk:
 
     def write(self) -> None:
         """Write the queue. Writes and forgets exclude each other, across processes too."""
-        if self.store is None or not self._pending:
+        if not self._pending:
             return
         with self._writing, self._log.writing() if self._log else nullcontext(True) as may_write:
             with self._lock:
-                for namespace in {root.namespace for root, _, _ in self._pending}:
+                for namespace in {key.namespace for key in self._pending}:
                     self.apply_forgets(namespace)
-                pending, self._pending = self._pending, []
-            for root, path, kv in pending if may_write else ():
-                key = key_of(root, path)
+                pending, self._pending = self._pending, {}
+            for key, kv in pending.items() if may_write else ():
                 if key not in self.store:
                     self.store.put(key, kv.to("cpu"))
 
@@ -96,8 +93,6 @@ class TreeDisk:
         """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
         with self._writing, self._log.forgetting(namespace, chunk_ids) if self._log else nullcontext():
             keys, others = self._drop(namespace, chunk_ids)
-            if self.store is None:
-                return others + len(keys)
             only_in_memory = sum(key not in self.store for key in keys)
             try:
                 return others + only_in_memory + self.store.forget(namespace, chunk_ids)
@@ -106,12 +101,11 @@ class TreeDisk:
 
     def stats(self) -> list[StoreStats]:
         """The store's records, under the tree's names."""
-        if self.store is None:
+        if not self._keeps:
             return []
         return [replace(record, tier=f"tree:{record.tier}") for record in self.store.stats()]
 
     def close(self) -> None:
         """Write the rest and close the store."""
         self.write()
-        if self.store is not None:
-            self.store.close()
+        self.store.close()

@@ -170,17 +170,6 @@ class KnowledgeTree:
         self.turns.clear()
         self._disk.close()
 
-    def __len__(self) -> int:
-        """Nodes in memory."""
-        with self._lock:
-            return sum(1 for _ in self._levels)
-
-    def check(self) -> None:
-        """Assert what must hold after any operation; for tests."""
-        with self._lock:
-            self._unpin_released()
-            self._levels.check()
-
     def _unpin_released(self) -> None:
         while self._released:
             for node in self._released.popleft():

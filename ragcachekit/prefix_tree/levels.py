@@ -58,10 +58,6 @@ class Levels:
                 stack.extend(node.children.values())
         return out
 
-    def __iter__(self) -> Iterator[Node]:
-        tops = [node for children in self._roots.values() for node in children.values()]
-        return (node for top in tops for node in top.subtree())
-
     def use(self, node: Node, access: Access = HIT) -> Reused:
         """Count an access and return the node's fastest copy."""
         copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
@@ -121,17 +117,6 @@ class Levels:
         """Evict all nodes."""
         for top in [node for children in self._roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
-
-    def check(self) -> None:
-        """Assert the invariants."""
-        nodes = list(self)
-        for node in nodes:
-            assert node.copies == sum(node in tier for tier in self.tiers) > 0
-            if self.gpu is not None and node in self.gpu:
-                assert node.parent is None or node.parent in self.gpu
-        for tier in self.tiers:
-            assert set(tier) <= set(nodes)
-            tier.check()
 
     def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +43,6 @@ class MemoryTier:
 
     def __contains__(self, node: Node) -> bool:
         return node.digest in self._copies
-
-    def __len__(self) -> int:
-        return len(self._copies)
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter([copy.node for copy in self._copies.values()])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies."""
-        return self._ranking.nbytes
 
     def get(self, node: Node) -> ChunkKV | None:
         """The node's copy here."""
@@ -121,16 +109,7 @@ class MemoryTier:
 
     def stats(self) -> StoreStats:
         """The counters and the present content."""
-        return self.counters.stats(entries=len(self), nbytes=self.nbytes, budget=self.budget)
-
-    def check(self) -> None:
-        """Assert what must always hold of this tier's own tables."""
-        assert self.nbytes == sum(copy.kv.nbytes for copy in self._copies.values()) <= self.budget
-        assert self._copies.keys() == set(self._ranking)
-        for name, copy in self._copies.items():
-            children = sum(child in self for child in copy.node.children.values())
-            assert children == self._children.get(name, 0)
-            assert copy.held == self._is_held(copy)
+        return self.counters.stats(entries=len(self._copies), nbytes=self._ranking.nbytes, budget=self.budget)
 
     def _is_held(self, copy: _Copy) -> bool:
         return bool(copy.node.pins) or copy.node.digest in self._children

@@ -182,16 +182,14 @@ def test_one_allocation_of_which_every_head_begins_at_16_bytes(slots):
     device.finish()
 
 
-@pytest.mark.parametrize(("block", "blocks"), [(1, 5), (13_000, 2), (1 << 28, 1)])
-def test_long_prompts_lie_in_several_blocks(monkeypatch, block, blocks):
+def test_each_layer_has_memory_of_its_own():
     """So that decoding, which moves layer by layer, frees memory as it goes."""
-    monkeypatch.setattr(placing, "BLOCK_BYTES", block)
     device, rope = Simulated(), many_kinds()
     plans = [prompt([entry(9, 0, SHAPES), entry(4, 1, SHAPES)])]
     it = placing_of(on(device, plans, lambda _: True), rope, device)
     seen = read(device, it, 5)
     assert_as_on_cpu(seen, plans, rope)
-    assert len(device.allocated) == blocks
+    assert len(device.allocated) == 5
 
 
 @pytest.mark.parametrize("near", [True, False])

@@ -70,7 +70,8 @@ def plan_from(
 ) -> LinkPlan:
     """The plan of a prompt over a store, or over what already looks entries up for it."""
     fetch = store if isinstance(store, Fetch) else Fetch(store)
-    return make_plan(PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace), pool)
+    request = PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace)
+    return make_plan(request, pool or VariantPool())
 
 
 def planned(

@@ -25,7 +25,7 @@ from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import StoreConfig
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.policies.base import LayerwisePolicy, VariantPolicy
+from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.store.eviction.registry import open_eviction
@@ -60,7 +60,7 @@ class EstimateSettings(OwnFiles):
             raise ValueError(
                 f"policy {policy.name} reuses nothing, so there is nothing to estimate; try lego:16"
             )
-        if isinstance(policy, LayerwisePolicy | VariantPolicy):
+        if isinstance(policy, LayerwisePolicy):
             raise ValueError(
                 f"estimate cannot say how many rows policy {policy.name} computes without running the model; "
                 "give lego:k, deep:r, query:r, heavy:r, random:r or reuse, at the ratio that you expect"

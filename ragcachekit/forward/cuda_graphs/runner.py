@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
 from ragcachekit.forward.cuda_graphs.captured_cache import (
+    CapturedLayer,
     GraphInputs,
     NotCapturable,
-    new_captured_cache,
     room_for,
     tokens_for,
 )
@@ -149,7 +150,8 @@ class _Forward:
 
     def __init__(self, forward: Callable[..., Any], inputs: GraphInputs, tokens: int) -> None:
         self._forward, self._inputs = forward, inputs
-        self._cache = new_captured_cache(inputs.table.entries.shape[0], inputs.table, inputs.rows, tokens)
+        layers = range(inputs.table.entries.shape[0])
+        self._cache = Cache([CapturedLayer(n, inputs.table, inputs.rows, tokens) for n in layers])
         self.output: type = type(None)
 
     def __call__(self) -> torch.Tensor:
