@@ -22,9 +22,9 @@ from ragcachekit.generate.answer import answer_of
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import effective, run_generate
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.segments import TokenSegment
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, ShadowReport
 

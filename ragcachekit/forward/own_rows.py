@@ -130,8 +130,9 @@ def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> 
     the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
     where its frequencies change).
     """
-    if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
-        return []
+    length = len(plan.token_ids)
+    if plan.beginning is None or (rope.depends_on_length and rope.regime(length) != rope.regime(length - 1)):
+        return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
     match = plan.beginning.match
     last, start = exact_rows(plan), match.tokens
     stretches: list[Stretch] = []
@@ -172,11 +173,6 @@ def turn_of(
         len(rows) if exact == len(plan.token_ids) else exact,
         beginning.members.union(traces),
     )
-
-
-def _between_frequencies(tokens: int, rope: Rope) -> bool:
-    """Whether a prefill without the prompt's last token rotates its keys by other frequencies."""
-    return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
 
 
 def _holds(cache: Any, columns: int) -> bool:

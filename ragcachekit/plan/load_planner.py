@@ -79,14 +79,8 @@ class LoadPlanner:
     """Planner with measured speeds of tiers and model. Thread safe.
 
     A slow tier may have become fast, which only reads can show: now and then an entry of a tier without
-    recent reads is loaded all the same, at a cost limited by :data:`TRYING`.
-
-    Parameters
-    ----------
-    profile : PrefillProfile, optional
-        Without one everything is loaded.
-    readers : int
-        Entries that are read at the same time.
+    recent reads is loaded all the same, at a cost limited by :data:`TRYING`. Without a ``profile`` everything
+    is loaded. ``readers`` entries are read at the same time.
     """
 
     def __init__(self, profile: PrefillProfile | None = None, readers: int = 1) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.layout import KVLayout, misfit
@@ -41,18 +42,9 @@ class Decision:
 class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
-    Together they wait at most three deadlines for a remote service; later ones are misses.
-
-    Parameters
-    ----------
-    store : KVStore or Loader
-        A bare store reads everything during the look-up.
-    planner : LoadPlanner, optional
-        Without one everything found is used.
-    lookup_budget : LookupBudget, optional
-        Remaining time for look-ups.
-    layout : KVLayout, optional
-        KV of another layout is a miss, and deleted from the store.
+    Together they wait at most three deadlines for a remote service (``lookup_budget``); later ones are
+    misses. A bare store reads everything during the look-up. Without a ``planner`` everything found is used.
+    KV of another ``layout`` is a miss, and deleted from the store.
     """
 
     def __init__(
@@ -84,8 +76,8 @@ class Fetch:
         """A view in which these are not found; both share their results."""
         if not lost:
             return self
-        other = Fetch(self._store, self._planner, self._budget, self._layout)
-        other._known, other._lost = self._known, lost
+        other = copy(self)
+        other._lost = lost
         return other
 
     def decide(

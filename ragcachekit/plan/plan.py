@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ragcachekit.plan.apply_selection import apply_selection
+from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
-from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
 from ragcachekit.reports import ChunkUse, LinkReport
@@ -22,13 +22,8 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey
 def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
     """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
 
-    Parameters
-    ----------
-    request : PromptRequest
-    variants : VariantPool
-        For the encoder ``in-prompt``: entries to use in other contexts.
-    without : collection of KVKey
-        Entries that count as not found, as an earlier plan waited for them in vain.
+    ``variants`` are ``in-prompt`` entries to use in other contexts. Entries in ``without`` count as not
+    found, as an earlier plan waited for them in vain.
     """
     if not request.reads_cache:
         return plain_plan(request)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ragcachekit.model.encoding import InPromptEncoding
-from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.encodings import IN_PROMPT, Wanted
 from ragcachekit.plan.lookup import Entry, Fetch
-from ragcachekit.plan.segments import Wanted
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import Evictable, Found, KVStore, LayerSource, concerns
 from ragcachekit.store.loading.load import AnyKV
@@ -55,12 +54,8 @@ class VariantPool:
     Every use adds ``1 / max(CCI (1 - β'), 0.05)`` to a variant's weight f_r, which halves in
     :data:`HALF_LIFE` uses of its namespace. Thread safe. The store may evict an entry earlier.
 
-    Parameters
-    ----------
-    budget : int, optional
-        Bytes of all variants together; default: no limit.
-    free : callable
-        Called with each variant that is evicted, to delete its KV.
+    ``budget`` are bytes of all variants together, without a limit by default. ``free`` is called with each
+    variant that is evicted, to delete its KV.
     """
 
     def __init__(

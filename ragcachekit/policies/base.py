@@ -108,12 +108,8 @@ class ExactPolicy(SelectionPolicy, Protocol):
 class Look:
     """Which attention of the question is recorded.
 
-    Attributes
-    ----------
-    layers : tuple of int or None
-        Negative ones count from the last; None: every layer.
-    per_chunk : bool
-        One softmax per chunk that is not exact (FusionRAG); else one over all keys.
+    Negative ``layers`` count from the last; None: every layer. ``per_chunk``: one softmax per chunk that is
+    not exact (FusionRAG); else one over all keys.
     """
 
     layers: tuple[int, ...] | None = (-1,)

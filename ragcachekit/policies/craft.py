@@ -103,11 +103,6 @@ class CraftFocused(Craft):
     window: int = WINDOW
     _kind = "craft-focused"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1:
-            raise ValueError(f"the window must be at least one layer, got {self.window}")
-
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
@@ -134,9 +129,8 @@ class FocusWatch:
         self._asked = Rows(())
         self._scores = [0.0] * len(self._chunks)
         self._new: list[torch.Tensor] = []
-        self._found: list[frozenset[int]] = []
-        self.stopped_at: int | None = None
-        """The first layer without the other chunks' rows."""
+        self._found: list[frozenset[int]] = []  # per observed layer, the chunks in focus
+        self._settled: frozenset[int] | None = None
 
     def observe(
         self,
@@ -148,41 +142,38 @@ class FocusWatch:
     ) -> None:
         """Record one layer's attention from the question to every chunk, summed over heads and rows."""
         asked = sum(1 for _ in takewhile(self._question.__contains__, reversed(positions)))
-        if self.stopped_at is not None or not asked:
+        if self._settled is not None or not asked:
             return
         if len(self._asked) != asked:
             self._asked = Rows(tuple(positions[-asked:]))
         sums = column_scores(query[:, -asked:], key, self._asked, options)
         self._new.append(span_sums(sums, self._spans))
 
-    @property
-    def found(self) -> list[frozenset[int]]:
-        """Per observed layer, indices of the chunks in focus; waits for the device."""
-        new = torch.stack(self._new).tolist() if self._new else []
-        self._new = []
-        for sums in new:
-            self._scores = [score + more for score, more in zip(self._scores, sums, strict=True)]
-            self._found.append(focused(self._scores))
-        return self._found
-
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
         """Rows of chunks in focus, once that is settled."""
-        if self.stopped_at is None and len(self._found) + len(self._new) <= self._window:
-            return list(rows)
-        last = self.found[-self._window :]
-        if self.stopped_at is None and len(set(last)) == 1:
-            self.stopped_at = layer
-        if self.stopped_at is None:
+        if self._settled is None and len(self._found) + len(self._new) > self._window:
+            self._settle()
+        if self._settled is None:
             return list(rows)
         away = {
             p
             for number, chunk in enumerate(self._chunks)
-            if number not in last[-1]
+            if number not in self._settled
             for p in range(chunk.start, chunk.stop)
         }
         return [p for p in rows if p not in away]
+
+    def _settle(self) -> None:
+        """Rank the chunks after each layer; waits for the device."""
+        for sums in torch.stack(self._new).tolist() if self._new else ():
+            self._scores = [score + more for score, more in zip(self._scores, sums, strict=True)]
+            self._found.append(focused(self._scores))
+        self._new = []
+        last = self._found[-self._window :]
+        if len(set(last)) == 1:
+            self._settled = last[-1]
 
 
 def context_impact(outer: float, inner: float) -> float:

@@ -58,12 +58,8 @@ def known_policies() -> tuple[str, ...]:
 def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     """The policy called ``name`` or ``name:argument``, several joined by ``+``; an object passes through.
 
-    Raises
-    ------
-    ValueError
-        For an unknown name (the known ones are listed), a bad argument, or parts that cannot be joined.
-    TypeError
-        For what is neither a name nor a policy.
+    ValueError for an unknown name (the known ones are listed), a bad argument, or parts that cannot be
+    joined; TypeError for what is neither a name nor a policy.
     """
     if not isinstance(policy, str):
         check_type("policy", policy, SelectionPolicy, "a name such as 'lego:16', or a SelectionPolicy")

@@ -164,13 +164,13 @@ def test_layers_asked_for_out_of_order_bring_those_before_them():
 
 
 @pytest.mark.parametrize("slots", [20, 21, 24])
-def test_one_allocation_of_which_every_head_begins_at_16_bytes(slots):
+def test_every_head_begins_at_16_bytes(slots):
     device = Simulated()
     plans = on(device, [prompt([entry(slots - 6, 0, SHAPES, torch.bfloat16)])], lambda _: True)
     it = placing_of(plans, many_kinds(), device)
     views = [tensor for layer in range(5) for tensor in it.layer(layer)]
-    assert len(device.allocated) == 1
-    assert {v.untyped_storage().data_ptr() for v in views} == {views[0].untyped_storage().data_ptr()}
+    assert len(device.allocated) == 5
+    assert len({v.untyped_storage().data_ptr() for v in views}) == 5
     for view in views:
         assert view.shape[2] == slots
         assert view.stride(3) == 1

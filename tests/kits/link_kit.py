@@ -17,12 +17,11 @@ from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.encodings import Encodings, TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.segments import TokenSegment
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy

@@ -78,7 +78,7 @@ def check(tree: KnowledgeTree) -> None:
             for name, copy in copies.items():
                 children = sum(child in tier for child in copy.node.children.values())
                 assert children == tier._children.get(name, 0)
-                assert copy.held == tier._is_held(copy)
+                assert tier._ranking._live[name].holds == copy.node.pins + children
 
 
 def tiers(match: Match) -> list[str]:

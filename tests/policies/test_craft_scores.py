@@ -161,5 +161,3 @@ def test_alphas_that_make_no_sense(kind, argument):
 def test_names():
     assert open_policy("craft:1.0").name == "craft:1"
     assert open_policy("craft-focused:0.5") == CraftFocused(0.5)
-    with pytest.raises(ValueError, match="window"):
-        CraftFocused(1.0, window=0)

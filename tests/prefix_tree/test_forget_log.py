@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.prefix_tree import forget_log as forgets
+from ragcachekit.prefix_tree import disk as forgets
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.conversations import Turn
-from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.disk.folder import FolderLock
@@ -113,7 +113,7 @@ def test_a_forget_waits_for_a_writer_and_deletes_what_it_wrote(tmp_path: Path) -
 CHILD = """
 import sys
 from pathlib import Path
-from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.disk import ForgetLog
 with ForgetLog(Path(sys.argv[1])).forgetting("acme", frozenset(["x"])):
     pass
 """

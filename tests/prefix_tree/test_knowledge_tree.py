@@ -10,6 +10,8 @@ import pytest
 
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.memory_tier import MemoryTier
+from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.eviction.registry import open_eviction
 from ragcachekit.store.memory.host import HostStore
@@ -26,6 +28,10 @@ def two_tiers(gpu: int, host: int, **options) -> KnowledgeTree:
 
 def known(tree: KnowledgeTree, *names: str) -> int:
     return len(tree.match(ROOT, path_of(*names)))
+
+
+def nodes_in(tier: MemoryTier) -> list[Node]:
+    return [copy.node for copy in tier._copies.values()]
 
 
 def evictions(tree: KnowledgeTree, tier: str) -> int:
@@ -151,7 +157,9 @@ def test_what_was_used_often_is_still_that_after_it_was_swapped_out() -> None:
     gpu, host = tree._levels.tiers
     assert [node.step.ids[-1] for node in nodes_in(host)] == ["a5", "b5"]
     lowest = host._ranking.lowest()
-    assert [node.step.ids[-1] for node in host if node.digest == lowest] == ["b5"], "a5 was used three times"
+    assert [node.step.ids[-1] for node in nodes_in(host) if node.digest == lowest] == ["b5"], (
+        "a5 was used three times"
+    )
     assert [node.step.ids[-1] for node in nodes_in(gpu)] == ["c5"]
 
 

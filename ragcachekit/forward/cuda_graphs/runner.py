@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
+from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
 from ragcachekit.forward.cuda_graphs.captured_cache import (
     CapturedLayer,
@@ -229,7 +229,12 @@ class Trial:
         rows = LinkRows((self.positions,), (0,))
         slots = pairs[0][0].shape[2]
         kept = slots - len(self.positions)
-        return LinkedCache([LinkedLayer(_buffers(pair), slots, rows, kept) for pair in pairs])
+        return LinkedCache(
+            [
+                LinkedLayer(lambda pair=pair: pair, pair[0].dtype, pair[0].device, slots, rows, kept)
+                for pair in pairs
+            ]
+        )
 
     def run(self, forward: Callable[..., Any], pairs: Pairs) -> torch.Tensor:
         """The model's own linked forward over ``pairs``: logits ``[1, 1, vocab]``."""
@@ -256,10 +261,6 @@ class Trial:
                     raise NotCapturable(f"layer {layer} writes outside of its rows")
                 apart = _apart(*(side[0, :, rows].transpose(0, 1).flatten(1) for side in (own, other)))
                 _demand(apart, ROW if own.dtype.itemsize > 2 else HALF_ROW, f"the rows of layer {layer}")
-
-
-def _buffers(pair: Pair) -> LayerBuffers:
-    return LayerBuffers(lambda: pair, pair[0].dtype, pair[0].device)
 
 
 def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
