@@ -8,7 +8,7 @@ import os
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from threading import RLock
@@ -153,7 +153,9 @@ class ForgetLog:
         self._known[namespace] = state
         if known == state:
             return []
-        lines = self._content(namespace)[known[0] : state[0]].splitlines()
+        lines: list[bytes] = []
+        with suppress(OSError):
+            lines = read_regular(self._path(namespace))[known[0] : state[0]].splitlines()
         return [ids for by, ids in map(_parsed, lines) if by != self._me] if lines else [None]
 
     @contextmanager
@@ -212,12 +214,6 @@ class ForgetLog:
         except OSError:
             return 0, 0
         return status.st_size, status.st_mtime_ns
-
-    def _content(self, namespace: str) -> bytes:
-        try:
-            return read_regular(self._path(namespace))
-        except OSError:
-            return b""
 
 
 def _parsed(line: bytes) -> tuple[str, Ids]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows
+from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
 from ragcachekit.forward.cuda_graphs.captured_cache import (
     CapturedLayer,
@@ -230,10 +230,7 @@ class Trial:
         slots = pairs[0][0].shape[2]
         kept = slots - len(self.positions)
         return LinkedCache(
-            [
-                LinkedLayer(lambda pair=pair: pair, pair[0].dtype, pair[0].device, slots, rows, kept)
-                for pair in pairs
-            ]
+            [LinkedLayer(_given(p), p[0].dtype, p[0].device, slots, rows, kept) for p in pairs]
         )
 
     def run(self, forward: Callable[..., Any], pairs: Pairs) -> torch.Tensor:
@@ -261,6 +258,10 @@ class Trial:
                     raise NotCapturable(f"layer {layer} writes outside of its rows")
                 apart = _apart(*(side[0, :, rows].transpose(0, 1).flatten(1) for side in (own, other)))
                 _demand(apart, ROW if own.dtype.itemsize > 2 else HALF_ROW, f"the rows of layer {layer}")
+
+
+def _given(pair: Pair) -> MakeLayer:
+    return lambda: pair
 
 
 def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
