@@ -31,7 +31,6 @@ POLICIES = (
     "craft:1",
     "craft:2",
     "craft-focused:1",
-    "set",
     "query:0.1",
     "deep:0.1",
 )

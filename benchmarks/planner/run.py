@@ -211,5 +211,5 @@ def _pick(case: Case, noise: float, rng: np.random.Generator) -> list[int]:
         for i, tokens in enumerate(case.tokens)
     ]
     guide = ScoringPass(_QUESTION) if case.ratio else None
-    chosen, _ = planner.choose(candidates, _QUESTION + sum(case.tokens), _QUESTION, guide)
+    chosen = planner.choose(candidates, _QUESTION + sum(case.tokens), _QUESTION, guide)
     return [i for i, load in enumerate(chosen) if load]

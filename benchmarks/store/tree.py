@@ -50,7 +50,7 @@ def rows(*, nodes: int, requests: int, seed: int, policy: str = "pgdsf") -> list
             if name == KNOWN and found != len(path):
                 raise RagCacheError("the tree has lost a prompt that was inserted just now")
             paths.append(path)
-        entries = len(tree)
+        entries = _entries(tree)
         return [
             {"requests_of": name, "chunks": DOCUMENTS, "entries": entries, **micros_row(micros)}
             for name, micros in timings.items()
@@ -61,12 +61,16 @@ def rows(*, nodes: int, requests: int, seed: int, policy: str = "pgdsf") -> list
 
 def _fill(tree: KnowledgeTree, nodes: int, draw: random.Random) -> list[tuple[Step, ...]]:
     paths: list[tuple[Step, ...]] = []
-    while len(tree) < nodes and len(paths) < nodes:
+    while _entries(tree) < nodes and len(paths) < nodes:
         path = _path(draw)
         match = tree.match(_ROOT, path)
         tree.insert(match, _kvs()[len(match) :], new=DOCUMENTS)
         paths.append(path)
     return paths
+
+
+def _entries(tree: KnowledgeTree) -> int:
+    return sum(tier.entries for tier in tree.stats())
 
 
 def _path(draw: random.Random) -> tuple[Step, ...]:

@@ -121,7 +121,9 @@ def ttft(
 
 def query_cache(
     log: Annotated[Path, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")],
-    corpus: Annotated[Path, typer.Option("--corpus", help="The folder that they are asked about.")],
+    corpus: Annotated[
+        str, typer.Option(callback=opt.check_corpus, help="The folder that they are asked about.")
+    ],
     chunk_tokens: opt.ChunkTokens = 200,
     json: opt.Json = None,
 ) -> None:

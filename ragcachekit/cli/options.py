@@ -25,7 +25,7 @@ def _model(name: str) -> str:
     return name
 
 
-def _corpus(folder: str | None) -> str | None:
+def check_corpus(folder: str | None) -> str | None:
     if folder is not None:
         corpus_root(folder)
     return folder
@@ -63,13 +63,13 @@ Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
 ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
 OptionalModel = Annotated[str | None, typer.Option(help=_MODEL)]
 CorpusDir = Annotated[
-    str, typer.Option(callback=_corpus, help="Folder with your .txt, .md, .rst, .py and .html files.")
+    str, typer.Option(callback=check_corpus, help="Folder with your .txt, .md, .rst, .py and .html files.")
 ]
 QuestionsFile = Annotated[
     Path | None, typer.Option(callback=_questions, help='JSONL, per line {"question", "chunks", "answer"}.')
 ]
 OptionalCorpus = Annotated[
-    str | None, typer.Option(callback=_corpus, help="Folder of texts; see --questions or --log.")
+    str | None, typer.Option(callback=check_corpus, help="Folder of texts; see --questions or --log.")
 ]
 Probes = Annotated[int, typer.Option(min=1, help="How many to make from the corpus.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Greatest size of a chunk.")]
@@ -84,7 +84,7 @@ Policy = Annotated[
     str,
     typer.Option(
         help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, deep:0.1, query:0.15, "
-        "cacheblend:0.15, craft:1.0, set, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate)."
+        "cacheblend:0.15, craft:1.0, heavy:0.15, lego:4+query:0.1, budget:0.01 (after calibrate).",
     ),
 ]
 Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ragcachekit.model.encoding import Ids
 from ragcachekit.model.tokens import SegmentTokenizer
-from ragcachekit.plan.segments import TokenSegment
+from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry

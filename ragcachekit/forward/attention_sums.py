@@ -104,19 +104,19 @@ class SummingCache(Cache):  # type: ignore[misc]
 
     def __init__(self, observed: AttentionSums) -> None:
         super().__init__(layer_class_to_replicate=partial(_SummingLayer, observed))
+        self.observed = observed
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return self.observed.sums
 
 
 class ObservedCache(SummingCache):
     """A :class:`SummingCache` for a batch of chunks, which are rows ``start .. stop - 1`` of its items."""
 
     def __init__(self, stretches: Sequence[tuple[int, int]]) -> None:
-        self._observed = AttentionSums(stretches)
-        super().__init__(self._observed)
-
-    @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
-        """Per batch item; see :class:`ragcachekit.model.kv.ChunkKV`."""
-        return self._observed.sums
+        super().__init__(AttentionSums(stretches))
 
 
 class _SummingLayer(DynamicLayer):  # type: ignore[misc]

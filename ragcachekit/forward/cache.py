@@ -16,6 +16,12 @@ from ragcachekit.policies.base import Observer
 from ragcachekit.store.loading.load import Pair
 from ragcachekit_kernels import dispatch
 
+MakeLayer = Callable[[], Pair]
+"""Gives one layer's keys and values ``[batch, kv_heads, slots, head_dim]`` with every kept row in its place.
+
+While layer 0 computes, later layers may still be read from a slow tier; ``LoadFailed`` if that fails.
+"""
+
 BeforeLayer = Callable[[int, torch.nn.Module, Any, Any], Any]
 """Takes a decoder layer's number, the layer, its args and kwargs; returns new ``(args, kwargs)`` or None."""
 
@@ -42,26 +48,6 @@ class LinkRows:
         object.__setattr__(self, "positions", rows)
 
 
-class LayerBuffers:
-    """One layer's keys and values ``[batch, kv_heads, slots, head_dim]``, made when they are needed.
-
-    ``make`` allocates both and puts every kept row in its place. While layer 0 computes, later layers may
-    still be read from a slow tier.
-    """
-
-    def __init__(self, make: Callable[[], Pair], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._make: Callable[[], Pair] | None = make
-        self._made: Pair | None = None
-
-    def get(self) -> Pair:
-        """The buffers; ``LoadFailed`` if an entry could not be loaded."""
-        if self._made is None:
-            assert self._make is not None
-            self._made, self._make = self._make(), None
-        return self._made
-
-
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a linked prompt.
 
@@ -69,18 +55,26 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     compute; that update scatters them to their positions. Then it is an ordinary dynamic layer, sorted by
     position. Never a sliding layer: masks come from positions, and no kept row may be dropped.
 
-    ``slots`` columns of ``buffers`` belong to this prompt. ``rows`` are those still to be scattered, ``kept``
-    is the length to report until then.
+    ``slots`` columns of what ``make`` gives belong to this prompt. ``rows`` are those still to be scattered,
+    ``kept`` is the length to report until then.
     """
 
-    def __init__(self, buffers: LayerBuffers, slots: int, rows: LinkRows | None, kept: int) -> None:
-        self._buffers: LayerBuffers | None = None
+    def __init__(
+        self,
+        make: MakeLayer,
+        dtype: torch.dtype,
+        device: torch.device,
+        slots: int,
+        rows: LinkRows | None,
+        kept: int,
+    ) -> None:
+        self._make: MakeLayer | None = None
         self._keys: Any = None
         self._values: Any = None
         super().__init__()
-        self._buffers, self._slots = buffers, slots
+        self._make, self._slots = make, slots
         self.settling = 0.0  # seconds that placing the kept rows took, waits included
-        self.dtype, self.device = buffers.dtype, buffers.device
+        self.dtype, self.device = dtype, device
         self.is_initialized = True
         self.rows = rows
         self._kept = kept
@@ -109,11 +103,11 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 
     def settle(self) -> None:
         """Put the kept rows in place."""
-        if self._buffers is not None:
+        if self._make is not None:
             begun = time.perf_counter()
-            keys, values = self._buffers.get()
+            keys, values = self._make()
             self._keys, self._values = keys[:, :, : self._slots], values[:, :, : self._slots]
-            self._buffers = None
+            self._make = None
             self.settling = time.perf_counter() - begun
 
     def narrow(self, rows: LinkRows, projecting: bool = False) -> None:

@@ -35,10 +35,7 @@ class LinkedPrompt:
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for ``model.generate``.
 
-        Raises
-        ------
-        LinkedPromptUsed
-            At the second use: the cache holds generated tokens by then.
+        LinkedPromptUsed at the second use: the cache holds generated tokens by then.
         """
         if self._inputs is None:
             raise LinkedPromptUsed("this linked prompt was used already; call rag.link(prompt) again")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
+from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
 from ragcachekit.forward.copy_streams import streams_of
 from ragcachekit.forward.placing import Placing
 from ragcachekit.model.rope.rotation import Angles, Rope
@@ -46,9 +46,13 @@ class LinkedInputs:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Keys and values of a batch, layer by layer; with ``placing`` where kernels put them in place."""
+    """Keys and values of a batch, layer by layer; with ``placing`` where kernels put them in place.
 
-    layers: tuple[LayerBuffers, ...]
+    Each of ``layers`` does its work at the first call. ``dtypes`` are those of the layers' keys.
+    """
+
+    layers: tuple[MakeLayer, ...]
+    dtypes: tuple[torch.dtype, ...]
     placing: Placing | None = None
 
 
@@ -75,7 +79,10 @@ def link(
     rows = LinkRows(tuple(plan.rows for plan in plans), offsets, observer) if widest_rows else None
     if buffers is None:
         buffers = assemble(plans, rope, device)
-    layers = [LinkedLayer(layer, slots, rows, widest_kept) for layer in buffers.layers]
+    layers = [
+        LinkedLayer(make, dtype, device, slots, rows, widest_kept)
+        for make, dtype in zip(buffers.layers, buffers.dtypes, strict=True)
+    ]
     input_ids = torch.full((len(plans), slots), pad)
     position_ids = torch.zeros(len(plans), slots, dtype=torch.long)
     attention_mask = torch.zeros(len(plans), slots, dtype=torch.long)
@@ -87,8 +94,8 @@ def link(
             input_ids[item, slots - len(at) :] = ids[at]
             position_ids[item, slots - len(at) :] = at
         attention_mask[item, offsets[item] :] = 1
-    cache = LinkedCache(layers, buffers.placing)
-    return LinkedInputs(input_ids.to(device), position_ids.to(device), attention_mask.to(device), cache)
+    linked = LinkedCache(layers, buffers.placing)
+    return LinkedInputs(input_ids.to(device), position_ids.to(device), attention_mask.to(device), linked)
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
@@ -113,8 +120,8 @@ def assemble(plans: Sequence[LinkPlan], rope: Rope, device: torch.device) -> Buf
     offsets = _offsets(plans, slots)
     if device.type != "cpu" or uses_triton(device):
         placing = Placing(plans, rope, device, streams_of(device), slots=slots, offsets=offsets)
-        makers = [partial(placing.layer, number) for number in range(len(placing.dtypes))]
-        return Buffers(_layers(makers, placing.dtypes, device), placing)
+        layers = (cache(partial(placing.layer, number)) for number in range(len(placing.dtypes)))
+        return Buffers(tuple(layers), tuple(placing.dtypes), placing)
     sample = next(piece.kv for plan in plans for piece in plan.pieces)
 
     turns = [[_angles(rope, piece, len(plan.token_ids)) for piece in plan.pieces] for plan in plans]
@@ -132,14 +139,8 @@ def assemble(plans: Sequence[LinkPlan], rope: Rope, device: torch.device) -> Buf
                 keys[item, :, at], values[item, :, at] = rope.place(index, *own, angles) if angles else own
         return keys, values
 
-    makers = [partial(make, index) for index in range(sample.layers)]
-    return Buffers(_layers(makers, [shapes[0][0] for shapes in sample.shapes], device))
-
-
-def _layers(
-    makers: Sequence[Callable[[], Pair]], dtypes: Sequence[torch.dtype], device: torch.device
-) -> tuple[LayerBuffers, ...]:
-    return tuple(LayerBuffers(make, dtype, device) for make, dtype in zip(makers, dtypes, strict=True))
+    layers = (cache(partial(make, index)) for index in range(sample.layers))
+    return Buffers(tuple(layers), tuple(keys[0] for keys, _ in sample.shapes))
 
 
 def _slots(plans: Sequence[LinkPlan]) -> int:

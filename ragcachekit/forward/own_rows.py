@@ -68,9 +68,7 @@ class OwnRows(SummingObserver):
 
     def complete(self, cache: Any) -> bool:
         """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
-        layers = getattr(cache, "layers", None) or ()
-        held = all(layer.keys is not None and layer.keys.shape[-2] >= self._length for layer in layers)
-        return held and 0 < len(layers) == len(self._sums.held)
+        return _holds(cache, self._length) and len(cache.layers) == len(self._sums.held)
 
     @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
@@ -132,8 +130,9 @@ def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> 
     the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
     where its frequencies change).
     """
-    if plan.beginning is None or _between_frequencies(len(plan.token_ids), rope):
-        return []
+    length = len(plan.token_ids)
+    if plan.beginning is None or (rope.depends_on_length and rope.regime(length) != rope.regime(length - 1)):
+        return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
     match = plan.beginning.match
     last, start = exact_rows(plan), match.tokens
     stretches: list[Stretch] = []
@@ -174,11 +173,6 @@ def turn_of(
         len(rows) if exact == len(plan.token_ids) else exact,
         beginning.members.union(traces),
     )
-
-
-def _between_frequencies(tokens: int, rope: Rope) -> bool:
-    """Whether a prefill without the prompt's last token rotates its keys by other frequencies."""
-    return rope.depends_on_length and rope.regime(tokens) != rope.regime(tokens - 1)
 
 
 def _holds(cache: Any, columns: int) -> bool:

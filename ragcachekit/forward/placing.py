@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,21 +18,9 @@ from ragcachekit_kernels import dispatch
 
 _ALIGN = 256  # bytes, as of torch's own allocations
 _VECTOR = 16  # bytes that kernels load at once
-BLOCK_BYTES = 1 << 28  # of one allocation for the layers of a long prompt
 
 _Room = tuple[int, int]
 """Slots and bytes of keys or of values."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Item:
-    """One prompt of the batch; ``sources`` are the numbers of its pieces' entries."""
-
-    places: tuple[dispatch.Place, ...]
-    sources: tuple[int, ...]
-    offset: int
-    tables: tuple[dispatch.Table, ...]
-    skip: tuple[int, ...]
 
 
 class Placing:
@@ -60,26 +47,19 @@ class Placing:
         room: int = RING_BYTES,
     ) -> None:
         kvs = list({id(piece.kv): piece.kv for plan in plans for piece in plan.pieces}.values())
-        self._near = {
-            n: kv
-            for n, kv in enumerate(kvs)
-            if isinstance(kv, ChunkKV) and streams.holds(kv.stored_layer(0)[0])
-        }
-        self._far = [number for number in range(len(kvs)) if number not in self._near]
-        self._rope, self._streams, self._slots = rope, streams, slots
+        self._near = [kv for kv in kvs if isinstance(kv, ChunkKV) and streams.holds(kv.stored_layer(0)[0])]
+        near = {id(kv) for kv in self._near}
+        far = [kv for kv in kvs if id(kv) not in near]
+        self._far = [id(kv) for kv in far]
+        self._prompts = list(zip(plans, offsets, strict=True))
+        self._rope, self._device, self._streams, self._slots = rope, device, streams, slots
         self._layers = kvs[0].layers
         self._shapes = kvs[0].shapes
         self.dtypes = [keys for (keys, _), _ in self._shapes]
         self._transfers: Transfers | None = None
-        if self._far:
-            resident = max(plan.resident for plan in plans)
-            self._transfers = Transfers(streams, [kvs[number] for number in self._far], resident, room)
+        if far:
+            self._transfers = Transfers(streams, far, room)
             self._transfers.begin()
-        numbers = {id(kv): number for number, kv in enumerate(kvs)}
-        self._items = [
-            _item(plan, offset, numbers, rope.turns.on(device, len(plan.token_ids)))
-            for plan, offset in zip(plans, offsets, strict=True)
-        ]
         self._buffers: dict[int, Pair] = {}
         self._assemblies: list[dispatch.Assembly] | None = None
         self._placed = 0
@@ -111,17 +91,20 @@ class Placing:
             begun = self._streams.mark()
             self._spans.append((begun, self._place(self._assemblies)))
         if self._placed == self._layers:
-            self._items, self._near, self._assemblies = [], {}, []
+            self._prompts, self._near, self._assemblies = [], [], []
         return self._buffers.pop(number)
 
     def _prepared(self) -> list[dispatch.Assembly]:
         """One launch table per prompt, for all layers."""
         chunks, out = self._chunks(), []
-        for batch, item in enumerate(self._items):
-            if item.places:
-                planes = [p for n in range(self._layers) for p in self._planes(n, batch, item.offset)]
-                own = [chunks[source] for source in item.sources]
-                out.append(dispatch.assembly(planes, item.places, own, item.tables, skip=item.skip))
+        for batch, (plan, offset) in enumerate(self._prompts):
+            if plan.pieces:
+                planes = [p for n in range(self._layers) for p in self._planes(n, batch, offset)]
+                places = [dispatch.Place(p.start, p.tokens, p.kv.start is not None) for p in plan.pieces]
+                own = [chunks[id(piece.kv)] for piece in plan.pieces]
+                tables = self._rope.turns.on(self._device, len(plan.token_ids))
+                skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows
+                out.append(dispatch.assembly(planes, places, own, tables, skip=skip))
         return out
 
     def _place(self, assemblies: Sequence[dispatch.Assembly]) -> Event:
@@ -140,12 +123,12 @@ class Placing:
         return done
 
     def _chunks(self) -> dict[int, dispatch.ChunkTensors]:
-        """Per entry, the tensors of all layers, where they are when they are used."""
-        chunks = {number: kv.planes for number, kv in self._near.items()}
+        """By the entry's ``id``, the tensors of all layers, where they are when they are used."""
+        chunks = {id(kv): kv.planes for kv in self._near}
         if self._transfers is not None:
             layers = map(self._transfers.chunks, range(self._layers))
-            for number, parts in zip(self._far, zip(*layers, strict=True), strict=True):
-                chunks[number] = dispatch.ChunkTensors.joined(parts)
+            for entry, parts in zip(self._far, zip(*layers, strict=True), strict=True):
+                chunks[entry] = dispatch.ChunkTensors.joined(parts)
         return chunks
 
     def _planes(self, layer: int, batch: int, offset: int) -> tuple[dispatch.Plane, dispatch.Plane]:
@@ -157,31 +140,18 @@ class Placing:
     def _allocate(self) -> None:
         """Allocate all layers, each of their heads aligned to what kernels load at once.
 
-        In several blocks for a long prompt: decoding copies layer by layer to new memory, and a block is
-        free only after its last layer.
+        Layer by layer: decoding copies one after the other to new memory, and each is free after its copy.
         """
-        begin = size = 0
-        rooms = [tuple(map(self._room, shapes)) for shapes in self._shapes]
-        sizes = [keys[1] + values[1] for keys, values in rooms]
-        for layer in range(self._layers):
-            size += sizes[layer]
-            if size + max(sizes) > BLOCK_BYTES or layer == self._layers - 1:
-                self._carve(self._streams.new(size), range(begin, layer + 1), rooms)
-                begin, size = layer + 1, 0
-
-    def _carve(self, memory: torch.Tensor, layers: range, rooms: Sequence[tuple[_Room, ...]]) -> None:
-        if len(self._items) > 1:
-            self._streams.compute(memory.zero_)  # padding is attended with weight 0, and 0 * NaN is NaN
-        typed = {dtype: memory.view(dtype) for dtype in {d for n in layers for d, _ in self._shapes[n]}}
-        at = memory.storage_offset()
-        for layer in layers:
-            views = []
-            for (dtype, (heads, _, dim)), (slots, nbytes) in zip(
-                self._shapes[layer], rooms[layer], strict=True
-            ):
-                size = len(self._items), heads, self._slots, dim
+        for layer, shapes in enumerate(self._shapes):
+            rooms = [self._room(side) for side in shapes]
+            memory = self._streams.new(sum(nbytes for _, nbytes in rooms))
+            if len(self._prompts) > 1:
+                self._streams.compute(memory.zero_)  # padding is attended with weight 0, and 0 * NaN is NaN
+            at, views = 0, list[torch.Tensor]()
+            for (dtype, (heads, _, dim)), (slots, nbytes) in zip(shapes, rooms, strict=True):
+                size = len(self._prompts), heads, self._slots, dim
                 stride = heads * slots * dim, slots * dim, dim, 1
-                views.append(typed[dtype].as_strided(size, stride, at // dtype.itemsize))
+                views.append(memory[at : at + nbytes].view(dtype).as_strided(size, stride))
                 at += nbytes
             self._buffers[layer] = views[0], views[1]
 
@@ -190,12 +160,5 @@ class Placing:
         dtype, (heads, _, dim) = side
         step = _VECTOR // math.gcd(_VECTOR, dim * dtype.itemsize)
         slots = -(-self._slots // step) * step
-        nbytes = len(self._items) * heads * slots * dim * dtype.itemsize
+        nbytes = len(self._prompts) * heads * slots * dim * dtype.itemsize
         return slots, -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _item(plan: LinkPlan, offset: int, numbers: dict[int, int], tables: Sequence[dispatch.Table]) -> _Item:
-    places = (dispatch.Place(p.start, p.tokens, p.kv.start is not None) for p in plan.pieces)
-    sources = tuple(numbers[id(piece.kv)] for piece in plan.pieces)
-    skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows
-    return _Item(tuple(places), sources, offset, tuple(tables), skip)

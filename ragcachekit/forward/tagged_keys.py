@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 class TaggedKeys(torch.Tensor):
@@ -19,7 +20,10 @@ class TaggedKeys(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        _set_tag(out, _first_tag((*args, *(kwargs or {}).values())))
+        tag = next((leaf.tag for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TaggedKeys)), None)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, TaggedKeys):
+                leaf.tag = tag
         return out
 
 
@@ -38,19 +42,3 @@ def tag_of(tensor: torch.Tensor) -> Any:
 def untagged(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor."""
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedKeys) else tensor
-
-
-def _first_tag(value: Any) -> Any:
-    if isinstance(value, TaggedKeys):
-        return value.tag
-    if isinstance(value, tuple | list):
-        return next((tag for tag in map(_first_tag, value) if tag is not None), None)
-    return None
-
-
-def _set_tag(out: Any, tag: Any) -> None:
-    if isinstance(out, TaggedKeys):
-        out.tag = tag
-    elif isinstance(out, tuple | list):
-        for item in out:
-            _set_tag(item, tag)

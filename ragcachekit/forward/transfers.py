@@ -48,16 +48,12 @@ class Transfers:
     an entry when it stores it. A layer in contiguous memory is one copy: enqueueing one costs as much time as
     200 KB of transfer.
 
-    ``resident`` layers have to be in host memory before the first is used (Cache-Craft section 3.4.2).
     The ring of ``room`` bytes holds ``depth`` layers; ``nbytes`` are copied in all.
     """
 
-    def __init__(
-        self, streams: Streams, kvs: Sequence[AnyKV], resident: int = 0, room: int = RING_BYTES
-    ) -> None:
+    def __init__(self, streams: Streams, kvs: Sequence[AnyKV], room: int = RING_BYTES) -> None:
         self._streams = streams
         self._layers = kvs[0].layers
-        self._resident = min(resident, self._layers)
         shapes: list[Shapes] = list(zip(*(kv.stored_shapes for kv in kvs), strict=True))
         self._kinds = [one for layer, one in enumerate(shapes) if one not in shapes[:layer]]  # mostly one
         self._kind = [self._kinds.index(one) for one in shapes]
@@ -84,8 +80,6 @@ class Transfers:
         work is done. ``LoadFailed`` if an entry could not be loaded; another call tries again.
         """
         assert layer == self._used < self._layers, "layers are used in order"
-        if layer == 0:
-            self._wait_resident()
         if self._sent == layer:
             self._send(layer)
         slot = layer % self.depth
@@ -108,15 +102,6 @@ class Transfers:
         held = self._held
         if self._used == self._layers and (held.landed is None or held.landed.query()):
             held.drain()
-
-    def _wait_resident(self) -> None:
-        """Wait for the layers after which the forward runs without gaps, if loads are as fast as planned."""
-        while self._sent < min(self._resident, self.depth):
-            self._send(self._sent)
-        if self._resident > self.depth:
-            for kv in self._held.kvs:
-                if isinstance(kv, LoadingKV):
-                    kv.stored_layer(self._resident - 1)
 
     def _is_there(self, layer: int) -> bool:
         return all(kv.ready > layer for kv in self._held.kvs if isinstance(kv, LoadingKV))

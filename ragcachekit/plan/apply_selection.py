@@ -46,7 +46,11 @@ def apply_selection(
         computed_tokens=length - total,
         recompute_ratio=spent / total if total else 0.0,
     )
-    uses = _with_recomputed(plan.report.uses, placed, picked)
+    remaining = iter(placed)
+    uses = tuple(
+        use if use.source == COMPUTED else _with_recomputed(use, next(remaining), picked)
+        for use in plan.report.uses
+    )
     has_prefix = plan.report.prefix is not None
     report = replace(report, prefix=uses[0] if has_prefix else None, chunks=uses[has_prefix:])
     return replace(plan, rows=tuple(np.flatnonzero(~kept).tolist()), report=report, policy=None)
@@ -59,14 +63,5 @@ def _spread(chunks: Iterable[PlacedChunk], length: int) -> Flags:
     return out
 
 
-def _with_recomputed(
-    uses: Sequence[ChunkUse], placed: Sequence[PlacedChunk], chosen: Flags
-) -> tuple[ChunkUse, ...]:
-    remaining = iter(placed)
-    out = []
-    for use in uses:
-        if use.source != COMPUTED:
-            chunk = next(remaining)
-            use = replace(use, recomputed=int(chosen[chunk.start : chunk.stop].sum()))
-        out.append(use)
-    return tuple(out)
+def _with_recomputed(use: ChunkUse, chunk: PlacedChunk, chosen: Flags) -> ChunkUse:
+    return replace(use, recomputed=int(chosen[chunk.start : chunk.stop].sum()))

@@ -1,14 +1,13 @@
-"""Encodings of a prompt's chunks: their contexts, their keys, and where they are exact."""
+"""Segments of a tokenised prompt, and their encodings: contexts, keys, and where they are exact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ragcachekit.model.encoding import Encoding, Ids, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "in-prompt")
@@ -26,8 +25,33 @@ _ARGUMENT = {
 }
 
 
+@dataclass(frozen=True)
+class TokenSegment:
+    """A tokenised segment; ``is_chunk`` marks retrieved text."""
+
+    token_ids: Ids
+    is_chunk: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
+
+    ``before`` are the ids of all preceding segments, texts too, in order.
+    """
+
+    start: int
+    token_ids: Ids
+    key: KVKey
+    encoding: Encoding
+    exact: bool
+    before: tuple[str, ...] = ()
+
+
 class Encodings:
     """Names and keys of encodings under one encoder.
+
+    ValueError for an unknown name or a bad number; for ``similar:n`` where frequencies depend on the length.
 
     Parameters
     ----------
@@ -41,11 +65,6 @@ class Encodings:
     bos : int or None
     neighbours : callable
         For ``similar:n``: token ids of a chunk to those of other chunks, most similar first.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name or a bad number; for ``similar:n`` where frequencies depend on the length.
     """
 
     def __init__(
@@ -78,7 +97,7 @@ class Encodings:
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         length = sum(len(segment.token_ids) for segment in segments)
-        system = self.system_of(segments)
+        rope, system = self._rope, self.system_of(segments)
         start, before = 0, list[Ids]()
         names = list[str]()
         for segment in segments:
@@ -88,14 +107,11 @@ class Encodings:
                 behind = len(encoding.behind)
                 # The ids of preceding segments: hashing them again for every chunk adds up.
                 known = tuple(names) if encoding.name == IN_PROMPT else None
-                yield Wanted(
-                    start,
-                    ids,
-                    self.key(ids, encoding, context, fingerprint, namespace, length, known),
-                    self._with_frequencies(encoding, behind + len(ids), length),
-                    exact=start == 0 or (encoding.name in ("system", IN_PROMPT) and behind == start),
-                    before=tuple(names),
-                )
+                key = self.key(ids, encoding, context, fingerprint, namespace, length, known)
+                if rope.depends_on_length and rope.regime(behind + len(ids)) != rope.regime(length):
+                    encoding = replace(encoding, length=length)  # the whole prompt's frequencies
+                exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and behind == start)
+                yield Wanted(start, ids, key, encoding, exact, tuple(names))
             if ids:
                 before.append(ids)
                 names.append(chunk_id(ids, namespace))
@@ -159,12 +175,6 @@ class Encodings:
                 break
             near.append(ids)
         return tuple(reversed(near))
-
-    def _with_frequencies(self, encoding: Encoding, width: int, length: int) -> Encoding:
-        """The encoding at the frequencies of the whole prompt, if they differ from the chunk's own."""
-        if self._rope.depends_on_length and self._rope.regime(width) != self._rope.regime(length):
-            return replace(encoding, length=length)
-        return encoding
 
     @staticmethod
     def system_of(segments: Sequence[TokenSegment]) -> Ids:

@@ -64,7 +64,6 @@ class LinkPlan:
     request: PromptRequest | None = None  # None for a plan made by hand, which cannot be planned again
     without: frozenset[KVKey] = frozenset()  # entries that counted as not found
     skipped: tuple[KVKey, ...] = ()  # found, but quicker to compute than to load
-    resident: int = 0  # layers to load before a forward on an accelerator begins
     cold: tuple[PlacedChunk, ...] = ()  # chunks that are computed: missing or skipped
 
     @property

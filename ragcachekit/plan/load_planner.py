@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,14 +79,8 @@ class LoadPlanner:
     """Planner with measured speeds of tiers and model. Thread safe.
 
     A slow tier may have become fast, which only reads can show: now and then an entry of a tier without
-    recent reads is loaded all the same, at a cost limited by :data:`TRYING`.
-
-    Parameters
-    ----------
-    profile : PrefillProfile, optional
-        Without one everything is loaded.
-    readers : int
-        Entries that are read at the same time.
+    recent reads is loaded all the same, at a cost limited by :data:`TRYING`. Without a ``profile`` everything
+    is loaded. ``readers`` entries are read at the same time.
     """
 
     def __init__(self, profile: PrefillProfile | None = None, readers: int = 1) -> None:
@@ -125,8 +118,8 @@ class LoadPlanner:
 
     def choose(
         self, candidates: Sequence[Candidate], total: int, computed: int, guide: ScoringPass | None = None
-    ) -> tuple[list[bool], int]:
-        """Which candidates to load, and how many layers to preload.
+    ) -> list[bool]:
+        """Which candidates to load.
 
         All subsets of up to :data:`MOST_SUBSETS` are compared. More are sorted by load time per spared row,
         every prefix of that order is tried, and the best is improved by single changes and exchanges.
@@ -134,7 +127,7 @@ class LoadPlanner:
         pass before the forward, if any.
         """
         if self.profile is None or not candidates or self.load_seconds(candidates) is None:
-            return [True] * len(candidates), 1
+            return [True] * len(candidates)
         everyone = range(len(candidates))
 
         def schedule(loaded: frozenset[int]) -> _Schedule:
@@ -151,8 +144,7 @@ class LoadPlanner:
         least = min(s.end for s in schedules)
         best = max((s for s in schedules if s.end <= least * (1 + TIE)), key=lambda s: (s.compute, -s.end))
         best = self._with_trials(candidates, best, schedule)
-        depth = preload_depth(candidates[0].layers, best.compute, best.load)
-        return [i in best.loaded for i in everyone], depth
+        return [i in best.loaded for i in everyone]
 
     def _with_trials(
         self,
@@ -222,10 +214,3 @@ def pipelined_twice(load: float, watch: float, compute: float, layers: int, seen
     """As :func:`pipelined`, after a pass of ``watch`` seconds over the first ``seen`` layers."""
     watched = max(watch + load / layers, load * seen / layers + watch / seen)
     return max(watched + compute, load + compute / layers)
-
-
-def preload_depth(layers: int, prefill: float, load: float) -> int:
-    """Layers to load before layer 0 computes, so that no later one is waited for (Cache-Craft eq. 16)."""
-    if load <= prefill:
-        return 1
-    return max(1, math.ceil((layers - 1) * (1 - prefill / load)) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.layout import KVLayout, misfit
@@ -32,32 +33,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Decision:
-    """Entries to use, None where rows are computed.
-
-    ``skipped`` are quicker to compute than to load; ``resident`` layers should be loaded before the forward,
-    so that it then never waits.
-    """
+    """Entries to use, None where rows are computed; ``skipped`` are quicker to compute than to load."""
 
     entries: tuple[Entry | None, ...]
     skipped: tuple[KVKey, ...] = ()
-    resident: int = 0
 
 
 class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
-    Together they wait at most three deadlines for a remote service; later ones are misses.
-
-    Parameters
-    ----------
-    store : KVStore or Loader
-        A bare store reads everything during the look-up.
-    planner : LoadPlanner, optional
-        Without one everything found is used.
-    lookup_budget : LookupBudget, optional
-        Remaining time for look-ups.
-    layout : KVLayout, optional
-        KV of another layout is a miss, and deleted from the store.
+    Together they wait at most three deadlines for a remote service (``lookup_budget``); later ones are
+    misses. A bare store reads everything during the look-up. Without a ``planner`` everything found is used.
+    KV of another ``layout`` is a miss, and deleted from the store.
     """
 
     def __init__(
@@ -89,8 +76,8 @@ class Fetch:
         """A view in which these are not found; both share their results."""
         if not lost:
             return self
-        other = Fetch(self._store, self._planner, self._budget, self._layout)
-        other._known, other._lost = self._known, lost
+        other = copy(self)
+        other._lost = lost
         return other
 
     def decide(
@@ -113,7 +100,7 @@ class Fetch:
         if not slow or not isinstance(self._store, Loader):
             return Decision(tuple(entries))
         if self._planner is None:
-            wanted, resident = [True] * len(slow), 1
+            wanted = [True] * len(slow)
         else:
             candidates = [Candidate.of(kv, [use(i) for i in at]) for kv, at in slow.items()]
             waiting = {i for at in slow.values() for i in at}
@@ -121,14 +108,14 @@ class Fetch:
             computed += sum(other.recomputed for other in here)
             if guide is not None and any(not other.is_exact for other in here):
                 guide = replace(guide, always=True)
-            wanted, resident = self._planner.choose(candidates, total, computed, guide)
+            wanted = self._planner.choose(candidates, total, computed, guide)
         unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
         self._store.begin(kv for kv in slow if kv not in unwanted)
         self._store.release(unwanted)
         for kv in unwanted:
             self._known.pop(kv.key, None)  # released: a later plan opens it again
         left = [None if entry is not None and entry.found.kv in unwanted else entry for entry in entries]
-        return Decision(tuple(left), tuple(kv.key for kv in unwanted), resident)
+        return Decision(tuple(left), tuple(kv.key for kv in unwanted))
 
     def _fitting(self, key: KVKey, hit: Hit | None, tokens: int) -> Hit | None:
         reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None

@@ -7,30 +7,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ragcachekit.plan.apply_selection import apply_selection
+from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
-from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 
-def make_plan(
-    request: PromptRequest, variants: VariantPool | None = None, without: Collection[KVKey] = ()
-) -> LinkPlan:
+def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
     """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
 
-    Parameters
-    ----------
-    request : PromptRequest
-    variants : VariantPool, optional
-        For the encoder ``in-prompt``: entries to use in other contexts.
-    without : collection of KVKey
-        Entries that count as not found, as an earlier plan waited for them in vain.
+    ``variants`` are ``in-prompt`` entries to use in other contexts. Entries in ``without`` count as not
+    found, as an earlier plan waited for them in vain.
     """
     if not request.reads_cache:
         return plain_plan(request)
@@ -38,7 +31,7 @@ def make_plan(
     lost = frozenset(without)
     fetch, ids = request.fetch.without(lost), request.token_ids
     serving = _serving(request)
-    entries = look_up(request.wanted, request.policy, fetch, variants)
+    entries = look_up(request.wanted, fetch, variants)
     if request.beginning is not None:
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))
@@ -56,7 +49,6 @@ def make_plan(
         request=request,
         without=lost,
         skipped=decision.skipped,
-        resident=decision.resident,
     )
     return _selected(plan, request)
 
@@ -107,7 +99,7 @@ def _parts(request: PromptRequest, decision: Decision) -> _Parts:
         if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
             out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding, request.epoch)
         if entry is None:
-            chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False, cached=False)
+            chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False)
             out.cold.append(chunk)
             out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, COMPUTED))
             continue

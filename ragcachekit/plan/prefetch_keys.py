@@ -7,8 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from ragcachekit.model.encoding import Encoding, Ids
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings
-from ragcachekit.plan.segments import TokenSegment
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 

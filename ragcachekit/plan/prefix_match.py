@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.segments import TokenSegment, Wanted
+from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -80,7 +80,7 @@ class PrefixMatch:
 class PrefixMatcher:
     """Look-ups in one tree for one model; ``layout`` as for :class:`.lookup.Fetch`."""
 
-    def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout | None = None) -> None:
+    def __init__(self, tree: KnowledgeTree, rope: Rope, layout: KVLayout) -> None:
         self._layout = layout
         self.tree = tree
         self._rope = rope
@@ -106,8 +106,7 @@ class PrefixMatcher:
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
         """The tree's match, without nodes of another layout, which are deleted if possible."""
         match = self.tree.match(root, path)
-        for number, reused in enumerate(match.found if self._layout is not None else ()):
-            assert self._layout is not None
+        for number, reused in enumerate(match.found):
             if reason := self._layout.misfit(reused.kv, reused.step.tokens):
                 log.warning("a node of the knowledge tree is not used: %s", reason)
                 try:

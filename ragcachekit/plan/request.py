@@ -8,10 +8,9 @@ from itertools import chain
 from typing import Self
 
 from ragcachekit.model.encoding import Ids
-from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.encodings import Encodings, TokenSegment, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
-from ragcachekit.plan.segments import TokenSegment, Wanted
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.null import NullStore
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from ragcachekit.model.encoding import InPromptEncoding
-from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.encodings import IN_PROMPT, Wanted
 from ragcachekit.plan.lookup import Entry, Fetch
-from ragcachekit.plan.segments import Wanted
-from ragcachekit.policies.base import SelectionPolicy, VariantPolicy
-from ragcachekit.policies.craft.scores import Impact
-from ragcachekit.store.base import Found, KVStore, concerns
+from ragcachekit.policies.craft import Impact
+from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
+from ragcachekit.store.loading.load import AnyKV
 from ragcachekit.types import KVKey
 
 HALF_LIFE = 1000
@@ -35,24 +31,11 @@ NEW_WEIGHT = 1.0
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more is encoded again in the present context."""
 
-Group = tuple[str, str]
-
-
-class Recorded(Protocol):
-    """KV, or an opened entry, with what was recorded beside it."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def sums(self) -> Mapping[str, torch.Tensor]: ...
-
 
 @dataclass
 class _Variant:
     impact: Impact
-    weight: float
+    weight: float  # f_r after use number ``at`` of its namespace
     at: int
     nbytes: int
 
@@ -71,12 +54,8 @@ class VariantPool:
     Every use adds ``1 / max(CCI (1 - β'), 0.05)`` to a variant's weight f_r, which halves in
     :data:`HALF_LIFE` uses of its namespace. Thread safe. The store may evict an entry earlier.
 
-    Parameters
-    ----------
-    budget : int, optional
-        Bytes of all variants together; default: no limit.
-    free : callable
-        Called with each variant that is evicted, to delete its KV.
+    ``budget`` are bytes of all variants together, without a limit by default. ``free`` is called with each
+    variant that is evicted, to delete its KV.
     """
 
     def __init__(
@@ -85,37 +64,29 @@ class VariantPool:
         self._budget = math.inf if budget is None else budget
         self._nbytes = 0
         self._free = free
-        self._lock = threading.Lock()
-        self._known: defaultdict[Group, dict[KVKey, _Variant]] = defaultdict(dict)
-        self._of: defaultdict[tuple[str, ...], dict[KVKey, None]] = defaultdict(dict)
-        self._uses: defaultdict[Group, int] = defaultdict(int)
+        self._lock = threading.RLock()
+        self._variants: dict[KVKey, _Variant] = {}
+        self._of: defaultdict[tuple[str, ...], dict[KVKey, None]] = defaultdict(dict)  # by chunk
+        self._uses: defaultdict[tuple[str, str], int] = defaultdict(int)  # by namespace
 
-    def __len__(self) -> int:
-        with self._lock:
-            return sum(map(len, self._known.values()))
-
-    def __contains__(self, key: KVKey) -> bool:
-        with self._lock:
-            return key in self._known.get(_group(key), ())
-
-    def add(self, key: KVKey, kv: Recorded, *, evict: bool = True) -> bool:
+    def add(self, key: KVKey, kv: AnyKV | LayerSource, *, evict: bool = True) -> bool:
         """Add a stored variant in place of the least used of its namespace.
 
         Not ``evict``: False, and nothing changes, if there is no room.
         """
         impact, group, freed = Impact.of(key.context, kv.sums, kv.tokens), _group(key), []
         with self._lock:
-            known = self._known[group]
-            if key in known:
+            if key in self._variants:
                 return True
             while self._nbytes + kv.nbytes > self._budget:
                 if not evict:
                     return False
-                if not known:
+                rivals = [other for other in self._variants if _group(other) == group]
+                if not rivals:
                     break
-                freed.append(min(known, key=lambda k: self._aged(known[k], group)))
-                self._drop(freed[-1])
-            known[key] = _Variant(impact, NEW_WEIGHT, self._uses[group], kv.nbytes)
+                freed.append(min(rivals, key=self.weight))
+                self.discard(freed[-1])
+            self._variants[key] = _Variant(impact, NEW_WEIGHT, self._uses[group], kv.nbytes)
             self._nbytes += kv.nbytes
             self._of[_chunk(key)][key] = None
         for evicted in freed:
@@ -125,65 +96,48 @@ class VariantPool:
     def ranked(self, key: KVKey, before: Sequence[str]) -> list[Fit]:
         """The variants of this chunk (under this encoding), the cheapest after ``before`` first."""
         with self._lock:
-            known = self._known.get(_group(key), {})
-            own = [(other, known[other].impact) for other in self._of.get(_chunk(key), ())]
+            own = [(other, self._variants[other].impact) for other in self._of.get(_chunk(key), ())]
         fits = [Fit(other, impact.cost(before)) for other, impact in own]
         return sorted(fits, key=lambda fit: fit.cost)
 
-    def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]:
-        """Beginnings of past prompts that end with a chunk and have ``length`` segments."""
-        with self._lock:
-            known = [k for k in self._known.get(_group(key), ()) if k.encoding == key.encoding]
-        return [(*k.context, k.chunk_id) for k in known if len(k.context) == length - 1]
-
     def used(self, key: KVKey, before: Sequence[str]) -> None:
         """Count a use after ``before``."""
-        group = _group(key)
         with self._lock:
-            variant = self._known.get(group, {}).get(key)
-            if variant is None:
-                return
-            weight = self._aged(variant, group)
-            self._uses[group] += 1
-            variant.weight = weight + weight_at(variant.impact.cost(before))
-            variant.at = self._uses[group]
+            variant = self._variants.get(key)
+            if variant is not None:
+                variant.weight = self.weight(key) + weight_at(variant.impact.cost(before))
+                self._uses[_group(key)] += 1
+                variant.at = self._uses[_group(key)]
 
     def weight(self, key: KVKey) -> float:
         """Present f_r; 0 for an unknown variant."""
         with self._lock:
-            variant = self._known.get(_group(key), {}).get(key)
-            return 0.0 if variant is None else self._aged(variant, _group(key))
+            variant = self._variants.get(key)
+            if variant is None:
+                return 0.0
+            return variant.weight * math.pow(0.5, (self._uses[_group(key)] - variant.at) / HALF_LIFE)
 
     def cost(self, key: KVKey, before: Sequence[str]) -> float:
         """CCI (1 - β') of a variant after ``before``; an unknown one counts as KV without sums."""
         with self._lock:
-            variant = self._known.get(_group(key), {}).get(key)
-            impact = Impact() if variant is None else variant.impact
-        return impact.cost(before)
+            variant = self._variants.get(key)
+        return (Impact() if variant is None else variant.impact).cost(before)
 
     def discard(self, key: KVKey) -> None:
         """Remove a variant that the store has lost."""
         with self._lock:
-            self._drop(key)
+            variant = self._variants.pop(key, None)
+            if variant is not None:
+                self._nbytes -= variant.nbytes
+                del self._of[_chunk(key)][key]
+                if not self._of[_chunk(key)]:
+                    del self._of[_chunk(key)]
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Drop what ``store.forget`` with the same arguments drops."""
         with self._lock:
-            keys = [key for known in self._known.values() for key in known]
-            for key in keys:
-                if concerns(key, namespace, chunk_ids):
-                    self._drop(key)
-
-    def _drop(self, key: KVKey) -> None:
-        variant = self._known.get(_group(key), {}).pop(key, None)
-        if variant is not None:
-            self._nbytes -= variant.nbytes
-            del self._of[_chunk(key)][key]
-            if not self._of[_chunk(key)]:
-                del self._of[_chunk(key)]
-
-    def _aged(self, variant: _Variant, group: Group) -> float:
-        return variant.weight * math.pow(0.5, (self._uses[group] - variant.at) / HALF_LIFE)
+            for key in [key for key in self._variants if concerns(key, namespace, chunk_ids)]:
+                self.discard(key)
 
 
 def open_pool(store: KVStore) -> VariantPool:
@@ -213,22 +167,14 @@ def weight_at(cost: float) -> float:
     return 1 / max(cost, LEAST_COST)
 
 
-def look_up(
-    wanted: Sequence[Wanted],
-    policy: SelectionPolicy,
-    fetch: Fetch,
-    pool: VariantPool | None,
-) -> list[Entry | None]:
+def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
     """For every wanted chunk the entry of exactly its context, else the best variant, or None."""
-    chosen = {}
-    if pool is not None and isinstance(policy, VariantPolicy):
-        chosen = dict(policy.choose_variants(wanted, pool))
     out = []
-    for number, want in enumerate(wanted):
-        key = chosen.get(number, want.key)
-        found = fetch.get(key, len(want.token_ids), weight_at(_cost(key, want, pool)))
-        entry = Entry(key, found) if found is not None else None
-        if pool is not None and isinstance(want.encoding, InPromptEncoding):
+    for want in wanted:
+        cost = 0.0 if want.exact else pool.cost(want.key, want.before)
+        found = fetch.get(want.key, len(want.token_ids), weight_at(cost))
+        entry = Entry(want.key, found) if found is not None else None
+        if isinstance(want.encoding, InPromptEncoding):
             if entry is None:
                 entry = _best(want, fetch, pool)
             else:
@@ -236,13 +182,6 @@ def look_up(
                 pool.used(entry.key, want.before)
         out.append(entry)
     return out
-
-
-def _cost(key: KVKey, want: Wanted, pool: VariantPool | None) -> float:
-    """CCI (1 - β') of an entry before it is looked up; 0 if it would be exact."""
-    if want.exact and key == want.key:
-        return 0.0
-    return Impact().cost(want.before) if pool is None else pool.cost(key, want.before)
 
 
 def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
@@ -255,7 +194,7 @@ def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     return None
 
 
-def _group(key: KVKey) -> Group:
+def _group(key: KVKey) -> tuple[str, str]:
     return key.fingerprint, key.namespace
 
 

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from ragcachekit.types import KVKey
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 
@@ -29,8 +28,6 @@ class PlacedChunk:
         Ids of all segments that precede it in this prompt, and in its encoding.
     sums : mapping of str to torch.Tensor
         All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
-    cached : bool
-        False for a chunk that the request computes; only a :class:`WatchingPolicy` sees those.
     """
 
     chunk_id: str
@@ -41,7 +38,6 @@ class PlacedChunk:
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     context: tuple[str, ...] = field(default=(), compare=False, repr=False)
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    cached: bool = field(default=True, compare=False)
 
     @property
     def stop(self) -> int:
@@ -112,12 +108,8 @@ class ExactPolicy(SelectionPolicy, Protocol):
 class Look:
     """Which attention of the question is recorded.
 
-    Attributes
-    ----------
-    layers : tuple of int or None
-        Negative ones count from the last; None: every layer.
-    per_chunk : bool
-        One softmax per chunk that is not exact (FusionRAG); else one over all keys.
+    Negative ``layers`` count from the last; None: every layer. ``per_chunk``: one softmax per chunk that is
+    not exact (FusionRAG); else one over all keys.
     """
 
     layers: tuple[int, ...] | None = (-1,)
@@ -177,30 +169,6 @@ class RowWatch(Observer, Protocol):
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
         """As :meth:`LayerwisePolicy.narrow`, after the layers before ``layer`` were observed."""
-
-
-class WantedChunk(Protocol):
-    """A cacheable segment of a prompt before look-up; see :class:`ragcachekit.plan.segments.Wanted`."""
-
-    @property
-    def key(self) -> KVKey: ...
-    @property
-    def before(self) -> tuple[str, ...]: ...
-
-
-class Variants(Protocol):
-    """The ``in-prompt`` variants in the store; see :class:`ragcachekit.plan.variants.VariantPool`."""
-
-    def __contains__(self, key: KVKey) -> bool: ...
-    def paths(self, key: KVKey, length: int) -> list[tuple[str, ...]]: ...
-
-
-@runtime_checkable
-class VariantPolicy(SelectionPolicy, Protocol):
-    """A policy that chooses variants of chunks itself."""
-
-    def choose_variants(self, wanted: Sequence[WantedChunk], pool: Variants) -> Mapping[int, KVKey]:
-        """Entries to use, by index into ``wanted``; for others the best variant is used."""
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,11 @@ class GuidedUnion(Union):
 
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
         """What any part chooses."""
-        chosen: set[int] = set()
-        for part in self.parts:
-            if isinstance(part, GuidedPolicy):
-                chosen.update(part.choose(chunks, attention))
-            else:
-                chosen.update(part.select(chunks))
-        return sorted(chosen)
+        chosen = (
+            part.choose(chunks, attention) if isinstance(part, GuidedPolicy) else part.select(chunks)
+            for part in self.parts
+        )
+        return sorted(set().union(*chosen))
 
 
 def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:

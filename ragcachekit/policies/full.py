@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.policies.base import PlacedChunk, open_positions
 
 
 class Full:
@@ -16,4 +16,4 @@ class Full:
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Every cached row that is not exact."""
-        return [p for chunk in chunks if not chunk.is_exact for p in range(chunk.start, chunk.stop)]
+        return open_positions(chunks)

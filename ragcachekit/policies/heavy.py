@@ -21,10 +21,8 @@ class Heavy(RatioPolicy):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """The top share of every chunk that is not exact."""
-        chosen: list[int] = []
-        for chunk in chunks:
-            if not chunk.is_exact:
-                sums = chunk.attended if chunk.attended is not None else -torch.arange(chunk.tokens)
-                positions = range(chunk.start, chunk.stop)
-                chosen += top(positions, sums, share(self.ratio, chunk.tokens))
-        return chosen
+        return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
+
+    def _of(self, chunk: PlacedChunk) -> list[int]:
+        sums = chunk.attended if chunk.attended is not None else -torch.arange(chunk.tokens)
+        return top(range(chunk.start, chunk.stop), sums, share(self.ratio, chunk.tokens))

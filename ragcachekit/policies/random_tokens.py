@@ -17,9 +17,8 @@ class Random(RatioPolicy):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """The same tokens of a chunk at every use."""
-        chosen: list[int] = []
-        for chunk in chunks:
-            if not chunk.is_exact:
-                positions = range(chunk.start, chunk.stop)
-                chosen += random.Random(chunk.chunk_id).sample(positions, share(self.ratio, chunk.tokens))
-        return chosen
+        return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
+
+    def _of(self, chunk: PlacedChunk) -> list[int]:
+        positions = range(chunk.start, chunk.stop)
+        return random.Random(chunk.chunk_id).sample(positions, share(self.ratio, chunk.tokens))

@@ -11,8 +11,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
 from ragcachekit.policies.compose import union
-from ragcachekit.policies.craft.craft import Craft, CraftFocused
-from ragcachekit.policies.craft.set_match import SetMatch
+from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.deep import Deep
 from ragcachekit.policies.full import Full
 from ragcachekit.policies.heavy import Heavy
@@ -39,7 +38,6 @@ _POLICIES: dict[str, _Named] = {
     "cacheblend-gradual": _Named(lambda r: CacheBlendGradual(float(r)), "cacheblend-gradual:0.15"),
     "craft": _Named(lambda a: Craft(float(a)), "craft:1"),
     "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
-    "set": _Named(lambda _: SetMatch()),
     "query": _Named(lambda r: Query(float(r)), "query:0.15"),
     "deep": _Named(lambda r: Deep(float(r)), "deep:0.1"),
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
@@ -60,12 +58,8 @@ def known_policies() -> tuple[str, ...]:
 def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     """The policy called ``name`` or ``name:argument``, several joined by ``+``; an object passes through.
 
-    Raises
-    ------
-    ValueError
-        For an unknown name (the known ones are listed), a bad argument, or parts that cannot be joined.
-    TypeError
-        For what is neither a name nor a policy.
+    ValueError for an unknown name (the known ones are listed), a bad argument, or parts that cannot be
+    joined; TypeError for what is neither a name nor a policy.
     """
     if not isinstance(policy, str):
         check_type("policy", policy, SelectionPolicy, "a name such as 'lego:16', or a SelectionPolicy")

@@ -64,6 +64,18 @@ class Match:
         return sum(reused.step.tokens for reused in self.found)
 
 
+def documents_first(path: Path, most: int | None) -> int:
+    """Number of steps of a path up to its first ``most`` documents; None: all of them."""
+    if most is None:
+        return len(path)
+    documents = 0
+    for number, step in enumerate(path):
+        documents += step.document
+        if documents > most:
+            return number
+    return len(path)
+
+
 def key_of(root: Root, path: Path) -> KVKey:
     """Store key of the path's last node; ``forget`` of any id on the path drops it."""
     ids = tuple(i for step in path for i in step.ids)
@@ -80,3 +92,15 @@ def fault(kv: ChunkKV, step: Step, start: int) -> str | None:
     if kv.tokens != step.tokens:
         return f"it has {kv.tokens} tokens, the step {step.tokens}"
     return None
+
+
+def check_exact(match: Match, kvs: Sequence[ChunkKV]) -> None:
+    """Raise ValueError unless ``kvs`` can be the exact KV of the first steps that ``match`` did not find."""
+    steps = match.path[len(match) :]
+    if len(kvs) > len(steps):
+        raise ValueError(f"{len(kvs)} KVs for the {len(steps)} steps that the tree did not have")
+    start = match.tokens
+    for step, kv in zip(steps, kvs, strict=False):
+        if reason := fault(kv, step, start):
+            raise ValueError(f"not the exact KV of this step: {reason}")
+        start += step.tokens

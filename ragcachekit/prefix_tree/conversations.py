@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
+import numpy.typing as npt
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root
@@ -18,7 +18,7 @@ from ragcachekit.store.counters import Counters
 LEAST_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
 
-_ITEM = array("q").itemsize
+_Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,71 +52,58 @@ class Turns:
     """Turns within a byte budget, evicted least recently used first. Thread safe.
 
     Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none. A
-    look-up compares the prompt with every turn, some 2 µs each: no index, as KV of a turn takes megabytes.
+    look-up compares the prompt with every turn: no index, as KV of a turn takes megabytes.
     """
 
     def __init__(self, budget: int) -> None:
         if budget < 0:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
-        self._turns: OrderedDict[int, tuple[Turn, bytes]] = OrderedDict()  # with its packed token ids
+        self.epoch = 0  # number of ``forget`` calls; a turn begun before one is not kept after it
+        self._turns: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
         self._nbytes = 0
         self._number = 0
-        self._epoch = 0
         self._lock = Lock()
         self._counters = Counters("tree:turns")
-
-    @property
-    def epoch(self) -> int:
-        """Number of ``forget`` calls; a turn begun before one is not kept after it."""
-        return self._epoch
 
     def longest(self, root: Root, token_ids: Sequence[int]) -> Past | None:
         """Turn with the longest beginning in common, the latest of several; None below ``LEAST_TOKENS``."""
         if not self.budget:
             return None
-        asked = _packed(token_ids)
+        asked = np.array(token_ids, np.int64)
         with self._lock:
-            best, tokens = 0, LEAST_TOKENS
-            shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
-            for number, (turn, known) in self._turns.items() if len(token_ids) >= tokens else ():
-                if not known.startswith(shared) or turn.root != root:
-                    continue
-                if len(one_more) == len(shared) or not known.startswith(one_more):
-                    best = max(best, number)
-                    continue
-                best, tokens = number, _common(known, asked)
-                shared, one_more = asked[: tokens * _ITEM], asked[: (tokens + 1) * _ITEM]
-            self._counters.count("hits" if best else "misses")
-            if not best:
+            turns = ((n, known) for n, (turn, known) in self._turns.items() if turn.root == root)
+            tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
+            self._counters.count("hits" if tokens >= LEAST_TOKENS else "misses")
+            if tokens < LEAST_TOKENS:
                 return None
             self._turns.move_to_end(best)
             return Past(self._turns[best][0], tokens)
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
-        packed = _packed(turn.token_ids)
+        tokens = np.array(turn.token_ids, np.int64)
         with self._lock:
-            if epoch != self._epoch:
+            if epoch != self.epoch:
                 return False
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
             for number, (other, known) in list(self._turns.items()):
-                if other.root == turn.root and packed.startswith(known):
+                if other.root == turn.root and _common(known, tokens) == len(known):
                     self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
                 self._remove(next(iter(self._turns)))
                 self._counters.count("evictions")
             self._number += 1
-            self._turns[self._number] = (turn, packed)
+            self._turns[self._number] = (turn, tokens)
             self._nbytes += turn.kv.nbytes
             return True
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop turns whose prompt had one of these segments; ``None`` drops the namespace's."""
         with self._lock:
-            self._epoch += 1
+            self.epoch += 1
             doomed = [
                 number
                 for number, (turn, _) in self._turns.items()
@@ -145,13 +132,8 @@ class Turns:
         self._nbytes -= self._turns.pop(number)[0].kv.nbytes
 
 
-def _packed(token_ids: Sequence[int]) -> bytes:
-    return array("q", token_ids).tobytes()
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """Length of the longest common beginning, in tokens."""
-    least = min(len(one), len(other)) // _ITEM
-    differ = np.frombuffer(one, np.int64, least) != np.frombuffer(other, np.int64, least)
-    first = int(differ.argmax()) if least else 0
-    return first if least and differ[first] else least
+def _common(one: _Tokens, other: _Tokens) -> int:
+    """Length of the longest common beginning."""
+    least = min(len(one), len(other))
+    differ = one[:least] != other[:least]
+    return int(differ.argmax()) if differ.any() else least

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import pathlib
+import secrets
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from hashlib import blake2b
 from threading import RLock
 
+from ragcachekit.errors import StoreError
+from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
-from ragcachekit.prefix_tree.forget_log import ForgetLog, Ids
 from ragcachekit.store.base import KVStore, StoreStats, concerns
+from ragcachekit.store.disk.folder import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
 DISK = "tree:disk"
@@ -19,6 +28,17 @@ FOLDER = "tree"
 
 FORGETS = "forgets"
 """Folder of the log of forgets, beside the entries."""
+
+_SECONDS_TO_WRITE = 5.0
+"""Longest wait of a writer for another process; then it writes nothing."""
+
+_SECONDS_TO_FORGET = 60.0
+"""Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
+
+_LOG = logging.getLogger(__name__)
+
+Ids = frozenset[str] | None
+"""Forgotten segment ids, or None for the whole namespace."""
 
 
 class TreeDisk:
@@ -31,18 +51,17 @@ class TreeDisk:
     def __init__(
         self, store: KVStore | None, lock: RLock, drop: Callable[[str, Ids], tuple[list[KVKey], int]]
     ) -> None:
-        self.store = store
+        self._keeps = store is not None
+        self.store = NullStore() if store is None else store
         folder = getattr(store, "folder", None)  # which other processes may share
         self._log = ForgetLog(folder / FORGETS) if folder is not None else None
         self._drop = drop
-        self._pending: list[tuple[Root, Path, ChunkKV]] = []
+        self._pending: dict[KVKey, ChunkKV] = {}
         self._lock = lock
         self._writing = RLock()  # taken before the other one
 
     def read(self, root: Root, path: Path, known: int) -> Iterator[Reused]:
         """The steps after the first ``known``, as far as they are stored."""
-        if self.store is None:
-            return
         start = sum(step.tokens for step in path[:known])
         for number in range(known, len(path)):
             step, key = path[number], key_of(root, path[: number + 1])
@@ -57,21 +76,19 @@ class TreeDisk:
 
     def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
         """Queue KV for the next :meth:`write`; the lock is held."""
-        if self.store is not None:
-            self._pending.append((root, path, kv))
+        if self._keeps:
+            self._pending[key_of(root, path)] = kv
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the entry of a path's last node, which cannot be used; the lock is held."""
         key = key_of(root, path)
-        self._pending = [item for item in self._pending if key_of(*item[:2]) != key]
-        if self.store is not None:
-            self.store.discard(key)
+        self._pending.pop(key, None)
+        self.store.discard(key)
 
     def drop_pending(self, namespace: str, chunk_ids: Ids) -> None:
         """Remove what was forgotten from the queue; the lock is held."""
-        self._pending = [
-            item for item in self._pending if not concerns(key_of(*item[:2]), namespace, chunk_ids)
-        ]
+        for key in [key for key in self._pending if concerns(key, namespace, chunk_ids)]:
+            del self._pending[key]
 
     def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
@@ -80,15 +97,14 @@ class TreeDisk:
 
     def write(self) -> None:
         """Write the queue. Writes and forgets exclude each other, across processes too."""
-        if self.store is None or not self._pending:
+        if not self._pending:
             return
         with self._writing, self._log.writing() if self._log else nullcontext(True) as may_write:
             with self._lock:
-                for namespace in {root.namespace for root, _, _ in self._pending}:
+                for namespace in {key.namespace for key in self._pending}:
                     self.apply_forgets(namespace)
-                pending, self._pending = self._pending, []
-            for root, path, kv in pending if may_write else ():
-                key = key_of(root, path)
+                pending, self._pending = self._pending, {}
+            for key, kv in pending.items() if may_write else ():
                 if key not in self.store:
                     self.store.put(key, kv.to("cpu"))
 
@@ -96,8 +112,6 @@ class TreeDisk:
         """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
         with self._writing, self._log.forgetting(namespace, chunk_ids) if self._log else nullcontext():
             keys, others = self._drop(namespace, chunk_ids)
-            if self.store is None:
-                return others + len(keys)
             only_in_memory = sum(key not in self.store for key in keys)
             try:
                 return others + only_in_memory + self.store.forget(namespace, chunk_ids)
@@ -106,12 +120,107 @@ class TreeDisk:
 
     def stats(self) -> list[StoreStats]:
         """The store's records, under the tree's names."""
-        if self.store is None:
+        if not self._keeps:
             return []
         return [replace(record, tier=f"tree:{record.tier}") for record in self.store.stats()]
 
     def close(self) -> None:
         """Write the rest and close the store."""
         self.write()
-        if self.store is not None:
-            self.store.close()
+        self.store.close()
+
+
+class ForgetLog:
+    """One file per namespace with a line per ``forget``. Not thread safe.
+
+    ``forget`` holds the folder's lock while it deletes and appends its line, a writer while it reads new
+    lines and writes: in either order, forgotten entries are gone afterwards.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._lock = FolderLock(folder / "lock")
+        self._me = secrets.token_hex(8)
+        self._known: dict[str, tuple[int, int]] = {}  # size and time of a file when it was read
+
+    def unread(self, namespace: str) -> list[Ids]:
+        """What others have forgotten since the last call; nothing the first time. Costs one ``stat``.
+
+        A file that became unreadable, or lost lines, counts as the whole namespace.
+        """
+        state = self._state(namespace)
+        known = self._known.get(namespace, state)
+        self._known[namespace] = state
+        if known == state:
+            return []
+        lines: list[bytes] = []
+        with suppress(OSError):
+            lines = read_regular(self._path(namespace))[known[0] : state[0]].splitlines()
+        return [ids for by, ids in map(_parsed, lines) if by != self._me] if lines else [None]
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Exclude other writers and forgets; False if that fails, and nothing must be written."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
+                may_write = True
+            except LockFailed as error:
+                _LOG.warning("the tree is not written to the disk: %s", error)
+                may_write = False
+            yield may_write
+
+    @contextmanager
+    def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
+        """Exclude writers, and append a line at the end. A failing medium is only logged.
+
+        The line comes last, as others may still read entries while they are being deleted. StoreError, after
+        all else, if the wait for a writer timed out: it may write forgotten entries again.
+        """
+        late: FolderBusy | None = None
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
+            except FolderBusy as error:
+                late = error
+            except LockFailed as error:
+                _LOG.warning("other processes do not wait while something is forgotten: %s", error)
+            try:
+                yield
+            finally:
+                try:
+                    self._append(namespace, ids)
+                except OSError as error:
+                    _LOG.warning("other processes are not told what was forgotten: %s", error)
+        if late is not None:
+            raise StoreError(
+                "another process has been writing to the tree's folder all the time and may write what was "
+                f"forgotten; forget again when it goes on or has ended: {late}"
+            ) from late
+
+    def _append(self, namespace: str, ids: Ids) -> None:
+        entry = {"by": self._me, "ids": None if ids is None else sorted(ids)}
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW
+        with open_regular(self._path(namespace), flags) as file:
+            os.write(file.fd, json.dumps(entry).encode() + b"\n")
+            os.fsync(file.fd)
+
+    def _path(self, namespace: str) -> pathlib.Path:
+        return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
+
+    def _state(self, namespace: str) -> tuple[int, int]:
+        try:
+            status = os.stat(self._path(namespace))
+        except OSError:
+            return 0, 0
+        return status.st_size, status.st_mtime_ns
+
+
+def _parsed(line: bytes) -> tuple[str, Ids]:
+    """Process and ids of a line; an unreadable line counts as the whole namespace."""
+    try:
+        entry = parse_json(line)
+        ids = entry["ids"]
+        return str(entry["by"]), None if ids is None else frozenset(map(str, ids))
+    except (ValueError, KeyError, TypeError):
+        return "", None

@@ -11,10 +11,9 @@ import torch
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Cost, Match, Path, Root, key_of
+from ragcachekit.prefix_tree.base import Cost, Match, Path, Root, check_exact, documents_first, key_of
 from ragcachekit.prefix_tree.conversations import Turns
 from ragcachekit.prefix_tree.disk import TreeDisk
-from ragcachekit.prefix_tree.insertion import check_exact, documents_first, insert_nodes
 from ragcachekit.prefix_tree.levels import Levels
 from ragcachekit.prefix_tree.memory_tier import MemoryTier
 from ragcachekit.prefix_tree.node import Node
@@ -49,11 +48,6 @@ class KnowledgeTree:
         Keep only so many documents of each prompt: later ones rarely recur in the same order.
     turns_bytes : int
         Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never finds.
-
-    Raises
-    ------
-    ValueError
-        For negative numbers.
     """
 
     def __init__(
@@ -72,7 +66,6 @@ class KnowledgeTree:
             raise ValueError("gpu_bytes, host_bytes and keep_first must not be negative")
         gpu = MemoryTier("gpu", gpu_bytes, policy(), device) if gpu_bytes else None
         host = MemoryTier("host", host_bytes, policy(), "cpu") if host_bytes else None
-        self._levels = Levels(gpu, host, self._evicted)
         self.turns = Turns(turns_bytes)
         self._cost = cost
         self._keep_first = keep_first
@@ -81,6 +74,7 @@ class KnowledgeTree:
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
         self._disk = TreeDisk(disk, self._lock, self._drop)
+        self._levels = Levels(gpu, host, self._disk.add)
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
@@ -108,25 +102,11 @@ class KnowledgeTree:
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
 
-        Matched nodes move up into memory and the GPU tier, evicted ones are written to the disk.
-
-        Parameters
-        ----------
-        match : Match
-        kvs : sequence of ChunkKV
-            Of the first steps that ``match`` did not find, in order; kept by reference.
-        new : int
-            Tokens that the request computed, for the estimate of its cost.
-
-        Returns
-        -------
-        int
-            How many of ``kvs`` are in memory now and were not before.
-
-        Raises
-        ------
-        ValueError
-            For KV that is not exactly that step's (quantised, other position or length); nothing is inserted.
+        ``kvs`` are those of the first steps that ``match`` did not find, in order, and are kept by reference.
+        ``new`` is the number of tokens that the request computed. Matched nodes move up into memory and the
+        GPU tier, evicted ones are written to the disk. Returns how many of ``kvs`` are new in memory.
+        ValueError, and nothing is inserted, for KV that is not exactly that step's (quantised, other position
+        or length).
         """
         check_exact(match, kvs)
         seconds = self._cost(match.tokens, new) if self._cost is not None else float(new)
@@ -136,7 +116,7 @@ class KnowledgeTree:
             if match.epoch != self._epochs[match.root.namespace]:
                 return 0
             most = max(0, documents_first(match.path, self._keep_first) - len(match))
-            added = insert_nodes(self._levels, match, list(kvs)[:most], missed, self._disk.add)
+            added = self._levels.insert(match, list(kvs)[:most], missed)
         self._disk.write()
         return added
 
@@ -170,17 +150,6 @@ class KnowledgeTree:
         self.turns.clear()
         self._disk.close()
 
-    def __len__(self) -> int:
-        """Nodes in memory."""
-        with self._lock:
-            return sum(1 for _ in self._levels)
-
-    def check(self) -> None:
-        """Assert what must hold after any operation; for tests."""
-        with self._lock:
-            self._unpin_released()
-            self._levels.check()
-
     def _unpin_released(self) -> None:
         while self._released:
             for node in self._released.popleft():
@@ -197,6 +166,3 @@ class KnowledgeTree:
                 self._levels.drop(node)
             self._disk.drop_pending(namespace, chunk_ids)
         return keys, turns
-
-    def _evicted(self, node: Node, kv: ChunkKV) -> None:
-        self._disk.add(node.root, node.path(), kv)

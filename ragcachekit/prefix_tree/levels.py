@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Path, Reused, Root, Step
+from ragcachekit.prefix_tree.base import Match, Path, Reused, Root, Step
 from ragcachekit.prefix_tree.memory_tier import MOVED, MemoryTier
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.eviction.base import HIT, Access
 
-Evicted = Callable[[Node, ChunkKV], object]
-"""Called with KV that is evicted from memory."""
+Evicted = Callable[[Root, Path, ChunkKV], object]
+"""Called with KV that is evicted from memory, or does not fit into it."""
 
 
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
 
-    Every node is in some tier; a node in the GPU tier has its parent there. ``evicted`` is called with each
-    node that is evicted from memory. Not thread safe: the tree's lock protects it.
+    Every node is in some tier; a node in the GPU tier has its parent there. Not thread safe: the tree's lock
+    protects it.
     """
 
     def __init__(self, gpu: MemoryTier | None, host: MemoryTier | None, evicted: Evicted) -> None:
@@ -38,10 +38,6 @@ class Levels:
             yield node
             children = node.children
 
-    def child(self, root: Root, parent: Node | None, step: Step) -> Node | None:
-        """Node of ``step`` below ``parent`` (None: at the start of the prompt)."""
-        return self._siblings(root, parent).get(step.ids)
-
     def copy(self, node: Node) -> tuple[ChunkKV, MemoryTier]:
         """KV of the node and its fastest tier."""
         return next((kv, tier) for tier in self.tiers if (kv := tier.get(node)) is not None)
@@ -57,10 +53,6 @@ class Levels:
             else:
                 stack.extend(node.children.values())
         return out
-
-    def __iter__(self) -> Iterator[Node]:
-        tops = [node for children in self._roots.values() for node in children.values()]
-        return (node for top in tops for node in top.subtree())
 
     def use(self, node: Node, access: Access = HIT) -> Reused:
         """Count an access and return the node's fastest copy."""
@@ -78,12 +70,11 @@ class Levels:
 
     def pin(self, node: Node, by: int = 1) -> None:
         """Change the number of requests that hold the node."""
-        before, node.pins = node.pins, node.pins + by
-        if not before or not node.pins:
-            for tier in self.tiers:
-                tier.settle(node)
+        node.pins += by
+        for tier in self.tiers:
+            tier.hold(node, by)
 
-    def admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
+    def _admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
         """Insert a node, pinned, into the fastest tier with room, or None; the parent must be pinned."""
         node = Node(root, parent, step, kv.nbytes, pins=1)
         for tier in self.tiers:
@@ -97,7 +88,42 @@ class Levels:
                 return node
         return None
 
-    def promote(self, path: Sequence[Node]) -> None:
+    def insert(self, match: Match, kvs: Sequence[ChunkKV], missed: Access) -> int:
+        """Insert all steps that were found or computed; returns how many of ``kvs`` are new in memory."""
+        nodes: list[Node] = []
+        known, added = len(match), 0
+        try:
+            for number, kv in enumerate([*(reused.kv for reused in match.found), *kvs]):
+                node, new = None, False
+                if len(nodes) == number:  # else its parent is not in memory
+                    parent = nodes[-1] if nodes else None
+                    access = missed if number >= known else None
+                    node, new = self._insert(match.root, parent, match.path[number], kv, access)
+                if node is not None:
+                    nodes.append(node)
+                elif number >= known:
+                    self._evicted(match.root, match.path[: number + 1], kv)
+                added += new and number >= known
+            self._promote(nodes)
+        finally:
+            for node in nodes:
+                self.pin(node, -1)
+        return added
+
+    def _insert(
+        self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, missed: Access | None
+    ) -> tuple[Node | None, bool]:
+        """Pinned node of a step (None without room), and whether it is new; no ``missed`` if it was found."""
+        node = self._siblings(root, parent).get(step.ids)
+        if node is None:
+            node = self._admit(root, parent, step, kv, missed or HIT)
+            return node, node is not None
+        self.pin(node)
+        if missed is not None:  # another request computed the same meanwhile
+            self.use(node, missed)
+        return node, False
+
+    def _promote(self, path: Sequence[Node]) -> None:
         """Copy pinned nodes to GPU memory while there is room, from the top."""
         if self.gpu is None:
             return
@@ -111,7 +137,7 @@ class Levels:
             # A tier keeps the uses of an evicted node, unless the node is forgotten.
             here = [tier for tier in self.tiers if forgotten or node in tier]
             if here and not forgotten:
-                self._evicted(node, self.copy(node)[0])
+                self._evicted(node.root, node.path(), self.copy(node)[0])
             for tier in here:
                 tier.remove(node)
             node.children.clear()
@@ -121,17 +147,6 @@ class Levels:
         """Evict all nodes."""
         for top in [node for children in self._roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
-
-    def check(self) -> None:
-        """Assert the invariants."""
-        nodes = list(self)
-        for node in nodes:
-            assert node.copies == sum(node in tier for tier in self.tiers) > 0
-            if self.gpu is not None and node in self.gpu:
-                assert node.parent is None or node.parent in self.gpu
-        for tier in self.tiers:
-            assert set(tier) <= set(nodes)
-            tier.check()
 
     def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         return self._make_room(tier, node.nbytes) and tier.add(node, kv, access)
@@ -155,7 +170,7 @@ class Levels:
         if host is not None and victim not in host and self._make_room(host, victim.nbytes):
             host.add(victim, kv)
         if not victim.copies:
-            self._evicted(victim, kv)
+            self._evicted(victim.root, victim.path(), kv)
             for child in list(victim.children.values()):
                 self.drop(child, forgotten=False)
             self._unlink(victim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,6 @@ MOVED = Access(times=0)
 class _Copy:
     node: Node
     kv: ChunkKV
-    held: bool = False  # the ranking passes over it
 
 
 class MemoryTier:
@@ -40,21 +39,10 @@ class MemoryTier:
         self.counters = Counters(self.name)
         self._ranking: Ranking[bytes] = Ranking(policy)
         self._copies: dict[bytes, _Copy] = {}
-        self._children: dict[bytes, int] = {}  # copies here below a node, which may be elsewhere
+        self._children: Counter[bytes] = Counter()  # copies here below a node, which may be elsewhere
 
     def __contains__(self, node: Node) -> bool:
         return node.digest in self._copies
-
-    def __len__(self) -> int:
-        return len(self._copies)
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter([copy.node for copy in self._copies.values()])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies."""
-        return self._ranking.nbytes
 
     def get(self, node: Node) -> ChunkKV | None:
         """The node's copy here."""
@@ -81,24 +69,19 @@ class MemoryTier:
             return False
         self._copies[name] = copy
         node.copies += 1
-        copy.held = self._is_held(copy)
-        self._ranking.add(name, node.nbytes, access=access, hold=copy.held)
+        self._ranking.add(name, node.nbytes, access=access)
+        for _ in range(node.pins + self._children[name]):
+            self._ranking.hold(name)
         if parent is not None:
-            siblings = self._children.get(parent.digest, 0)
-            self._children[parent.digest] = siblings + 1
-            if not siblings:
-                self.settle(parent)
+            self._children[parent.digest] += 1
+            self.hold(parent, 1)
         return True
 
-    def settle(self, node: Node) -> None:
-        """Exclude the node from eviction exactly while it is pinned or has children here."""
+    def hold(self, node: Node, by: int) -> None:
+        """Exclude the node's copy here from eviction once more (1) or once less (-1), if there is one."""
         copy = self._copies.get(node.digest)
-        if copy is None or copy.node is not node:  # evicted, even if the same path was inserted again
-            return
-        held = self._is_held(copy)
-        if held != copy.held:
-            copy.held = held
-            (self._ranking.hold if held else self._ranking.release)(node.digest)
+        if copy is not None and copy.node is node:  # not the same path inserted again
+            (self._ranking.hold if by > 0 else self._ranking.release)(node.digest)
 
     def spare(self, nbytes: int) -> bool:
         """Whether so many more bytes fit."""
@@ -121,28 +104,15 @@ class MemoryTier:
 
     def stats(self) -> StoreStats:
         """The counters and the present content."""
-        return self.counters.stats(entries=len(self), nbytes=self.nbytes, budget=self.budget)
-
-    def check(self) -> None:
-        """Assert what must always hold of this tier's own tables."""
-        assert self.nbytes == sum(copy.kv.nbytes for copy in self._copies.values()) <= self.budget
-        assert self._copies.keys() == set(self._ranking)
-        for name, copy in self._copies.items():
-            children = sum(child in self for child in copy.node.children.values())
-            assert children == self._children.get(name, 0)
-            assert copy.held == self._is_held(copy)
-
-    def _is_held(self, copy: _Copy) -> bool:
-        return bool(copy.node.pins) or copy.node.digest in self._children
+        return self.counters.stats(entries=len(self._copies), nbytes=self._ranking.nbytes, budget=self.budget)
 
     def _drop(self, name: bytes) -> _Copy:
         copy = self._copies.pop(name)
         copy.node.copies -= 1
         parent = copy.node.parent
         if parent is not None:
-            siblings = self._children.pop(parent.digest) - 1
-            if siblings:
-                self._children[parent.digest] = siblings
-            else:
-                self.settle(parent)
+            self._children[parent.digest] -= 1
+            if not self._children[parent.digest]:
+                del self._children[parent.digest]
+            self.hold(parent, -1)
         return copy

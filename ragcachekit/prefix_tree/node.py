@@ -17,14 +17,12 @@ class Node:
     parent: Node | None  # None exactly at the start of a prompt
     step: Step
     nbytes: int  # of one copy of its KV
-    start: int = field(init=False)  # position of its first row
     children: dict[tuple[str, ...], Node] = field(default_factory=dict)  # by the ids of their steps
     copies: int = 0  # tiers that have its KV now
     pins: int = 0  # requests that use it now
     digest: bytes = field(init=False)  # of its path, chained: equal after eviction and recomputation
 
     def __post_init__(self) -> None:
-        self.start = self.parent.start + self.parent.tokens if self.parent is not None else 0
         root = self.root
         top = repr((root.fingerprint, root.namespace, root.regime)).encode()
         above = self.parent.digest if self.parent is not None else top

@@ -17,6 +17,7 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore
@@ -151,10 +152,10 @@ def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
         request = PromptRequest.of(parts, open_policy("reuse"), encodings, fetch, "fingerprint", "space")
         request = replace(request, epoch=5)
         keys = [want.key for want in request.wanted]
-        first = make_plan(request)
+        first = make_plan(request, VariantPool())
         assert [item.key for item in first.missing] == ([] if full else keys)
         for lost in (keys[1:2], keys[1:]):
-            again = make_plan(request, without=lost)
+            again = make_plan(request, VariantPool(), lost)
             assert set(lost) <= {item.key for item in again.missing}
             assert {item.epoch for item in again.missing} == {5}
             assert again.request is request

@@ -21,6 +21,7 @@ from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
 from speaking import byte_level, speaker
+from tree_kit import nodes
 
 ROOM = 1 << 26
 SPACE = "acme"
@@ -65,7 +66,7 @@ class Engine:
         memory = {"gpu": self.gpu._entries, "host": self.host._entries}
         at = {name: list(entries) for name, entries in memory.items()}
         at["disk"] = _keys_in(self.folder / "kv")
-        at["tree:host"] = [key_of(node.root, node.path()) for node in self.tree._levels]
+        at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
         at["prefetched"] = list(self.rag._components.loads._loader._findable)
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]

@@ -315,20 +315,6 @@ def test_what_comes_after_all_is_used_when_asked_for_again(schedule):
     assert len(seen) == 9
 
 
-@pytest.mark.parametrize(
-    ("there", "resident", "goes"), [(3, 3, True), (2, 3, False), (1, 0, True), (9, 99, True)]
-)
-def test_the_first_use_waits_for_as_many_layers_as_planned(there, resident, goes):
-    device = Simulated()
-    handle, _ = loading(drawn(SHAPES, 5, 0), there, seconds=0.01)
-    transfers = Transfers(device, [handle], resident)
-    if goes:
-        assert transfers.use(0, lambda chunks: None) is not None
-    else:
-        with pytest.raises(LoadFailed):
-            transfers.use(0, lambda chunks: None)
-
-
 def test_devices_without_queues():
     device = Streams(torch.device("cpu"))
     kvs = [drawn(SHAPES, 5, 0), drawn(SHAPES, 2, 1)]

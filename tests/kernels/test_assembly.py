@@ -239,24 +239,6 @@ def test_joined_parts_are_one_chunk():
     assert ChunkTensors.joined([b]).scales == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_moved_is_what_reading_the_tensors_would_give(dtype):
-    """Two slots of one ring, each with elements and scales at the same places."""
-    ring = torch.zeros(2, 1024, dtype=torch.uint8)
-    slots = [
-        ([row[:320].view(dtype).view(2, 5, -1)], [row[512:552].view(torch.float32).view(2, 5, 1)])
-        for row in ring
-    ]
-    slots = slots if dtype == torch.int8 else [(tensors, []) for tensors, _ in slots]
-    first = ChunkTensors(*slots[0])
-    moved, read = first.moved(*slots[1], 1024), ChunkTensors(*slots[1])
-    assert moved.entries.tolist() == read.entries.tolist()
-    assert moved.signature == read.signature
-    assert (moved.tensors, moved.scales) == (read.tensors, read.scales)
-    joined = ChunkTensors.joined([first, moved])
-    assert joined.entries.tolist() == [*first.entries.tolist(), *read.entries.tolist()]
-
-
 class TestBadInput:
     def layout(self, places, sizes=(5,), dim=8, pairs=4, slots=SLOTS, planes=1):
         chunks = [chunk(0, size, [(2, dim)], torch.float32, spare=0) for size in sizes]

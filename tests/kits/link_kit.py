@@ -17,12 +17,11 @@ from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.encodings import Encodings, TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.segments import TokenSegment
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
@@ -70,7 +69,8 @@ def plan_from(
 ) -> LinkPlan:
     """The plan of a prompt over a store, or over what already looks entries up for it."""
     fetch = store if isinstance(store, Fetch) else Fetch(store)
-    return make_plan(PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace), pool)
+    request = PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace)
+    return make_plan(request, pool or VariantPool())
 
 
 def planned(

@@ -113,7 +113,7 @@ def cpu_path(plans, rope):
         patch.setenv("RAGCACHEKIT_KERNELS", "torch")
         buffers = linker.assemble(plans, rope, CPU)
     assert buffers.placing is None
-    return [layer.get() for layer in buffers.layers]
+    return [layer() for layer in buffers.layers]
 
 
 def assert_as_on_cpu(seen, plans, rope):

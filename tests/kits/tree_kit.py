@@ -11,6 +11,7 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.node import Node
 
 ROOT = Root("weights-1", "acme")
 ROW = 2 * 2 * 1 * 2 * 4
@@ -53,6 +54,31 @@ def request(tree: KnowledgeTree, path: Sequence[Step], root: Root = ROOT) -> Mat
     match = tree.match(root, path)
     tree.insert(match, [kv_of(root, path[: i + 1]) for i in range(len(match), len(path))], new=10)
     return match
+
+
+def nodes(tree: KnowledgeTree) -> list[Node]:
+    """All nodes in memory."""
+    return [n for tops in tree._levels._roots.values() for top in tops.values() for n in top.subtree()]
+
+
+def check(tree: KnowledgeTree) -> None:
+    """Assert what must hold after any operation."""
+    with tree._lock:
+        tree._unpin_released()
+        gpu, known = tree._levels.gpu, nodes(tree)
+        for node in known:
+            assert node.copies == sum(node in tier for tier in tree._levels.tiers) > 0
+            if gpu is not None and node in gpu:
+                assert node.parent is None or node.parent in gpu
+        for tier in tree._levels.tiers:
+            copies = tier._copies
+            assert {copy.node for copy in copies.values()} <= set(known)
+            assert tier.stats().nbytes == sum(copy.kv.nbytes for copy in copies.values()) <= tier.budget
+            assert copies.keys() == set(tier._ranking)
+            for name, copy in copies.items():
+                children = sum(child in tier for child in copy.node.children.values())
+                assert children == tier._children.get(name, 0)
+                assert tier._ranking._live[name].holds == copy.node.pins + children
 
 
 def tiers(match: Match) -> list[str]:

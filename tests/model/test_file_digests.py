@@ -28,7 +28,7 @@ class CountingHasher:
 @pytest.fixture
 def hasher(monkeypatch):
     counting = CountingHasher()
-    monkeypatch.setattr(weights_digest, "_hash_file", counting)
+    monkeypatch.setattr(weights_digest, "hash_file", counting)
     return counting
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(weights, tmp_path, m
         write(path, b"changed meanwhile", LONG_AGO + 5)
         return digest_of(b"some weights")
 
-    monkeypatch.setattr(weights_digest, "_hash_file", changing)
+    monkeypatch.setattr(weights_digest, "hash_file", changing)
     with pytest.raises(OSError, match="changed while it was read"):
         FileDigests(tmp_path / "digests.json").get(weights)
     assert not (tmp_path / "digests.json").exists()

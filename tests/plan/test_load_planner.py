@@ -15,7 +15,6 @@ from ragcachekit.plan.load_planner import (
     LoadPlanner,
     pipelined,
     pipelined_twice,
-    preload_depth,
 )
 from ragcachekit.plan.row_cost import ScoringPass
 from ragcachekit.plan.tier_speed import TierSpeed
@@ -38,23 +37,6 @@ def planner(per_row, bandwidth, *, latency=0.0, readers=1, tier="disk"):
 
 def candidate(rows, nbytes=1000.0, reads=LAYERS, tier="disk"):
     return Candidate(tier, reads, nbytes, LAYERS, rows)
-
-
-@pytest.mark.parametrize(
-    ("layers", "prefill", "load", "depth"),
-    [
-        (5, 1, 2, 3),
-        (5, 1, 1, 1),
-        (5, 2, 1, 1),
-        (28, 0, 1, 28),
-        (28, 1, 1e9, 28),
-        (1, 1, 9, 1),
-        (32, 3, 4, 9),
-    ],
-)
-def test_depth_of_preloading(layers, prefill, load, depth):
-    """The first case is figure 19 of Cache-Craft: L = 5 at 1:2 needs 3 layers."""
-    assert preload_depth(layers, prefill, load) == depth
 
 
 @pytest.mark.parametrize("load", [0.0, 0.3, 1.0, 2.5, 40.0])
@@ -82,21 +64,6 @@ def stepped(load, passes, layers):
 def test_two_passes_take_what_stepping_through_gives(load, watch, compute, layers, seen):
     expected = stepped(load, [(watch, seen), (compute, layers)], layers)
     assert pipelined_twice(load, watch, compute, layers, seen) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("load", [0.5, 2.0, 5.0])
-def test_with_that_depth_no_layer_is_waited_for(load):
-    layers, compute = 24, 1.0
-    depth = preload_depth(layers, compute, load)
-    loaded = [(layer + 1) * load / layers for layer in range(layers)]
-    begin = loaded[depth - 1]
-    starts = [begin + layer * compute / layers for layer in range(layers)]
-    assert all(start >= there - 1e-9 for start, there in zip(starts, loaded, strict=True))
-    if depth > 1:
-        begin = loaded[depth - 2]
-        assert any(begin + layer * compute / layers < there - 1e-9 for layer, there in enumerate(loaded)), (
-            "less would do"
-        )
 
 
 class TestTierSpeed:
@@ -147,25 +114,25 @@ class TestTierSpeed:
 class TestChoice:
     def test_without_a_profile_or_a_known_tier_all_is_loaded(self):
         two = [candidate(10), candidate(20)]
-        assert LoadPlanner().choose(two, 40, 10) == ([True, True], 1)
-        assert LoadPlanner(linear(1e-9)).choose(two, 40, 10) == ([True, True], 1)
+        assert LoadPlanner().choose(two, 40, 10) == [True, True]
+        assert LoadPlanner(linear(1e-9)).choose(two, 40, 10) == [True, True]
         elsewhere = planner(1e-9, 1.0, tier="redis")
-        assert elsewhere.choose(two, 40, 10) == ([True, True], 1)
+        assert elsewhere.choose(two, 40, 10) == [True, True]
 
     def test_a_slow_tier_is_left_alone_and_a_fast_one_used(self):
         two = [candidate(100), candidate(200)]
-        assert planner(1e-6, 100.0).choose(two, 310, 10)[0] == [False, False]
-        assert planner(1.0, 1e9).choose(two, 310, 10)[0] == [True, True]
+        assert planner(1e-6, 100.0).choose(two, 310, 10) == [False, False]
+        assert planner(1.0, 1e9).choose(two, 310, 10) == [True, True]
 
     def test_equal_times_compute(self):
         # One row costs as much as all reads: whichever way, 2 s of one beside nothing of the other.
         one = [candidate(1, nbytes=1000)]
-        assert planner(1.0, 8000.0).choose(one, 1, 0)[0] == [False]
-        assert planner(1.0 * (1 + 20 * TIE), 8000.0).choose(one, 1, 0)[0] == [True]
+        assert planner(1.0, 8000.0).choose(one, 1, 0) == [False]
+        assert planner(1.0 * (1 + 20 * TIE), 8000.0).choose(one, 1, 0) == [True]
 
     def test_what_was_prefetched_already_costs_nothing(self):
         there = candidate(100, reads=0)
-        assert planner(1e-6, 100.0).choose([there, candidate(100)], 210, 10)[0] == [True, False]
+        assert planner(1e-6, 100.0).choose([there, candidate(100)], 210, 10) == [True, False]
 
     def test_several_readers_hide_latencies(self):
         two = [candidate(1), candidate(1)]
@@ -181,7 +148,7 @@ class TestChoice:
         sizes = [rng.randrange(50, 900) for _ in range(count)]
         per_row, bandwidth = 10 ** rng.uniform(-5, -2), 10 ** rng.uniform(4, 7)
         chunks = [candidate(n, nbytes=64.0 * n) for n in sizes]
-        picked, depth = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
+        picked = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
 
         def seconds(loaded):
             load = sum(LAYERS * 64 * n for n, use in zip(sizes, loaded, strict=True) if use) / bandwidth
@@ -190,7 +157,6 @@ class TestChoice:
 
         best = min(map(seconds, itertools.product([False, True], repeat=count)))
         assert seconds(picked) <= best * (1 + TIE) * 1.001
-        assert 1 <= depth <= LAYERS
 
     @pytest.mark.parametrize("seed", range(4))
     def test_many_chunks_come_near_the_bound(self, seed):
@@ -199,7 +165,7 @@ class TestChoice:
         sizes = [rng.randrange(50, 900) for _ in range(30)]
         per_row, bandwidth = 1e-3, 64.0 * LAYERS * 10 ** rng.uniform(2.5, 3.5)
         chunks = [candidate(n, nbytes=64.0 * n) for n in sizes]
-        picked, _ = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
+        picked = planner(per_row, bandwidth).choose(chunks, sum(sizes) + 30, 30)
         loaded = sum(n for n, use in zip(sizes, picked, strict=True) if use)
         load, compute = loaded * LAYERS * 64 / bandwidth, per_row * (30 + sum(sizes) - loaded)
         cost = LAYERS * 64 / bandwidth  # seconds to load a row
@@ -210,14 +176,14 @@ class TestChoice:
     def test_observed_prefills_move_the_choice(self):
         made = planner(1e-4, 5e5)  # 16 ms to load, 10 ms to compute
         one = [candidate(100, nbytes=1000)]
-        assert made.choose(one, 110, 10)[0] == [False]
+        assert made.choose(one, 110, 10) == [False]
         before = made.profile.seconds(0, 110)
         for _ in range(50):
             made.observe_prefill(0, 110, 4 * before)
         assert made.profile.seconds(0, 110) == pytest.approx(4 * before, rel=0.05)
-        assert made.choose(one, 110, 10)[0] == [True]
+        assert made.choose(one, 110, 10) == [True]
         made.observe_prefill(0, 0, 1.0)  # no rows: nothing to learn
-        assert made.choose(one, 110, 10)[0] == [True]
+        assert made.choose(one, 110, 10) == [True]
 
 
 class TestSlowSpells:
@@ -228,7 +194,7 @@ class TestSlowSpells:
     def request(self, made, read=READ, many=4):
         """How many of ``many`` chunks one request loads; their layers are read in ``read`` seconds each."""
         chunks = [candidate(self.ROWS, nbytes=self.NBYTES)] * many
-        wanted, _ = made.choose(chunks, many * self.ROWS + 32, 32)
+        wanted = made.choose(chunks, many * self.ROWS + 32, 32)
         for _ in range(LAYERS * sum(wanted)):
             made.observe_read("disk", int(self.NBYTES), read)
         return sum(wanted)
@@ -302,31 +268,31 @@ class TestGuidedChoice:
     def test_a_second_pass_can_make_loading_the_slower_way(self):
         # Loaded: 62 ms in one pass, 122 in two. Computed: 70.
         made = self.fixed()
-        plain, guided = (made.choose(self.ONE, 200, 100, guide)[0] for guide in (None, ScoringPass(100)))
+        plain, guided = (made.choose(self.ONE, 200, 100, guide) for guide in (None, ScoringPass(100)))
         assert (plain, guided) == ([True], [False])
 
     def test_a_pass_that_runs_in_any_case_decides_nothing_by_itself(self):
         made = self.fixed()
-        assert made.choose(self.ONE, 200, 100, ScoringPass(100, always=True))[0] == [True]
+        assert made.choose(self.ONE, 200, 100, ScoringPass(100, always=True)) == [True]
 
     def test_exact_entries_need_no_pass(self):
         made = self.fixed()
         exact = Candidate("disk", LAYERS, 1000.0, LAYERS, 100, is_exact=True)
-        assert made.choose([exact], 200, 100, ScoringPass(100))[0] == [True]
+        assert made.choose([exact], 200, 100, ScoringPass(100)) == [True]
 
     def test_a_pass_over_few_layers_costs_little(self):
         made = self.fixed(read=0.0001)
         # Computing all: 70 ms. An eighth of the pass is 7.5 ms, on top of 60; all but one are 52.5.
         few, all_but_one = ScoringPass(100, watched=(0,)), ScoringPass(100, watched=(-2, 1))
         assert (few.layers(LAYERS), all_but_one.layers(LAYERS), ScoringPass(1).layers(LAYERS)) == (1, 7, 8)
-        assert made.choose(self.ONE, 200, 100, few)[0] == [True]
-        assert made.choose(self.ONE, 200, 100, all_but_one)[0] == [False]
+        assert made.choose(self.ONE, 200, 100, few) == [True]
+        assert made.choose(self.ONE, 200, 100, all_but_one) == [False]
 
     def test_what_is_recomputed_is_not_spared(self):
         half = Candidate("disk", LAYERS, 1000.0, LAYERS, 50, recomputed=50)
         made = planner(1e-4, 8000 / 9.6e-3)  # 9.6 ms to load, 10.1 to compute all, 5.1 to compute half
-        assert made.choose([candidate(100)], 101, 1)[0] == [True]
-        assert made.choose([half], 101, 1)[0] == [False]
+        assert made.choose([candidate(100)], 101, 1) == [True]
+        assert made.choose([half], 101, 1) == [False]
 
     @pytest.mark.parametrize("seed", range(12))
     @pytest.mark.parametrize("seen", [LAYERS, 3])
@@ -348,7 +314,7 @@ class TestGuidedChoice:
             for i, (n, r) in enumerate(zip(sizes, again, strict=True))
         ]
         total = question + sum(sizes)
-        picked, _ = made.choose(chunks, total, question, ScoringPass(question, watched=(seen - 1,)))
+        picked = made.choose(chunks, total, question, ScoringPass(question, watched=(seen - 1,)))
 
         def seconds(loaded):
             uses = list(zip(sizes, again, loaded, strict=True))

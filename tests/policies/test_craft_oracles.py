@@ -24,7 +24,7 @@ from ragcachekit.generate.run import link_ahead
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.policies.craft.craft import CraftFocused
+from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.store.memory.host import HostStore

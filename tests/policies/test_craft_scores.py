@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.policies.craft.craft import Craft, CraftFocused
-from ragcachekit.policies.craft.scores import (
+from ragcachekit.policies.craft import (
+    Craft,
+    CraftFocused,
     Impact,
     context_impact,
-    fix_overhead,
     focused,
     order_penalty,
     prefix_overlap,
 )
-from ragcachekit.policies.craft.set_match import SetMatch, matched
 from ragcachekit.policies.registry import open_policy
 
 
@@ -95,11 +94,10 @@ def placed(before, behind=(), sums=None, is_exact=False, start=10, name="x"):
 
 def test_the_tokens_that_leaned_on_the_old_context():
     chunk = placed(("s", "b"), ("s", "a"), SUMS)
-    share = 0.5 / (1 + math.exp(-0.625))  # 0.33: two of four tokens at α = 1, all at α = 4
+    # CFO is 0.5 / (1 + e^-0.625) = 0.33 at α = 1: two of four tokens; at most 1, all of them, at α = 4.
     assert Craft(1.0).select([chunk]) == [11, 13]
     assert Craft(0.5).select([chunk]) == [11]
     assert sorted(Craft(4.0).select([chunk])) == [10, 11, 12, 13]
-    assert fix_overhead(4.0, share) == 1.0
     assert Craft(4.0).select([placed(("s", "a"), ("s", "a"), SUMS)]) == []
     assert Craft(4.0).select([placed(("s", "b"), ("s", "a"), SUMS, is_exact=True)]) == []
 
@@ -153,40 +151,6 @@ def test_the_focus_is_the_top(scores):
     assert min(scores[i] for i in kept) >= max((s for i, s in enumerate(scores) if i not in kept), default=0)
 
 
-def row(name, before, behind, at):
-    return placed(tuple(before), tuple(behind), is_exact=tuple(before) == tuple(behind), start=at, name=name)
-
-
-class TestSet:
-    def test_a_permuted_beginning_is_taken_and_the_rest_recomputed(self):
-        chunks = [
-            row("s", "", "", 0),
-            row("b", "s", "sa", 4),
-            row("a", "sb", "s", 8),
-            row("c", "sba", "sx", 12),
-        ]
-        assert matched(chunks) == 3
-        assert SetMatch().select(chunks) == [12, 13, 14, 15]
-
-    def test_what_comes_from_several_prompts_is_no_match(self):
-        chunks = [row("s", "", "", 0), row("b", "s", "sa", 4), row("a", "sb", "sc", 8)]
-        assert matched(chunks) == 0
-        assert SetMatch().select(chunks) == list(range(4, 12))
-
-    def test_other_instructions_are_no_match(self):
-        chunks = [row("t", "", "", 0), row("b", "t", "sa", 4), row("a", "tb", "s", 8)]
-        assert matched(chunks) == 0
-
-    def test_a_chunk_more_in_the_past_is_no_match(self):
-        chunks = [row("s", "", "", 0), row("a", "s", "s", 4), row("b", "sa", "sac", 8)]
-        assert matched(chunks) == 2
-
-    def test_the_own_past_is_one(self):
-        chunks = [row("s", "", "", 0), row("a", "s", "s", 4), row("b", "sa", "sa", 8)]
-        assert matched(chunks) == 3
-        assert SetMatch().select(chunks) == []
-
-
 @pytest.mark.parametrize("argument", ["0", "-1", "nan", "inf", "x", ""])
 @pytest.mark.parametrize("kind", ["craft", "craft-focused"])
 def test_alphas_that_make_no_sense(kind, argument):
@@ -197,6 +161,3 @@ def test_alphas_that_make_no_sense(kind, argument):
 def test_names():
     assert open_policy("craft:1.0").name == "craft:1"
     assert open_policy("craft-focused:0.5") == CraftFocused(0.5)
-    assert open_policy("set").encoder == "in-prompt"
-    with pytest.raises(ValueError, match="window"):
-        CraftFocused(1.0, window=0)

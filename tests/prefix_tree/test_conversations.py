@@ -17,7 +17,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import chunk_id
-from tree_kit import ROOT, kv_of, path_of
+from tree_kit import ROOT, kv_of, nodes, path_of
 
 SYSTEM, QUESTION, A, B = text(9, 1), text(6, 4), chunk(33, 11), chunk(25, 12)
 FIRST = Prompt([SYSTEM, A, B, QUESTION])
@@ -68,8 +68,8 @@ def test_an_approximate_turn_stays_approximate_and_out_of_the_tree() -> None:
             assert report.exact_tokens == 9, "the system text"
             assert report.approximate_tokens >= len(ids(FIRST)) - 9 + ANSWER - 1
             assert [(use.source, use.exact) for use in report.uses][-1] == ("turn", False)
-        assert not any(A.token_ids and chunk_id(A.token_ids, "default") in n.step.ids and n.start == 9
-                       for n in tree._levels)  # fmt: skip
+        at_nine = (n for n in nodes(tree) if sum(step.tokens for step in n.path()[:-1]) == 9)
+        assert not any(chunk_id(A.token_ids, "default") in n.step.ids for n in at_nine)
         # Who asks for exactness gets it: approximate rows of a turn are computed again.
         answer = rag.generate(prompt, max_new_tokens=ANSWER, do_sample=False, policy="prefix")
         assert answer.report.link.approximate_tokens == 0

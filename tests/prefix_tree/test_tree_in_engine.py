@@ -13,6 +13,7 @@ from ragcachekit import Prompt, StoreConfig, TreeConfig
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk.disk_store import DiskStore
+from tree_kit import nodes
 
 FAMILIES = ["llama", "mistral-sliding", "gemma2", "gemma3", "gpt-oss", "qwen3", "phi3-longrope", "cohere"]
 SYSTEM, QUESTION, OTHER = text(9, 1), text(6, 4), text(7, 5)
@@ -93,7 +94,7 @@ def test_keys_that_were_turned_back_and_forth_do_not_enter_the_tree() -> None:
         tree.forget("default")
         report = rag.generate(prompt, max_new_tokens=1).report.link
         assert report.exact_tokens == 9 + 33, "exact, from the chunk store, up to a rounding"
-        assert len(tree) == 1
+        assert len(nodes(tree)) == 1
 
 
 def test_prompts_that_turn_by_other_frequencies_share_nothing() -> None:
@@ -113,7 +114,7 @@ def test_a_prompt_one_token_beyond_a_change_of_frequencies_is_not_taken_in() -> 
         for _ in range(2):
             answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
             assert answer.token_ids == greedy("phi3-longrope", prompt)
-    assert len(tree) == 0, "linked without its last token, it would turn by the frequencies of shorter ones"
+    assert len(nodes(tree)) == 0, "without its last token it would turn by the frequencies of shorter ones"
 
 
 def test_two_of_three_documents_are_reused_and_the_third_takes_the_alternative_path() -> None:
@@ -139,9 +140,9 @@ def test_what_is_approximate_never_enters_the_tree(policy: str) -> None:
         tree.forget("default")
         report = rag.generate(THREE, max_new_tokens=1).report.link
         assert report.approximate_tokens > 0
-        assert len(tree) == 1, "the system text alone was computed behind nothing approximate"
+        assert len(nodes(tree)) == 1, "the system text alone was computed behind nothing approximate"
         again = rag.generate(THREE, max_new_tokens=1).report.link
-        assert (again.tree_tokens, len(tree)) == (9, 1)
+        assert (again.tree_tokens, len(nodes(tree))) == (9, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope"])
@@ -172,7 +173,7 @@ def test_stored_kv_is_never_written_to() -> None:
     tree = tree_of()
     with rag_for("llama", policy="lego:4", tree=tree, cold="now") as rag:
         rag.generate(THREE, max_new_tokens=2)
-        copies = {node: tree._levels.copy(node)[0] for node in tree._levels}
+        copies = {node: tree._levels.copy(node)[0] for node in nodes(tree)}
         originals = {node: [t.clone() for t in (*kv.keys, *kv.values)] for node, kv in copies.items()}
         for policy in POLICIES:
             rag.generate(TWO_OF_THEM, max_new_tokens=3, policy=policy)
@@ -227,7 +228,7 @@ def test_forgetting_a_chunk_reaches_the_tree() -> None:
         rag.forget([chunk_id(B.token_ids or (), "default")])
         assert rag.generate(THREE, max_new_tokens=1).report.link.tree_tokens == 9 + 33
         rag.forget()
-        assert len(tree) == 0
+        assert len(nodes(tree)) == 0
 
 
 def test_namespaces_share_nothing() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk.disk_store import DiskStore
-from tree_kit import kv_of, path_of, same
+from tree_kit import check, kv_of, path_of, same
 
 ROOTS = [Root("weights-1", "acme"), Root("weights-1", "globex"), Root("weights-1", "acme", "long")]
 BUDGETS = {"gpu": 600, "host": 1200}  # some 40 rows on the device, some 80 on the host
@@ -123,7 +123,7 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def holds_together(self) -> None:
         if hasattr(self, "tree"):
-            self.tree.check()
+            check(self.tree)
             for record in self.tree.stats():
                 assert record.nbytes <= record.budget
 

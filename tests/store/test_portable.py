@@ -41,7 +41,7 @@ from ragcachekit import StoreConfig
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.disk.check import repair, verify
 from ragcachekit.store.factory import open_store
-from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.disk import ForgetLog
 
 folder = Path(sys.argv[1]) / "kv"
 

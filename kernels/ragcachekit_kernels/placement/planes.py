@@ -88,7 +88,7 @@ class ChunkTensors:
         if any(part.scales for part in parts):
             scales = tuple(part.scale(i) for part in parts for i in range(len(part.tensors)))
         kinds: dict[Format, int] = {}
-        # By identity: parts that :meth:`moved` made share their signature.
+        # By identity: layers that share their memory are the same part.
         known: dict[int, list[int]] = {}
         numbers: list[int] = []
         for part in parts:
@@ -97,22 +97,10 @@ class ChunkTensors:
                 new = [kinds.setdefault(kind, len(kinds)) for kind in part.signature[0]]
                 own = known[id(part.signature)] = [new[number] for number in part.signature[1]]
             numbers += own
+        whole = cls(tensors, scales)
         entries = np.concatenate([part.entries for part in parts])
-        return cls(tensors, scales)._read((tuple(kinds), tuple(numbers)), entries)
-
-    def moved(
-        self, tensors: Sequence[torch.Tensor], scales: Sequence[torch.Tensor | None], nbytes: int
-    ) -> ChunkTensors:
-        """Tensors of the same shapes and strides, ``nbytes`` (a multiple of 16) further in memory."""
-        entries = self.entries.copy()
-        entries[:, 0] += nbytes
-        entries[entries[:, 2] != 0, 2] += nbytes
-        return ChunkTensors(tensors, scales)._read(self.signature, entries)
-
-    def _read(self, signature: tuple[tuple[Format, ...], tuple[int, ...]], entries: Numbers) -> ChunkTensors:
-        """Fill the cached properties without reading the tensors."""
-        self.__dict__.update(signature=signature, entries=entries)
-        return self
+        whole.__dict__.update(signature=(tuple(kinds), tuple(numbers)), entries=entries)
+        return whole
 
     def scale(self, plane: int) -> torch.Tensor | None:
         """Scales of one tensor."""

@@ -94,7 +94,7 @@ def replay(
         for use in (*loaded, *_as_encoded(computed)):
             if use.nbytes <= room:
                 access = Access(False, prefill_seconds(use.tokens), use.tokens)
-                host.add(use.key, use.nbytes, use.tokens, "", access, hold=True)
+                host.add(use.key, use.nbytes, access=access, hold=True)
                 while host.nbytes > tiers.host_bytes:
                     host.evict()
                 host.release(use.key)

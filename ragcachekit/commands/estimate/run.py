@@ -25,7 +25,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.row_cost import row_cost_of
-from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk, VariantPolicy
+from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.eviction.policies import open_eviction
 
@@ -56,7 +56,7 @@ class EstimateSettings(AskSettings):
             raise ValueError(
                 f"policy {policy.name} reuses nothing, so there is nothing to estimate; try lego:16"
             )
-        if isinstance(policy, LayerwisePolicy | VariantPolicy):
+        if isinstance(policy, LayerwisePolicy):
             raise ValueError(
                 f"estimate cannot say how many rows policy {policy.name} computes without running the model; "
                 "give lego:k, deep:r, query:r, heavy:r, random:r or reuse, at the ratio that you expect"

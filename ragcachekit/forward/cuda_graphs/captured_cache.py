@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from ragcachekit.forward.tagged_keys import tagged, untagged
 from ragcachekit_kernels import dispatch
@@ -67,11 +67,6 @@ class CapturedLayer(DynamicLayer):  # type: ignore[misc]
         dispatch.scatter_at(key[0], value[0], self._table, self._layer, self._rows)
         rows = CapturedRows(self._table, self._layer, self._rows, self._tokens, key, value)
         return tagged(key, rows), value
-
-
-def new_captured_cache(layers: int, table: dispatch.KVTable, rows: dispatch.DeviceRows, tokens: int) -> Cache:
-    """A cache of :class:`CapturedLayer`; the same one serves every request of a captured forward."""
-    return Cache(layers=[CapturedLayer(index, table, rows, tokens) for index in range(layers)])
 
 
 def _same(given: torch.Tensor, own: torch.Tensor) -> bool:

@@ -145,9 +145,12 @@ class GraphedForward:
 def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
     """Turn captured linked forwards of an admitted model on or off; the last call counts.
 
-    ``auto`` means the defaults, on devices that have graphs.
+    ``auto`` means the defaults, on devices that have graphs. ValueError for anything but ``auto``, ``off``
+    and a configuration.
     """
-    config = graph_config(graphs)
+    if not isinstance(graphs, GraphConfig) and graphs not in ("auto", "off"):
+        raise ValueError(f"graphs must be 'auto', 'off' or a GraphConfig, got {graphs!r}")
+    config = {"auto": GraphConfig(), "off": None}[graphs] if isinstance(graphs, str) else graphs
     present = vars(model).get("forward")
     if isinstance(present, GraphedForward):
         if present.config == config:
@@ -157,15 +160,6 @@ def use_graphs(model: Any, graphs: str | GraphConfig = "auto") -> None:
         return
     if config.capture is not None or has_graphs(model.device):
         model.forward = GraphedForward(model, config)
-
-
-def graph_config(graphs: str | GraphConfig) -> GraphConfig | None:
-    """The configuration of ``graphs=``; None for off. ValueError for anything else."""
-    if isinstance(graphs, GraphConfig):
-        return graphs
-    if graphs not in ("auto", "off"):
-        raise ValueError(f"graphs must be 'auto', 'off' or a GraphConfig, got {graphs!r}")
-    return GraphConfig() if graphs == "auto" else None
 
 
 def _own_forward(model: weakref.ref[Any], before: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from ragcachekit.forward.cache import LayerBuffers, LinkedCache, LinkedLayer, LinkRows
+from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
 from ragcachekit.forward.cuda_graphs.capture import Capture, DeviceLock
 from ragcachekit.forward.cuda_graphs.captured_cache import (
+    CapturedLayer,
     GraphInputs,
     NotCapturable,
-    new_captured_cache,
     room_for,
     tokens_for,
 )
@@ -149,7 +150,8 @@ class _Forward:
 
     def __init__(self, forward: Callable[..., Any], inputs: GraphInputs, tokens: int) -> None:
         self._forward, self._inputs = forward, inputs
-        self._cache = new_captured_cache(inputs.table.entries.shape[0], inputs.table, inputs.rows, tokens)
+        layers = range(inputs.table.entries.shape[0])
+        self._cache = Cache([CapturedLayer(n, inputs.table, inputs.rows, tokens) for n in layers])
         self.output: type = type(None)
 
     def __call__(self) -> torch.Tensor:
@@ -227,7 +229,9 @@ class Trial:
         rows = LinkRows((self.positions,), (0,))
         slots = pairs[0][0].shape[2]
         kept = slots - len(self.positions)
-        return LinkedCache([LinkedLayer(_buffers(pair), slots, rows, kept) for pair in pairs])
+        return LinkedCache(
+            [LinkedLayer(_given(p), p[0].dtype, p[0].device, slots, rows, kept) for p in pairs]
+        )
 
     def run(self, forward: Callable[..., Any], pairs: Pairs) -> torch.Tensor:
         """The model's own linked forward over ``pairs``: logits ``[1, 1, vocab]``."""
@@ -256,8 +260,8 @@ class Trial:
                 _demand(apart, ROW if own.dtype.itemsize > 2 else HALF_ROW, f"the rows of layer {layer}")
 
 
-def _buffers(pair: Pair) -> LayerBuffers:
-    return LayerBuffers(lambda: pair, pair[0].dtype, pair[0].device)
+def _given(pair: Pair) -> MakeLayer:
+    return lambda: pair
 
 
 def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:

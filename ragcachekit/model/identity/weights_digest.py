@@ -24,7 +24,7 @@ _SETTLED_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -47,7 +47,7 @@ class FileDigests:
         entry = known.get(str(real))
         if isinstance(entry, dict) and entry.get("file") == before and isinstance(entry.get("sha256"), str):
             return str(entry["sha256"])
-        digest = _hash_file(real)
+        digest = hash_file(real)
         if _identity(real) != before:
             raise OSError(f"{file} changed while it was read")
         if time.time() - before["mtime_ns"] / 1e9 > _SETTLED_SECONDS:

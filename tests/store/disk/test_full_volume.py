@@ -15,7 +15,7 @@ import pytest
 from faults import Faults, injected
 from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
-from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.store.disk.volume import default_disk_bytes
 from ragcachekit.store.entry import image as entry_image
 from ragcachekit.store.factory import open_store

@@ -17,7 +17,7 @@ from ragcachekit.files import OpenFile, make_folder, parse_json, read_regular
 from ragcachekit.model.identity.weights_digest import FileDigests
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.policies.budgets.calibration import read_record, record_path
-from ragcachekit.prefix_tree.forget_log import ForgetLog
+from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.search.manifest import read_index
 from ragcachekit.store.disk.check import verify
 from ragcachekit.store.entry.layout import read_layout
