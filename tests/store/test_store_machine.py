@@ -118,10 +118,10 @@ class DiskMachine(StoreMachine):
 
     @rule(draw=st.integers(0, 2**32), lost=st.booleans())
     def restart(self, draw: int, lost: bool) -> None:
-        """Close; perhaps lose the index, leave an orphan behind; open again."""
+        """Close; perhaps lose the file that names the writer, leave an orphan behind; open again."""
         self.store.close()
         if lost:
-            shutil.rmtree(self.folder / "kv" / "index")
+            (self.folder / "kv" / "writer").unlink(missing_ok=True)
         (self.folder / "kv" / f"999999999-{draw:016x}.tmp").write_bytes(b"half")
         self.store = self.open()
 

@@ -91,7 +91,7 @@ def is_a_miss(folder: Path, image: bytes, key: KVKey = KEY) -> None:
     store.close()
     (path / name).write_bytes(image)
     store = opened(path)
-    assert not (path / name).exists()
+    assert store.get(key) is None
     assert holds(store, 7)
     store.close()
     assert answers(image, key)[0] is None
