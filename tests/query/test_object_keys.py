@@ -120,6 +120,7 @@ def test_what_differs_in_content_differs_in_key(kind: str) -> None:
         array.array("I", [1]),
         bytearray(b"a"),
         defaultdict(int),
+        np.ma.masked_array([1]),
         Options(1),
         Named("a"),
         Number(1),
