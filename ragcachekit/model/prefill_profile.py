@@ -49,7 +49,9 @@ class PrefillProfile:
             raise ValueError(f"the scale of a profile must be a number > 0, got {scale}")
         self._given = (tuple(map(int, cached)), tuple(map(int, new)), table.tolist())
         self.scale = float(scale)
-        table = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
+        table, cached = _from_zero(table, cached)
+        columns, new = _from_zero(table.T, new)
+        table = np.maximum.accumulate(np.maximum.accumulate(columns.T, axis=0), axis=1)
         table, self._cached = _to_far(table, cached)
         columns, self._new = _to_far(table.T, new)
         self._rows: list[list[float]] = columns.T.tolist()
@@ -124,7 +126,7 @@ class PrefillProfile:
         i, u = _cell(self._cached, cached)
         j, v = _cell(self._new, new)
         fewer, more = ((1 - v) * row[j] + v * row[j + 1] for row in self._rows[i : i + 2])
-        return max(0.0, (1 - u) * fewer + u * more)
+        return (1 - u) * fewer + u * more
 
 
 def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _Table:
@@ -142,6 +144,17 @@ def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _
     return table
 
 
+def _from_zero(table: _Table, grid: Sequence[int]) -> tuple[_Table, Sequence[int]]:
+    """Rows extended to zero tokens by the line through the first two."""
+    if grid[0] == 0:
+        return table, grid
+    first = table[:1]
+    if len(grid) > 1:
+        slope = (table[1:2] - first) / (grid[1] - grid[0])
+        first = np.clip(first - slope * grid[0], 0, first)
+    return np.concatenate([first, table]), [0, *grid]
+
+
 def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
     """Rows extended to :data:`FAR` by the last slopes, made to ascend as the rows do."""
     far = max(FAR, 2 * grid[-1])
@@ -152,6 +165,6 @@ def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
 
 
 def _cell(grid: list[int], at: float) -> tuple[int, float]:
-    """Cell of a grid that contains ``at`` or is the next to it, and the share of the cell before it."""
-    cell = min(max(bisect_right(grid, at) - 1, 0), len(grid) - 2)
+    """Cell of a grid that contains ``at``, and the share of the cell before it."""
+    cell = min(bisect_right(grid, at) - 1, len(grid) - 2)
     return cell, (at - grid[cell]) / (grid[cell + 1] - grid[cell])
