@@ -143,6 +143,14 @@ def fidelity(
     corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
+    dataset: Annotated[
+        str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
+    distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
+    order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",
+    half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
+    prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
     neighbours: Neighbours = "embedding",
     probes: opt.Probes = 200,
     chunk_tokens: opt.ChunkTokens = 200,
@@ -159,10 +167,12 @@ def fidelity(
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
     from ragcachekit.commands.bench.fidelity import run as module
+    from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
     from ragcachekit.commands.bench.fidelity.rows import tables
 
     quiet_loading()
-    lists = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    lists["sampling"] = Sampling(count, distractors, order, half, seed)
     settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
     resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
 

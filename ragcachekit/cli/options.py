@@ -58,7 +58,7 @@ def _plot(path: Path | None) -> Path | None:
     return path
 
 
-_MODEL = "Folder of a Hugging Face model, or a hub id."
+_MODEL = "Folder of a Hugging Face model, a hub id, or 'sample' (SmolLM2-135M-Instruct)."
 Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
 ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
 OptionalModel = Annotated[str | None, typer.Option(help=_MODEL)]

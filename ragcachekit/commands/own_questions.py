@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
+from ragcachekit.commands.bench.fidelity.datasets.registry import draw_questions
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, read_questions
 from ragcachekit.commands.bench.query_cache import Workload
 from ragcachekit.commands.calibrate.probes import probes
@@ -19,25 +22,38 @@ ANSWERS, AGREEMENT = "answers", "agreement"
 
 @dataclass(frozen=True)
 class Sample:
-    """Questions, how their answers are judged, and the corpus if there is one."""
+    """Questions, how their answers are judged, and the corpus if there is one.
+
+    ``documents`` are the chunks of each document, in order, where that is known.
+    """
 
     questions: tuple[FidelityQuestion, ...]
     quality: str = ANSWERS
     corpus: Corpus | None = None
+
+    @property
+    def documents(self) -> tuple[Sequence[str], ...]:
+        """Of the corpus, else of the questions themselves."""
+        if self.corpus is not None:
+            return tuple(documents(self.corpus.chunks))
+        return tuple(dict.fromkeys(one.document for one in self.questions if one.document))
 
 
 @dataclass(frozen=True)
 class Asking:
     """Settings of commands that ask a user's model.
 
-    Questions are from the JSONL file ``questions``, or else ``probes`` of them are made from ``corpus``, cut
-    into chunks of at most ``chunk_tokens``. ``policies`` are compared (empty: the default ones); the rest is
+    Questions are from a ``dataset`` (``squad:FILE``, ...; as ``sampling`` draws them) or from the JSONL file
+    ``questions``, or else ``probes`` of them are made from ``corpus``, cut into chunks of at most
+    ``chunk_tokens``. ``policies`` are compared (empty: the default ones); the rest is
     as for :class:`~ragcachekit.engine.rag_cache.RagCache`.
     """
 
     model: str
     questions: str | os.PathLike[str] | None = None
     corpus: str | os.PathLike[str] | None = None
+    dataset: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     policies: tuple[str, ...] = ()
     probes: int = 200
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
@@ -54,8 +70,10 @@ class Asking:
 
     def sample(self) -> Sample:
         """Read the questions, or make probes; ValueError or CorpusError without either."""
+        if self.dataset is not None:
+            return Sample(draw_questions(self.dataset, self.sampling))
         if self.questions is None and self.corpus is None:
-            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+            raise ValueError("give --dataset, --questions (JSONL), or --corpus to make probes from")
         corpus = None
         if self.corpus is not None:
             tokenizer = load_tokenizer(self.model)
@@ -68,8 +86,8 @@ class Asking:
 
 def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours:
     """Neighbours for ``similar:n``: preceding chunks in the corpus's files, or the nearest by MiniLM."""
-    if preceding and sample.corpus is not None:
-        return PrecedingChunks(documents(sample.corpus.chunks))
+    if preceding and sample.documents:
+        return PrecedingChunks(sample.documents)
     from ragcachekit.commands.embedding import MiniLM  # an extra, and needed here only
 
     asked = (chunk for question in sample.questions for chunk in question.chunks)

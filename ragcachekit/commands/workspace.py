@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import default_cache_dir, load_model
 
@@ -59,6 +60,7 @@ def load_tokenizer(name: str) -> Any:
     """Load the model's tokenizer, before its weights, so that a corpus is checked first."""
     from transformers import AutoTokenizer  # half a second that the cache commands do not need
 
+    name = resolve_model(name)
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
             raise FileNotFoundError(name)  # not a hub id: do not ask the hub
@@ -67,6 +69,7 @@ def load_tokenizer(name: str) -> Any:
 
 def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Load model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
+    name = resolve_model(name)
     with explained(name, ValueError):
         return load_model(name, device, dtype=dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
 from ragcachekit.forward.linker import link, run_rows
 from ragcachekit.model.encoding import Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
@@ -36,8 +36,7 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
         out.append((0, _entry(item, system, Encoding(ENCODING_PREFIX))))
         at = len(system)
     for ids in encoding.neighbours:
-        kind = Encoding("system", system) if system else Encoding("standalone")
-        out.append((at, _entry(item, ids, kind)))
+        out.append((at, _alone(item, ids)))
         at += len(ids)
     return out
 
@@ -96,7 +95,24 @@ class NeighbourEncoder:
         run_rows(self._model, inputs, len(positions))
         own = Stretch(0, positions.start, positions.stop)
         (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
-        return ChunkKV(*kv, None, sums.sums[0])
+        moved = sensitivity(kv.values, self._kv(_alone(item, item.token_ids)).values)
+        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: moved})
+
+
+def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far each token's values moved between two encodings: ``[layers, tokens]`` float32.
+
+    ``values`` and ``others`` are ``[kv_heads, tokens, head_dim]`` per layer; the norm is over heads and
+    dimensions.
+    """
+    pairs = zip(values, others, strict=True)
+    return torch.stack([(one.float() - other.float()).square().sum((0, 2)).sqrt() for one, other in pairs])
+
+
+def _alone(item: Missing, ids: tuple[int, ...]) -> Missing:
+    """A chunk behind the system text of ``item`` alone, or behind nothing."""
+    system = item.encoding.behind
+    return _entry(item, ids, Encoding("system", system) if system else Encoding("standalone"))
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:

@@ -65,7 +65,8 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     if not isinstance(policy, GuidedPolicy):
         return plan, None
     spans = [(c.start, c.stop) for c in plan.placed if not c.is_exact] if policy.look.per_chunk else None
-    watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, plan.question)
+    rows = plan.question[-policy.look.last :] if policy.look.last else plan.question
+    watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, rows)
     buffers = assemble([plan], rope, model.device)
     inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
     with suppress(_Done):

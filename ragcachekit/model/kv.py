@@ -15,6 +15,9 @@ from ragcachekit_kernels.dispatch import ChunkTensors
 SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 """Prefixes in ``sums`` of a layer's scales: of keys ``[heads, 1, dim]``, of values ``[heads, tokens, 1]``."""
 
+SENSITIVITY = "sensitivity"
+"""Name in ``sums`` of ``[layers, tokens]``: how far values move between two encodings of a chunk."""
+
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
     """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.model.packed`)."""
@@ -51,6 +54,8 @@ class ChunkKV:
       ``in-prompt`` KV, over heads and rows of the chunk: ``inter`` ``[layers, segments]``, attention to each
       segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
       each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
+      For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
+      values and those behind the system text alone.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -14,7 +14,7 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 Shapes = tuple[tuple[TensorShape, TensorShape], ...]  # per layer, dtype and shape of keys and of values
 
-_PER_TOKEN = ("attended", "outward")
+_PER_TOKEN = ("attended", "outward", "sensitivity")
 _PER_SEGMENT = ("inter", "behind")
 
 

@@ -109,11 +109,12 @@ class Look:
     """Which attention of the question is recorded.
 
     Negative ``layers`` count from the last; None: every layer. ``per_chunk``: one softmax per chunk that is
-    not exact (FusionRAG); else one over all keys.
+    not exact (FusionRAG); else one over all keys. ``last``: only so many last rows of the question count.
     """
 
     layers: tuple[int, ...] | None = (-1,)
     per_chunk: bool = True
+    last: int | None = None
 
 
 @runtime_checkable
@@ -130,8 +131,8 @@ class GuidedPolicy(SelectionPolicy, Protocol):
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
         """Positions to recompute, as :meth:`select`.
 
-        ``attention``, per recorded layer: ``[tokens]`` float32, the attention of the question's rows to each
-        key, summed over heads and rows.
+        ``attention``, per recorded layer: ``[tokens]`` float32, the attention of the question's rows that
+        are looked at to each key, summed over heads and rows.
         """
 
 

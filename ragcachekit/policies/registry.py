@@ -15,6 +15,7 @@ from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.deep import Deep
 from ragcachekit.policies.full import Full
 from ragcachekit.policies.heavy import Heavy
+from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.prefix import Prefix
 from ragcachekit.policies.query import Query
@@ -40,6 +41,7 @@ _POLICIES: dict[str, _Named] = {
     "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
     "query": _Named(lambda r: Query(float(r)), "query:0.15"),
     "deep": _Named(lambda r: Deep(float(r)), "deep:0.1"),
+    "impact": _Named(lambda r: TokenImpact(float(r)), "impact:0.1"),
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
     "random": _Named(lambda r: Random(float(r)), "random:0.15"),
     "budget": _Named(lambda x: Budget(float(x)), "budget:0.01"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ragcachekit.forward.cache import LinkedLayer
 from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.run import link_ahead
 from ragcachekit.plan.encodings import Encodings
+from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.memory.host import HostStore
 
@@ -36,14 +38,14 @@ def parts():
     return segments(*body, ("text", QUESTION))
 
 
-def plan_for(name, policy, encoder="standalone"):
+def plan_for(name, policy, encoder="standalone", sums=lambda kv: {}):
     model, rope = wrapped(name), described(name)
     install(model)
     store, chosen = HostStore(1 << 26), open_policy(policy)
     arguments = (parts(), chosen, Encodings(encoder, rope, BOS), store, "fingerprint", "space")
     for item in plan_from(*arguments).missing:
         for _, kv in ChunkEncoder(model, rope, ObservedCache).encode([item.token_ids], item.encoding):
-            assert store.put(item.key, kv)
+            assert store.put(item.key, replace(kv, sums={**kv.sums, **sums(kv)}))
     return plan_from(*arguments)
 
 
@@ -154,6 +156,32 @@ class TestQuery:
         chosen, _ = choose(wrapped(name), described(name), plan, 0)
         assert picked(chosen) == sorted(first + rest)
 
+    @pytest.mark.parametrize("known", [True, False])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_impact_is_attention_of_the_last_rows_times_sensitivity(self, name, known):
+        def moved(kv):
+            drawn = torch.Generator().manual_seed(kv.tokens)
+            return {"sensitivity": torch.rand(kv.layers, kv.tokens, generator=drawn) ** 4} if known else {}
+
+        plan = plan_for(name, "impact:0.2", sums=moved)
+        object.__setattr__(plan.policy, "look", Look(layers=None, per_chunk=False, last=3))
+        ids = plan.token_ids
+        question = range(len(ids) - 3, len(ids))
+        total = {p: 0.0 for start, stop in spans(plan) for p in range(start, stop)}
+        sensitivity = {}
+        for chunk in plan.placed:
+            for at in range(chunk.tokens if known else 0):
+                sensitivity[chunk.start + at] = chunk.sums["sensitivity"][:, at].tolist()
+        for layer, weights in enumerate(weights_of(name, ids, linked_columns(name, plan), question)):
+            for p in total:
+                seen = sum(weights[row][:, p].sum() for row in question)
+                total[p] += seen * (sensitivity[p][layer] if known else 1.0)
+        count = math.ceil(0.2 * len(total) - 1e-9)
+        first = [start for start, _ in spans(plan)]
+        rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
+        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        assert picked(chosen) == sorted(first + rest)
+
     def test_nothing_to_choose_from_is_decided_at_once(self):
         segments_ = segments(("text", SYSTEM), ("text", QUESTION))
         plan = plan_from(
@@ -169,8 +197,7 @@ class TestQuery:
 
     def test_a_policy_that_watches_a_layer_too_many_says_so(self):
         plan = plan_for("llama", "query:0.1")
-        look = type("L", (), {"layers": (7,), "per_chunk": True})()
-        object.__setattr__(plan.policy, "look", look)
+        object.__setattr__(plan.policy, "look", Look(layers=(7,)))
         with pytest.raises(ValueError, match="watches layers"):
             choose(wrapped("llama"), described("llama"), plan, 0)
 

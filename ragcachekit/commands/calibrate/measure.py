@@ -120,9 +120,9 @@ class Panel:
         """Probability of the token that full's answer begins with."""
         prompt = self._asked[at][1]
         if at not in self._begin:
-            self._begin[at] = int(self._engines.prefilled(prompt, FULL)[0].log_probs.argmax())
+            self._begin[at] = int(self._engines.prefilled(prompt, FULL)[0].log_probs[0].argmax())
         found, _ = self._engines.prefilled(prompt, way)
-        return float(found.log_probs[self._begin[at]].exp())
+        return float(found.log_probs[0][0, self._begin[at]].exp())
 
     def _bar(self, what: str) -> Iterable[int]:
         return tqdm(range(len(self._asked)), desc=what, unit="question", disable=not self._progress)

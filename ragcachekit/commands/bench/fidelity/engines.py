@@ -39,8 +39,9 @@ class Way:
 
 FULL = Way("full", NO_ENCODER)
 REUSE = Way("reuse", "system")
-BASELINES = (FULL, REUSE)
-"""Always measured: FusionRAG's normalized F1 is relative to them."""
+ALONE = Way("reuse", "standalone")
+BASELINES = (FULL, REUSE, ALONE)
+"""Always measured: FusionRAG's normalized F1 is relative to the first two, recovery to the first and last."""
 
 _TRIES = 2
 _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger than the store's budget"
@@ -48,12 +49,14 @@ _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger 
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Next-token log probabilities ``[vocab]``, float64, and KV without the prompt's last token.
+    """Log probabilities after a prompt, float64, and its KV without the prompt's last token.
 
-    ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per layer.
+    ``log_probs`` are ``[continuations]`` of ``[1 + n, vocab]``: of the next token, and of that after each of
+    the ``n`` tokens of a continuation. ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per
+    layer.
     """
 
-    log_probs: torch.Tensor
+    log_probs: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
 
@@ -102,13 +105,18 @@ class Engines:
         """Of the model."""
         return next(iter(self._engines.values())).fingerprint
 
-    def prefilled(self, prompt: FidelityPrompt, way: Way) -> tuple[Prefilled, LinkReport]:
-        """Link a prompt whose chunks are cached and run its last token; RagCacheError as :meth:`answer`."""
+    def prefilled(
+        self, prompt: FidelityPrompt, way: Way, continuations: Sequence[Sequence[int]] = ((),)
+    ) -> tuple[Prefilled, LinkReport]:
+        """Link a prompt whose chunks are cached and run its last token, then each continuation.
+
+        RagCacheError as :meth:`answer`.
+        """
         engine = self._engine(way)
         linked = engine.link(prompt.prompt, policy=way.policy)
         if not _served(linked.report):
             raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
-        return _prefilled(engine.model, linked), linked.report
+        return _prefilled(engine.model, linked, continuations), linked.report
 
     def answer(self, prompt: FidelityPrompt, way: Way) -> Answer:
         """Generate greedily from cached chunks.
@@ -167,7 +175,7 @@ def needs_neighbours(encoder: str) -> bool:
 
 
 @torch.no_grad()
-def _prefilled(model: Any, linked: LinkedPrompt) -> Prefilled:
+def _prefilled(model: Any, linked: LinkedPrompt, continuations: Sequence[Sequence[int]]) -> Prefilled:
     inputs = linked.inputs
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
     if cache is None:  # nothing was reused
@@ -176,10 +184,18 @@ def _prefilled(model: Any, linked: LinkedPrompt) -> Prefilled:
         model.base_model(
             input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True
         )
-    keys = tuple(layer.keys[0] for layer in cache.layers)
-    values = tuple(layer.values[0] for layer in cache.layers)
-    last = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
-    output = model(
-        input_ids=ids[:, -1:], attention_mask=mask, position_ids=last, past_key_values=cache, use_cache=True
-    )
-    return Prefilled(output.logits[0, -1].double().log_softmax(-1), keys, values)
+    kv = [(layer.keys, layer.values) for layer in cache.layers]
+    log_probs, length = [], ids.shape[1]
+    for tokens in continuations:
+        for layer, (keys, values) in zip(cache.layers, kv, strict=True):
+            layer.keys, layer.values = keys, values  # without the continuation before
+        rows = torch.tensor([[int(ids[0, -1]), *tokens]], device=ids.device)
+        output = model(
+            input_ids=rows,
+            attention_mask=mask.new_ones(1, length + len(tokens)),
+            position_ids=torch.arange(length - 1, length + len(tokens), device=ids.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        log_probs.append(output.logits[0].double().log_softmax(-1))
+    return Prefilled(tuple(log_probs), tuple(k[0] for k, _ in kv), tuple(v[0] for _, v in kv))

@@ -15,7 +15,7 @@ from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.errors import RagCacheError
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class Measurement:
     """Result of one question in one way; plain values only.
 
     ``exact_match``, ``f1`` and ``rouge_l`` are against the right answer, ``agreement...`` against that of
-    ``full``; ``kl`` is KL(full || this way) of the first token, in nats; deviations are per layer, relative
-    to ``full``, over the chunks' rows; ``ratio_spent`` is recomputed / cached rows over all layers.
+    ``full``. ``kl`` is KL(full || this way) of the first token in nats, ``answer_kl`` its mean over the
+    tokens of full's answer, given those before. ``answer_loss`` and ``gold_loss`` are nats per token of
+    full's and of the right answer. Deviations are per layer, relative to ``full``, over the chunks' rows;
+    ``ratio_spent`` is recomputed / cached rows over all layers.
     """
 
     text: str
@@ -36,6 +38,9 @@ class Measurement:
     agreement_jaccard: float
     answer_tokens: int
     kl: float
+    answer_kl: float
+    answer_loss: float
+    gold_loss: float
     key_deviation: tuple[float, ...]
     value_deviation: tuple[float, ...]
     ratio_spent: float
@@ -44,34 +49,57 @@ class Measurement:
     reused_tokens: int
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What ``full`` makes of a question, and the token ids of its answer and of the right one."""
+
+    prefilled: Prefilled
+    answer: tuple[int, ...]
+    gold: tuple[int, ...]
+
+    @classmethod
+    def of(cls, engines: Engines, prompt: FidelityPrompt, gold: tuple[int, ...]) -> Reference:
+        """Answer and prefill in full."""
+        answer = engines.answer(prompt, FULL).token_ids
+        prefilled, _ = engines.prefilled(prompt, FULL, (answer, gold))
+        return cls(prefilled, answer, gold)
+
+
 def measure(
     engines: Engines,
     question: FidelityQuestion,
     prompt: FidelityPrompt,
     way: Way,
-    full: Prefilled,
+    full: Reference,
     full_answer: Measurement | None,
 ) -> Measurement:
     """Answer a question in one way and compare; ``full_answer`` None: this is the answer of ``full``."""
     engines.encode(question, prompt, way)
     answer = engines.answer(prompt, way)
     link, text = answer.report.link, answer.text.strip()
-    found, report = (full, link) if way == FULL else engines.prefilled(prompt, way)
+    right, report = full.prefilled, link
+    found = right
+    if way != FULL:
+        found, report = engines.prefilled(prompt, way, (full.answer, full.gold))
     if report.fallback or link.fallback:
         raise RagCacheError(f"{way} fell back to a full prefill ({report.fallback}): nothing to measure")
     other = full_answer.text if full_answer else text
+    of_answer, of_gold = found.log_probs
     return Measurement(
         text=text,
-        exact_match=metrics.exact_match(text, question.answer),
-        f1=metrics.token_f1(text, question.answer),
-        rouge_l=metrics.rouge_l(text, question.answer),
+        exact_match=max(metrics.exact_match(text, gold) for gold in question.answers),
+        f1=max(metrics.token_f1(text, gold) for gold in question.answers),
+        rouge_l=max(metrics.rouge_l(text, gold) for gold in question.answers),
         agreement=float(text == other),
         agreement_rouge_l=metrics.rouge_l(text, other),
         agreement_jaccard=metrics.jaccard(text, other),
         answer_tokens=len(answer.token_ids),
-        kl=metrics.divergence(full.log_probs, found.log_probs),
-        key_deviation=metrics.relative_deviations(full.keys, found.keys, prompt.spans),
-        value_deviation=metrics.relative_deviations(full.values, found.values, prompt.spans),
+        kl=metrics.divergence(right.log_probs[0][0], of_answer[0]),
+        answer_kl=metrics.divergence(right.log_probs[0], of_answer),
+        answer_loss=metrics.loss_per_token(of_answer, full.answer),
+        gold_loss=metrics.loss_per_token(of_gold, full.gold),
+        key_deviation=metrics.relative_deviations(right.keys, found.keys, prompt.spans),
+        value_deviation=metrics.relative_deviations(right.values, found.values, prompt.spans),
         ratio_spent=link.recompute_ratio,
         prompt_tokens=link.prompt_tokens,
         recomputed_tokens=link.recomputed_tokens,

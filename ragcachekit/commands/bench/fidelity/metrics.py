@@ -57,8 +57,20 @@ def jaccard(answer: str, other: str) -> float:
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(full || other) in nats of two next-token distributions, given as log probabilities ``[vocab]``."""
-    return max(0.0, float((full.exp() * (full - other)).nan_to_num(0.0).sum()))
+    """KL(full || other) in nats of next-token distributions, given as log probabilities ``[..., vocab]``.
+
+    The mean over all but the last dimension.
+    """
+    return max(0.0, float((full.exp() * (full - other)).nan_to_num(0.0).sum(-1).mean()))
+
+
+def loss_per_token(log_probs: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Mean negative log likelihood of ``tokens`` in nats; 0 of none.
+
+    ``log_probs`` are ``[at least len(tokens), vocab]``.
+    """
+    rows = torch.arange(len(tokens))
+    return -float(log_probs[rows, torch.tensor(tokens)].mean()) if tokens else 0.0
 
 
 def relative_deviations(

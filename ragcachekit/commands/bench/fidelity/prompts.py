@@ -7,11 +7,20 @@ from itertools import chain
 from typing import Any
 
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
-from ragcachekit.commands.reading_prompt import PLAIN_STOP, prompt_for
+from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, ReadingPrompt, prompt_for
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
+ASK, FEW_SHOT = "ask", "few-shot"
+STYLES = (ASK, FEW_SHOT)
+
+_INSTRUCTION = "Answer the question from the passages. Give a short answer."
+_SHOTS = (
+    ("What colour is the sky on a clear day?", "blue"),
+    ("How many legs does a spider have?", "eight"),
+    ("Which metal is liquid at room temperature?", "mercury"),
+)
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 
 
@@ -29,16 +38,26 @@ class FidelityPrompt:
 
 
 class PromptMaker:
-    """Puts questions into the prompt that ``ragcachekit ask`` uses with this tokenizer.
+    """Puts questions into prompts of one style.
 
-    ``stop`` are texts where an answer ends, for models without a chat template; ``pad`` is an id for padding.
+    ``ask`` is the prompt of ``ragcachekit ask``, in the model's chat template if it has one. ``few-shot`` is
+    plain text, with three made-up questions and answers that show the form: models of few parameters answer
+    it better. ``stop`` are texts where an answer ends; ``pad`` is an id for padding. ValueError for another
+    style.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._reading = prompt_for(tokenizer)
+    def __init__(self, tokenizer: Any, style: str = ASK) -> None:
+        if style not in STYLES:
+            raise ValueError(f"unknown prompt {style!r}; known: {', '.join(STYLES)}")
+        few_shot = style == FEW_SHOT
+        self._reading = ReadingPrompt(_few_shot, False, "") if few_shot else prompt_for(tokenizer)
         self._tokens = SegmentTokenizer(tokenizer)
         self.pad = self._tokens.pad
-        self.stop: tuple[str, ...] = () if self._reading.chat else PLAIN_STOP
+        self.stop: tuple[str, ...] = ("\n",) if few_shot else () if self._reading.chat else PLAIN_STOP
+
+    def answer_ids(self, answer: str) -> tuple[int, ...]:
+        """Token ids of ``answer`` where this prompt is to be continued."""
+        return self._tokens.text(answer if self._reading.chat else f" {answer}", first=False)
 
     def prompt(self, question: FidelityQuestion) -> FidelityPrompt:
         """The prompt of one question; RagCacheError if the chat template changes the chunks."""
@@ -67,3 +86,8 @@ class PromptMaker:
     def _rendered(self, context: str, question: FidelityQuestion) -> str:
         prompt = self._reading.filled(context, question.question)
         return prompt if isinstance(prompt, str) else self._tokens.render(prompt)
+
+
+def _few_shot(context: str, question: str) -> str:
+    shots = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in _SHOTS)
+    return f"{_INSTRUCTION}{SEPARATOR}{context}\n\n{shots}Question: {question}\nAnswer:"

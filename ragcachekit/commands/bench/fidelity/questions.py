@@ -17,6 +17,8 @@ class FidelityQuestion:
     """One question with its retrieved chunks, in the order of the prompt.
 
     ``question_type`` groups figures; ``joints`` stand between the chunks (empty: a blank line everywhere).
+    ``accepted`` are further right answers. ``document`` holds the chunks of the document that ``chunks`` come
+    from, in order, if it is known: its order gives the neighbours of ``similar:n``.
     """
 
     question: str
@@ -24,6 +26,13 @@ class FidelityQuestion:
     answer: str
     question_type: str = ""
     joints: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    document: tuple[str, ...] = ()
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All right answers."""
+        return (self.answer, *self.accepted)
 
     @property
     def between(self) -> tuple[str, ...]:
@@ -38,7 +47,9 @@ def digest(questions: Sequence[FidelityQuestion]) -> str:
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
-    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line, ``"type"`` if wanted.
+    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
+
+    A line may have a ``"type"``, and as ``"document"`` the chunks of the document that its chunks come from.
 
     Raises ValueError for a bad line (with its number) or a file without questions; OSError.
     """
@@ -64,9 +75,11 @@ def _parsed(line: str) -> FidelityQuestion:
         raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
     if missing := [name for name in ("question", "chunks", "answer") if name not in found]:
         raise ValueError(f"{', '.join(map(repr, missing))} missing")
-    chunks, kind = found["chunks"], found.get("type", "")
+    chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
     if not isinstance(chunks, list) or not chunks:
         raise TypeError("'chunks' must be a list of texts, at least one")
+    if not isinstance(document, list) or not all(isinstance(text, str) for text in document):
+        raise TypeError("'document' must be the list of its chunks, in order")
     texts = {"question": found["question"], "answer": found["answer"]}
     texts |= {f"chunk {number}": chunk for number, chunk in enumerate(chunks, 1)}
     for name, text in texts.items():
@@ -74,4 +87,4 @@ def _parsed(line: str) -> FidelityQuestion:
             raise TypeError(f"{name} must be a text that is not empty")
     if not isinstance(kind, str) or kind == "all":
         raise TypeError("'type' must be a text other than 'all'")
-    return FidelityQuestion(found["question"], tuple(chunks), found["answer"], kind)
+    return FidelityQuestion(found["question"], tuple(chunks), found["answer"], kind, document=tuple(document))

@@ -9,26 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from ragcachekit.commands.bench.fidelity.engines import FULL, REUSE, Way
+from ragcachekit.commands.bench.fidelity.engines import ALONE, FULL, REUSE, Way
 from ragcachekit.commands.bench.fidelity.measure import Measurement
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.report import BenchReport, table
-from ragcachekit.commands.bench.resample import Bootstrap
+from ragcachekit.commands.bench.resample import Bootstrap, Statistic
 
 ALL = "all"
 QUALITY = "quality"
 _MEANS = (
     *("exact_match", "f1", "rouge_l", "agreement", "agreement_rouge_l", "agreement_jaccard"),
-    *("answer_tokens", "kl", "ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
+    *("answer_tokens", "kl", "answer_kl", "answer_loss", "gold_loss"),
+    *("ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
 )
+RECOVERED = ("kl", "answer_kl", "gold_loss", "f1")
 DEVIATIONS = ("key_deviation", "value_deviation")
 _QUALITY = (
     *("policy", "encoder", "question_type", "ratio_asked", "ratio_spent", "exact_match"),
     *("f1", "low", "high", "normalized_f1", "rouge_l", "n"),
 )
 _AGAINST_FULL = (
-    *("policy", "encoder", "agreement", "agreement_rouge_l", "agreement_jaccard", "answer_tokens", "kl"),
-    *("key_deviation", "value_deviation", "prompt_tokens", "recomputed_tokens"),
+    *("policy", "encoder", "ratio_spent", "agreement", "agreement_rouge_l", "kl", "answer_kl", "answer_loss"),
+    *("gold_loss", "key_deviation", "value_deviation", "prompt_tokens", "recomputed_tokens"),
+)
+_RECOVERY = (
+    *("policy", "encoder", "ratio_spent"),
+    *(f"{name}_recovery{end}" for name in RECOVERED for end in ("", "_low", "_high")),
 )
 
 Row = dict[str, Any]
@@ -55,6 +61,9 @@ def tables(report: BenchReport) -> Iterator[Table]:
         yield table(f"Fidelity: {report.model}", rows, _QUALITY)
         whole = [row for row in rows if row["question_type"] == ALL]
         yield table("Against full, all questions", whole, _AGAINST_FULL)
+        yield table(
+            "Recovered of what reuse of standalone chunks loses, with 95 % intervals", whole, _RECOVERY
+        )
 
 
 def ratio_asked(policy: str) -> float | None:
@@ -67,16 +76,21 @@ def ratio_asked(policy: str) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
+def recovery(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(x - reuse) / (full - reuse) of columns x, reuse, full; NaN where reuse and full are the same."""
+    value, reuse, full = sums.T
+    gap = full - reuse
+    out: NDArray[np.float64] = np.full(len(gap), np.nan)
+    np.divide(value - reuse, gap, out=out, where=np.abs(gap) > 1e-9)
+    return out
+
+
 def normalized_f1(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(F1 - F1_reuse) / (F1_full - F1_reuse) of columns f1, f1_reuse, f1_full; NaN where full is no better.
+    """:func:`recovery` of F1; NaN where full is no better than reuse.
 
     FusionRAG, section 5; F1_reuse is that of encoder ``system`` and policy ``reuse``.
     """
-    f1, reuse, full = sums.T
-    gap = full - reuse
-    out: NDArray[np.float64] = np.full(len(gap), np.nan)
-    np.divide(f1 - reuse, gap, out=out, where=gap > 1e-9)
-    return out
+    return np.where(sums[:, 2] - sums[:, 1] > 1e-9, recovery(sums), np.nan)
 
 
 def _row(kind: str, way: Way, results: Results, bootstrap: Bootstrap) -> Row:
@@ -90,13 +104,25 @@ def _row(kind: str, way: Way, results: Results, bootstrap: Bootstrap) -> Row:
     }
     for name in (*_MEANS, *DEVIATIONS):  # of a deviation the mean over layers
         row |= mean_row(name, np.array([np.mean(getattr(one, name)) for one in found]), bootstrap)
-    columns = np.array([[one.f1 for one in results[w]] for w in (way, REUSE, FULL)]).T
-    value = float(normalized_f1(columns.sum(axis=0, keepdims=True))[0])
-    row["normalized_f1"] = None if np.isnan(value) else value
-    interval = None if np.isnan(value) else bootstrap.interval(columns, normalized_f1)
-    row["normalized_f1_low"], row["normalized_f1_high"] = interval or (None, None)
+    row |= _relative_row(
+        "normalized_f1", "f1", normalized_f1, [results[w] for w in (way, REUSE, FULL)], bootstrap
+    )
+    for name in RECOVERED:
+        ways = [results[w] for w in (way, ALONE, FULL)]
+        row |= _relative_row(f"{name}_recovery", name, recovery, ways, bootstrap)
     row["low"], row["high"] = row.pop("f1_low"), row.pop("f1_high")
     return {**row, "n": len(found)}
+
+
+def _relative_row(
+    name: str, metric: str, statistic: Statistic, ways: Sequence[Sequence[Measurement]], bootstrap: Bootstrap
+) -> dict[str, float | None]:
+    """A figure of the sums of ``metric`` over these ways, with its interval; None where it has none."""
+    columns = np.array([[getattr(one, metric) for one in found] for found in ways]).T
+    value = float(statistic(columns.sum(axis=0, keepdims=True))[0])
+    interval = None if np.isnan(value) else bootstrap.interval(columns, statistic)
+    low, high = interval or (None, None)
+    return {name: None if np.isnan(value) else value, f"{name}_low": low, f"{name}_high": high}
 
 
 def mean_row(name: str, values: NDArray[np.float64], bootstrap: Bootstrap) -> dict[str, float]:

@@ -22,8 +22,8 @@ from ragcachekit.commands.bench.fidelity.engines import (
     needs_neighbours,
     quantisation,
 )
-from ragcachekit.commands.bench.fidelity.measure import Work, measure
-from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
+from ragcachekit.commands.bench.fidelity.measure import Reference, Work, measure
+from ragcachekit.commands.bench.fidelity.prompts import ASK, STYLES, FidelityPrompt, PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest
 from ragcachekit.commands.bench.fidelity.rows import Results, quality_rows
 from ragcachekit.commands.bench.report import BenchReport
@@ -53,13 +53,14 @@ EMBEDDING, DOCUMENT = "embedding", "document"
 class FidelitySettings(Asking):
     """What is measured: every policy over every encoder.
 
-    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system``, are
-    always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2) or of the
-    ``document`` (the chunks before).
+    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system`` and over
+    ``standalone``, are always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2)
+    or of the ``document`` (the chunks before). ``prompt`` is a style of :class:`.PromptMaker`.
     """
 
     encoders: tuple[str, ...] = ("standalone",)
     neighbours: str = EMBEDDING
+    prompt: str = ASK
 
     def check(self, documents: bool) -> None:
         """ValueError for unknown names, or neighbours of a document where no ``documents`` are given."""
@@ -68,9 +69,12 @@ class FidelitySettings(Asking):
             open_policy(name)
         if self.neighbours not in (EMBEDDING, DOCUMENT):
             raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
+        if self.prompt not in STYLES:
+            raise ValueError(f"unknown prompt {self.prompt!r}; known: {', '.join(STYLES)}")
         if self.neighbours == DOCUMENT and not documents:
             raise ValueError(
-                "a file of questions does not say what stands before a chunk; give --corpus, or use embedding"
+                "nothing says what stands before a chunk: give --corpus, a --dataset with documents (squad), "
+                'or questions with their "document"; or use embedding'
             )
 
 
@@ -88,8 +92,9 @@ def run(
 
     Raises ValueError, CorpusError for bad settings or questions, before any work; else as :func:`ask`.
     """
-    settings.check(documents=settings.corpus is not None)
+    settings.check(documents=True)  # before a corpus is read
     sample = settings.sample()
+    settings.check(documents=bool(sample.documents))
     near = partial(neighbours_of, sample, settings.neighbours == DOCUMENT, progress)
     results = ask(settings, sample.questions, near, work=work, progress=progress)
     return report(settings, sample.questions, results)
@@ -122,7 +127,7 @@ def ask(
     """
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     ways = _ways(settings, model, tokenizer)
-    maker = PromptMaker(tokenizer)
+    maker = PromptMaker(tokenizer, settings.prompt)
     prompts = [maker.prompt(question) for question in questions]
     _check_lengths(questions, prompts, model, settings.max_new_tokens)
     header = {
@@ -131,6 +136,7 @@ def ask(
         "questions": digest(questions),
         "max_new_tokens": settings.max_new_tokens,
         "neighbours": settings.neighbours,
+        "prompt": settings.prompt,
         "version": ragcachekit.__version__,
     }
     with closing(Work(header, work)) as done:
@@ -149,7 +155,7 @@ def ask(
             cache_dir=settings.cache_dir,
         )
         with closing(engines):
-            _ask_all(engines, done, questions, prompts, ways, expected, progress)
+            _ask_all(engines, done, questions, prompts, maker, ways, expected, progress)
         return {way: [done.results[i, way] for i in range(len(questions))] for way in ways}
 
 
@@ -158,6 +164,7 @@ def _ask_all(
     done: Work,
     questions: Sequence[FidelityQuestion],
     prompts: Sequence[FidelityPrompt],
+    maker: PromptMaker,
     ways: Sequence[Way],
     expected: Mapping[int, tuple[int, ...]],
     progress: bool,
@@ -173,7 +180,7 @@ def _ask_all(
                     "full through the library differs from the model's own generate on the question "
                     f"{question.question!r}; do not trust any figure"
                 )
-            full, _ = engines.prefilled(prompt, FULL)
+            full = Reference.of(engines, prompt, maker.answer_ids(question.answer))
             for way in left[i]:  # full is the first of all ways
                 known = done.results.get((i, FULL))
                 done.put(i, way, measure(engines, question, prompt, way, full, known))

@@ -1,0 +1,1 @@
+"""Datasets of questions, by the format of their file."""

