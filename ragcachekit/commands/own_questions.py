@@ -73,7 +73,7 @@ class Asking:
         if self.dataset is not None:
             return Sample(draw_questions(self.dataset, self.sampling))
         if self.questions is None and self.corpus is None:
-            raise ValueError("give --dataset, --questions (JSONL), or --corpus to make probes from")
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
         corpus = None
         if self.corpus is not None:
             tokenizer = load_tokenizer(self.model)

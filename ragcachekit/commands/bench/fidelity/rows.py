@@ -107,8 +107,8 @@ def _row(kind: str, way: Way, results: Results, bootstrap: Bootstrap) -> Row:
     row |= _relative_row(
         "normalized_f1", "f1", normalized_f1, [results[w] for w in (way, REUSE, FULL)], bootstrap
     )
+    ways = [results[w] for w in (way, ALONE, FULL)] if ALONE in results else []
     for name in RECOVERED:
-        ways = [results[w] for w in (way, ALONE, FULL)]
         row |= _relative_row(f"{name}_recovery", name, recovery, ways, bootstrap)
     row["low"], row["high"] = row.pop("f1_low"), row.pop("f1_high")
     return {**row, "n": len(found)}
@@ -117,7 +117,9 @@ def _row(kind: str, way: Way, results: Results, bootstrap: Bootstrap) -> Row:
 def _relative_row(
     name: str, metric: str, statistic: Statistic, ways: Sequence[Sequence[Measurement]], bootstrap: Bootstrap
 ) -> dict[str, float | None]:
-    """A figure of the sums of ``metric`` over these ways, with its interval; None where it has none."""
+    """A figure of the sums of ``metric`` over these ways, with its interval; None without ways or value."""
+    if not ways:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
     columns = np.array([[getattr(one, metric) for one in found] for found in ways]).T
     value = float(statistic(columns.sum(axis=0, keepdims=True))[0])
     interval = None if np.isnan(value) else bootstrap.interval(columns, statistic)

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 import ragcachekit
 from ragcachekit.commands.bench.fidelity.engines import (
+    ALONE,
     BASELINES,
     FULL,
     NO_ENCODER,
@@ -53,9 +54,10 @@ EMBEDDING, DOCUMENT = "embedding", "document"
 class FidelitySettings(Asking):
     """What is measured: every policy over every encoder.
 
-    A policy that insists on an encoder gets that one only; ``full``, and ``reuse`` over ``system`` and over
-    ``standalone``, are always added. ``neighbours`` of ``similar:n`` are by ``embedding`` (all-MiniLM-L6-v2)
-    or of the ``document`` (the chunks before). ``prompt`` is a style of :class:`.PromptMaker`.
+    A policy that insists on an encoder gets that one only. ``full``, and ``reuse`` over ``system``, are
+    always added, and with a dataset ``reuse`` over ``standalone``. ``neighbours`` of ``similar:n`` are by
+    ``embedding`` (all-MiniLM-L6-v2) or of the ``document`` (the chunks before). ``prompt`` is a style of
+    :class:`.PromptMaker`.
     """
 
     encoders: tuple[str, ...] = ("standalone",)
@@ -191,7 +193,8 @@ def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
     """The baselines, then every policy over every encoder, once each."""
     if not settings.encoders:
         raise ValueError("give at least one encoder, for example standalone")
-    rope, out = describe_rope(model), dict.fromkeys(BASELINES)
+    baselines = BASELINES if settings.dataset is None else (*BASELINES, ALONE)
+    rope, out = describe_rope(model), dict.fromkeys(baselines)
     for name in settings.policies or POLICIES:
         policy = open_policy(name)
         if not policy.reads_cache:

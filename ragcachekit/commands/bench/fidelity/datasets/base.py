@@ -72,7 +72,7 @@ class Sampling:
         others = [text for text in dict.fromkeys(one.others) if text not in one.relevant]
         few = others if self.distractors is None else rng.sample(others, min(self.distractors, len(others)))
         chosen = {*one.relevant, *few}
-        source = one.document or (*one.relevant, *one.others)
+        source = (one.document or (*one.relevant, *one.others)) if few else one.relevant
         out = [text for text in dict.fromkeys(source) if text in chosen]
         if self.order == "shuffled":
             rng.shuffle(out)

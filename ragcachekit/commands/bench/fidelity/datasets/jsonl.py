@@ -1,4 +1,4 @@
-"""Own questions: ``{"question", "chunks", "answer"}`` per line."""
+"""Own questions, as :func:`~ragcachekit.commands.bench.fidelity.questions.read_questions` reads them."""
 
 from __future__ import annotations
 
@@ -10,4 +10,7 @@ from ragcachekit.commands.bench.fidelity.questions import read_questions
 
 def load(path: Path) -> list[Passages]:
     """Every line; all of its chunks count as relevant."""
-    return [Passages(q.question, (q.answer,), q.chunks, kind=q.question_type) for q in read_questions(path)]
+    return [
+        Passages(q.question, q.answers, q.chunks, (), q.document, q.question_type)
+        for q in read_questions(path)
+    ]

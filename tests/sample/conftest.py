@@ -1,0 +1,32 @@
+"""SmolLM2-135M-Instruct with its own tokenizer and chat template, as users have it."""
+
+import pytest
+
+from ragcachekit import RagCache
+from ragcachekit.commands.sample_model import sample_model
+
+
+@pytest.fixture(scope="session")
+def folder():
+    return sample_model()
+
+
+@pytest.fixture(scope="session")
+def digests(tmp_path_factory):
+    return tmp_path_factory.mktemp("digests")
+
+
+@pytest.fixture(scope="session")
+def loaded(folder):
+    """Model and tokenizer, which no engine has touched yet."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def rag(loaded, digests):
+    engine = RagCache(*loaded, policy="lego:4", cold="now", cache_dir=digests)
+    yield engine
+    engine.close()

@@ -1,0 +1,107 @@
+"""The invariants of reuse on a pretrained model, against the model's own forward."""
+
+import hashlib
+
+import pytest
+import torch
+from texts import DOCUMENTS, QUESTIONS, SYSTEM
+from transformers import DynamicCache
+
+from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
+from ragcachekit.store.factory import open_store
+
+RELATIVE = 1e-5  # of the greatest logit or key: float32 sums in another order
+
+
+def prompt_of(order, question):
+    parts = [Text(SYSTEM)]
+    for number in order:
+        parts += [Chunk(DOCUMENTS[number]), Text("\n\n")]
+    return Prompt([*parts, Text(f"Question: {question}\nAnswer:")])
+
+
+def off(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@torch.no_grad()
+def own(model, ids, positions=None):
+    cache = DynamicCache()
+    where = torch.arange(ids.shape[1]) if positions is None else positions
+    return model(ids, position_ids=where[None], past_key_values=cache, use_cache=True).logits[0], cache
+
+
+@torch.no_grad()
+def last_logits(model, linked):
+    return model.generate(
+        **linked.inputs,
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    ).logits[0][0]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("policy", ["full", "lego:100000"])
+def test_everything_recomputed_is_an_ordinary_prefill(rag, loaded, question, policy):
+    model, _ = loaded
+    rag.encode(list(DOCUMENTS))
+    prompt = prompt_of((2, 0, 1), question)
+    linked = rag.link(prompt, policy=policy)
+    ids = linked.input_ids
+    expected, _ = own(model, ids)
+    assert off(last_logits(model, linked), expected[-1]) <= RELATIVE
+    greedy = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=2
+    )
+    answer = rag.generate(prompt, policy=policy, max_new_tokens=24, do_sample=False)
+    assert list(answer.token_ids) == greedy[0, ids.shape[1] :].tolist()
+    assert answer.report.link.approximate_tokens == 0
+
+
+def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(loaded, digests):
+    model, _ = loaded
+    with RagCache(*loaded, policy="reuse", encoder="system", cold="now", cache_dir=digests) as rag:
+        rag.encode([DOCUMENTS[0]], system=SYSTEM)
+        linked = rag.link(prompt_of((0,), QUESTIONS[0]))
+        assert linked.report.reused_tokens >= rag.count_tokens(DOCUMENTS[0])
+        expected, _ = own(model, linked.input_ids)
+        assert off(last_logits(model, linked), expected[-1]) <= RELATIVE
+
+
+@pytest.mark.parametrize("ahead", [1, 57, 1900])
+def test_a_linked_chunk_is_the_chunk_run_at_those_positions(rag, loaded, ahead):
+    model, tokenizer = loaded
+    rag.encode([DOCUMENTS[1]])
+    filler = tuple(tokenizer("the sea ").input_ids * ahead)[:ahead]
+    linked = rag.link(
+        Prompt([Text(token_ids=filler), Chunk(DOCUMENTS[1]), Text(f"\n\n{QUESTIONS[1]}")]), policy="reuse"
+    )
+    stop = ahead + len(tokenizer(DOCUMENTS[1]).input_ids)
+    _, cache = own(model, linked.input_ids[:, ahead:stop], torch.arange(ahead, stop))
+    turned = RELATIVE + stop * 2**-24  # the model rounds an angle of so many radians to float32
+    for ours, theirs in zip(linked.cache.layers, cache.layers, strict=True):
+        assert off(ours.keys[0, :, ahead:stop], theirs.keys[0]) <= turned
+        assert off(ours.values[0, :, ahead:stop], theirs.values[0]) <= turned
+
+
+def test_what_is_stored_stays_the_same_whatever_uses_it(loaded, digests):
+    def digest(store):
+        found = hashlib.sha256()
+        for key in sorted(store.keys(), key=str):
+            kv = store.get(key).kv
+            for tensor in (*kv.keys, *kv.values):
+                found.update(tensor.numpy().tobytes())
+        return found.hexdigest()
+
+    store = open_store(StoreConfig())
+    with RagCache(*loaded, store=store, cold="now", cache_dir=digests) as rag:
+        rag.encode(list(DOCUMENTS))
+        rag.generate(prompt_of((0, 1, 2), QUESTIONS[0]), max_new_tokens=2)  # stores the system text
+        before = digest(store)
+        for policy in ("reuse", "lego:4", "query:0.2", "impact:0.2", "cacheblend:0.2"):
+            for order in ((1, 0, 2), (2, 1, 0)):
+                rag.generate(prompt_of(order, QUESTIONS[1]), policy=policy, max_new_tokens=4)
+        assert digest(store) == before
+    store.close()
