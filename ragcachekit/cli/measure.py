@@ -161,6 +161,7 @@ def fidelity(
     dtype: opt.Dtype = "auto",
     resume: opt.Resume = None,
     json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
@@ -168,13 +169,16 @@ def fidelity(
     """
     from ragcachekit.commands.bench.fidelity import run as module
     from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
+    from ragcachekit.commands.bench.fidelity.plot import plot as draw
     from ragcachekit.commands.bench.fidelity.rows import tables
 
     quiet_loading()
     lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
     lists["sampling"] = Sampling(count, distractors, order, half, seed)
     settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
-    resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    if plot is not None:
+        draw(report, plot)
 
 
 def resumed(

@@ -41,7 +41,7 @@ class RagCache(ChunkMethods):
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
-        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``deep:0.1``, ``query:0.15``,
+        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``impact:0.1``, ``query:0.15``,
         ``lego:4+query:0.1``, ... (an unknown name lists all); or the F1 that may be lost, ``budget:0.01``,
         by the last ``ragcachekit calibrate``.
     encoder : str, optional
