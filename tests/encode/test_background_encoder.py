@@ -176,3 +176,26 @@ def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog)
     assert background_encoder.flush(WAIT)
     assert stored(store) == [0, 1]
     background_encoder.close()
+
+
+def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
+    monkeypatch.setattr("ragcachekit.encode.background.MAX_WAITING", 1)
+    background_encoder, store, encoder = made()
+    begun, go = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go.wait(WAIT)
+
+    encoder.before = hold
+    background_encoder.later([missing(0)])
+    assert begun.wait(WAIT)
+    background_encoder.later([missing(1)])
+    background_encoder.later([missing(2), missing(3)])
+    go.set()
+    assert background_encoder.flush(WAIT)
+    assert stored(store) == [0, 1]
+    assert [record.message for record in caplog.records] == [
+        "2 missing chunks are not encoded: 1 requests wait"
+    ]
+    background_encoder.close()

@@ -84,10 +84,9 @@ def half_of(question: str) -> str:
     return HALVES[1 + (hashlib.sha256(question.encode()).digest()[0] >> 7)]
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The JSON value of a file, or the list of those of its lines; ValueError for other text."""
+def read_items(path: str | os.PathLike[str]) -> list[Any]:
+    """The items of a JSON list, or of a file with one JSON value per line; ValueError for other text."""
     text = Path(path).read_text(encoding="utf-8")
-    try:
-        return json.loads(text)
-    except ValueError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    return [json.loads(line) for line in text.splitlines() if line.strip()]

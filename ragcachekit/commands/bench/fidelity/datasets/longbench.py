@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from ragcachekit.commands.bench.fidelity.datasets.base import Passages, read_json
+from ragcachekit.commands.bench.fidelity.datasets.base import Passages, read_items
 
 WORDS = 200
 """Chunks of a context without marked passages have at most so many words, or one longer paragraph."""
@@ -17,7 +17,7 @@ _PASSAGE = re.compile(r"(?m)^Passage \d+:\n")
 def load(path: Path) -> list[Passages]:
     """Every question with all of its context, as one document: nothing says which passages are relevant."""
     out = []
-    for item in read_json(path):
+    for item in filter(lambda item: item["answers"], read_items(path)):
         document = tuple(_cut(item["context"]))
         kind = item.get("dataset", "")
         out.append(Passages(item["input"].strip(), tuple(item["answers"]), document, (), document, kind))
@@ -27,7 +27,8 @@ def load(path: Path) -> list[Passages]:
 def _cut(context: str) -> list[str]:
     starts = [match.start() for match in _PASSAGE.finditer(context)]
     if starts:
-        return [context[a:b].strip() for a, b in pairwise([*starts, len(context)])]
+        parts = [context[a:b].strip() for a, b in pairwise([0, *starts, len(context)])]
+        return [part for part in parts if part]
     chunks: list[list[str]] = [[]]
     for paragraph in filter(None, map(str.strip, context.split("\n"))):
         if chunks[-1] and sum(len(text.split()) for text in (*chunks[-1], paragraph)) > WORDS:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.commands.bench.fidelity.datasets.base import Passages, read_json
+from ragcachekit.commands.bench.fidelity.datasets.base import Passages, read_items
 
 
 def load(path: Path) -> list[Passages]:
     """Every answerable question. Without marks, passages that contain an answer count as relevant."""
-    return [_parsed(item) for item in read_json(path) if item.get("answerable", True)]
+    found = [_parsed(item) for item in read_items(path) if item.get("answerable", True)]
+    return [one for one in found if one.answers]
 
 
 def _parsed(item: dict[str, Any]) -> Passages:

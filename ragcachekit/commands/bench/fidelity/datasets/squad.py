@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from ragcachekit.commands.bench.fidelity.datasets.base import Passages, read_json
+from ragcachekit.commands.bench.fidelity.datasets.base import Passages
 
 
 def load(path: Path) -> list[Passages]:
     """Every question that has an answer; the document is the article."""
     out = []
-    for article in read_json(path)["data"]:
+    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
         document = tuple(paragraph["context"].strip() for paragraph in article["paragraphs"])
         for text, paragraph in zip(document, article["paragraphs"], strict=True):
             for item in paragraph["qas"]:
