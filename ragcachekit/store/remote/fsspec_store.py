@@ -85,7 +85,8 @@ class FsspecBackend:
         self._budget, self._quotas, self._lock_wait = budget, quotas, lock_wait
         self._index: Ranking[str] = Ranking(Lru(), groups=True)
         self._keys: dict[str, KVKey] = {}  # known of the index; of others, forgetting reads the header
-        self._lock = Lock()  # around both, never while waiting for the file system
+        self._writes = 0  # begun and ended ones; odd while one is under way
+        self._lock = Lock()  # around these three, never while waiting for the file system
         self._changing = Lock()  # around writes and forgets
         self._listed = False
 
@@ -94,11 +95,11 @@ class FsspecBackend:
             self._list()
 
     def load(self, key: KVKey) -> bytes | None:
-        name = name_of(key)
+        name, writes = name_of(key), self._writes
         try:
             blob: bytes = self._fs.cat_file(self._path(name))
         except FileNotFoundError:
-            self._remove(name)
+            self._missing(name, writes)
             return None
         with self._lock:
             if name in self._index:
@@ -115,9 +116,9 @@ class FsspecBackend:
             if not wanted():
                 return None
             with self._lock:
-                self._index.add(
-                    name, len(blob), _group_of(name)
-                )  # what cannot be deleted again counts as well
+                self._writes += 1
+                # Before it is written, since what cannot be deleted again counts as well.
+                self._index.add(name, len(blob), _group_of(name))
                 self._keys[name] = key
             try:
                 self._write(self._path(name), blob)
@@ -125,10 +126,15 @@ class FsspecBackend:
                 with suppress(Exception):
                     self._discard(name)
                 raise
+            finally:
+                with self._lock:
+                    self._writes += 1
             return evicted + self._make_room(name, len(blob), quota)  # reads may have added some
 
     def delete(self, key: KVKey) -> None:
-        self._discard(name_of(key))
+        name, writes = name_of(key), self._writes
+        self._delete(name)
+        self._missing(name, writes)
 
     def exists(self, key: KVKey) -> bool:
         return bool(self._fs.exists(self._path(name_of(key))))
@@ -225,14 +231,27 @@ class FsspecBackend:
             raise
 
     def _discard(self, name: str) -> None:
+        """Delete an object; the caller is the only one that writes."""
+        self._delete(name)
+        with self._lock:
+            self._remove(name)
+
+    def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        self._remove(name)
+
+    def _missing(self, name: str, writes: int) -> None:
+        """Count an object no more that was missing, unless something was written since ``writes``.
+
+        Then it may be there now; if it is not, its next read or its eviction ends its counting.
+        """
+        with self._lock:
+            if self._writes == writes and not writes % 2:
+                self._remove(name)
 
     def _remove(self, name: str) -> None:
-        with self._lock:
-            self._index.remove(name)
-            self._keys.pop(name, None)
+        self._index.remove(name)
+        self._keys.pop(name, None)
 
     def _listing(self, group: str = "") -> dict[str, int]:
         """Name → size of every object (of one hashed namespace), oldest first; deletes old temporaries."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import Lock
 
 from ragcachekit.errors import StoreError
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, quota_of
+from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import EntryImage, from_bytes
@@ -25,7 +26,8 @@ class RemoteStore(Tier):
     """Sealed chunk KV on a :class:`~ragcachekit.store.remote.base.Backend`, with deadlines.
 
     If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
-    takes up to ten deadlines and then raises StoreError.
+    takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in this process,
+    and are not put, until a forget of them succeeds.
 
     Parameters
     ----------
@@ -63,12 +65,14 @@ class RemoteStore(Tier):
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = 0
+        self._unconfirmed: dict[str, frozenset[str] | None] = {}  # namespace to ids; None is all of it
+        self._lock = Lock()  # around changes of both
         refuse_after_fork(self)
         self._executor.run(backend.open, None, FORGET_DEADLINES * deadline)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        kv = None if self._closed else self._executor.look(lambda: self._load(key), None)
+        kv = self._executor.look(lambda: self._load(key), None) if self._is_served(key) else None
         if kv is None:
             self._counters.count("misses")
             return None
@@ -78,8 +82,9 @@ class RemoteStore(Tier):
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Seal and keep ``kv``, evicting least recently used entries.
 
-        False if the entry is too large, something is forgotten meanwhile, or the service does not answer in
-        time: then it may arrive later. TypeError for KV of a dtype without a safetensors name.
+        False if the entry is too large, something is forgotten meanwhile, a forget of it was not confirmed,
+        or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
+        a safetensors name.
         """
         for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
             storable(tensor.dtype)
@@ -100,7 +105,7 @@ class RemoteStore(Tier):
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and self._executor.look(lambda: self._backend.exists(key), False)
+        return self._is_served(key) and self._executor.look(lambda: self._backend.exists(key), False)
 
     def discard(self, key: KVKey) -> None:
         """Delete an unusable entry and count it as damaged."""
@@ -112,7 +117,7 @@ class RemoteStore(Tier):
         """Drop entries; StoreError if the service does not confirm it: then some may be left."""
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        self._forgets += 1  # before: what is being saved is refused, or deleted
+        self._hide(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
         dropped: set[str] = set()
 
         def forget() -> str:
@@ -124,9 +129,11 @@ class RemoteStore(Tier):
 
         failure = self._executor.run(forget, "no answer in time", FORGET_DEADLINES * self._executor.deadline)
         if failure:
+            self._hide(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
             raise StoreError(
                 f"the {self._tier} tier may hold what was to be forgotten; forget again: {failure}"
             )
+        self._show(namespace, chunk_ids)
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -141,6 +148,27 @@ class RemoteStore(Tier):
         self._closed = True
         self._executor.close()
         self._backend.close()
+
+    def _is_served(self, key: KVKey) -> bool:
+        """Whether the store is open and no forget of the entry is unconfirmed."""
+        hidden = self._unconfirmed.get(key.namespace, frozenset())
+        return not self._closed and not concerns(key, key.namespace, hidden)
+
+    def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Refuse puts of entries to be forgotten, and look none of them up."""
+        with self._lock:
+            hidden = self._unconfirmed.get(namespace, frozenset())
+            self._unconfirmed[namespace] = None if hidden is None or chunk_ids is None else hidden | chunk_ids
+            self._forgets += 1  # last: a put that reads the new count finds the entry hidden
+
+    def _show(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Undo :meth:`_hide` for a confirmed forget; of single chunks only if not all are hidden."""
+        with self._lock:
+            hidden = self._unconfirmed.get(namespace)
+            if chunk_ids is None or (hidden is not None and hidden <= chunk_ids):
+                self._unconfirmed.pop(namespace, None)
+            elif hidden is not None:
+                self._unconfirmed[namespace] = hidden - chunk_ids
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self._backend.load(key)
@@ -158,6 +186,8 @@ class RemoteStore(Tier):
 
     def _save(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
         forgets = self._forgets
+        if not self._is_served(key):
+            return None
 
         def save() -> int | None:
             blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())

@@ -18,10 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.entry.image import EntryImage
+from ragcachekit.store.memory.host import HostStore
 from ragcachekit.store.remote import deadlines
 from ragcachekit.store.remote.fsspec_store import FsspecBackend, FsspecStore
 from ragcachekit.store.remote.remote_store import RemoteStore
 from ragcachekit.store.remote.seal import OVERHEAD
+from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from redis_kit import KEY_BYTES, failures_of, forget_at_last
 from store_kit import KEY, contents, key_of, kv_of
@@ -199,6 +201,62 @@ def test_every_operation_may_fail(tmp_path: Path) -> None:
     assert MemoryFileSystem().find(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("base", [MemoryFileSystem, LocalFileSystem])
+def test_reads_during_and_across_a_write_leave_its_entry_counted(tmp_path: Path, base: type) -> None:
+    """The write of a key happens while reads of it have found nothing, or begin to."""
+    key = key_of(0)
+    across: list[KVKey] = []
+
+    def before(name: str) -> None:
+        if name == "pipe_file":
+            assert store._backend.load(key) is None
+
+    class Slow(type(interrupted(base, before))):  # type: ignore[misc]
+        def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+            try:
+                return super().cat_file(path, *args, **options)
+            except FileNotFoundError:
+                if across:  # after it was not found, and before this is known
+                    assert store._backend.save(across.pop(), memoryview(bytes(ONE)), lambda: True) is not None
+                raise
+
+    fs, root = Slow(), str(tmp_path)
+    store = store_on(fs, root, budget=3 * ONE)
+    for number in range(10):
+        key = key_of(number)
+        if number % 2:
+            across.append(key)
+            assert store._backend.load(key) is None
+        else:
+            assert store.put(key, kv_of(number))
+        sizes = [fs.size(path) for path in fs.find(root)]
+        (stats,) = store.stats()
+        assert (stats.entries, stats.nbytes) == (len(sizes), sum(sizes)), number
+        assert stats.nbytes <= 3 * ONE
+
+
+def test_an_object_written_while_a_damaged_one_is_deleted_counts(tmp_path: Path) -> None:
+    class Overtaken(LocalFileSystem):
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            super().rm_file(path)
+            assert store._backend.save(KEY, memoryview(bytes(ONE)), lambda: True) == 0
+
+    store = store_on(Overtaken(), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    store._backend.delete(KEY)
+    assert len(files(tmp_path)) == store.stats()[0].entries == 1
+
+
+def test_an_object_that_another_process_deleted_counts_no_more(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store.put(KEY, kv_of(1))
+    files(tmp_path)[0].unlink()
+    assert store.get(KEY) is None
+    assert store.stats()[0].nbytes == 0
+
+
 @pytest.mark.usefixtures("patient")
 def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
     fails = Fails()
@@ -313,8 +371,52 @@ def test_an_object_that_cannot_be_deleted_is_an_error_of_its_forget_alone(tmp_pa
         with pytest.raises(StoreError, match="forget again: PermissionError: kept"):
             store.forget("acme/docs")
     assert not store._executor._breaker.is_open
-    assert [key_of(number) in store for number in range(4)] == [True, False, False, False]
+    assert [path.stem for path in files(tmp_path)].count(key_of(0).digest()) == 1
+    assert len(files(tmp_path)) == 2
     assert store.forget("globex") == 1
+
+
+@pytest.mark.parametrize("chunk_ids", [frozenset({"chunk-1"}), frozenset({"neighbour"}), None])
+def test_entries_of_a_failed_forget_are_misses_until_one_succeeds(
+    tmp_path: Path, chunk_ids: frozenset[str] | None
+) -> None:
+    fails = Fails()
+    host = HostStore(BUDGET)
+    store = TieredStore([host, store_on(interrupted(LocalFileSystem, fails), str(tmp_path))])
+    forgotten, other = key_of(1, context=("neighbour",)), key_of(2, context=("other",))
+    elsewhere = key_of(1, namespace="globex")
+    every = (forgotten, other, elsewhere)
+    assert all(store.put(key, kv_of(1)) for key in every)
+    fails.names = {"rm_file"}
+    with pytest.raises(StoreError, match="forget again: OSError: rm_file fails"):
+        store.forget("acme/docs", chunk_ids)
+    fails.names = set()
+    served = [False, chunk_ids is not None, True]
+    assert [store.get(key) is not None for key in every] == served
+    assert [key in store for key in every] == served
+    assert forgotten not in host
+    assert not store._tiers[1].put(forgotten, kv_of(2))
+    assert store.forget("acme/docs", frozenset({"chunk-3"})) == 0
+    assert store.get(forgotten) is None, "that was another chunk"
+    store.forget("acme/docs", chunk_ids)
+    assert [path.stem for path in files(tmp_path)].count(forgotten.digest()) == 0
+    assert store.put(forgotten, kv_of(3))
+    assert store.get(forgotten) is not None
+
+
+def test_an_unconfirmed_forget_of_everything_needs_another_one_of_everything(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"rm_file"}
+    with pytest.raises(StoreError, match="rm_file fails"):
+        store.forget(KEY.namespace)
+    fails.names = set()
+    assert store.forget(KEY.namespace, frozenset({KEY.chunk_id})) == 1
+    assert not store.put(KEY, kv_of(1))
+    store.forget(KEY.namespace)
+    assert store.put(KEY, kv_of(1))
+    assert store.get(KEY) is not None
 
 
 def test_a_forget_reads_each_header_once(tmp_path: Path) -> None:

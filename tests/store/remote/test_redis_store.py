@@ -209,6 +209,7 @@ def test_a_dead_server_is_no_error_from_opening_on(
     mortal.start()
     assert store.get(KEY) is None, "left alone during the cool-down"
     clock.now += 6
+    assert store.forget("acme/docs") == 0
     assert store.put(KEY, kv_of(1))
     assert store.get(KEY) is not None
 
@@ -245,6 +246,7 @@ def test_a_forget_during_an_absence_is_an_error(server: RedisServer, monkeypatch
         assert store.put(key, kv_of(1))
     with hung(server, store), pytest.raises(StoreError, match="forget again: no answer in time"):
         store.forget("acme/docs", frozenset({"chunk-1"}))
+    assert store.get(gone) is None
     forget_at_last(store, "acme/docs", frozenset({"chunk-1"}))
     assert store.get(gone) is None
     assert store.get(here) is not None
