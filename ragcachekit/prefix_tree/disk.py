@@ -35,6 +35,12 @@ _SECONDS_TO_WRITE = 5.0
 _SECONDS_TO_FORGET = 60.0
 """Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
 
+_MOST_LOGGED = 1 << 20
+"""Bytes at which a file of the log is started anew; everybody then forgets the whole namespace."""
+
+_HEAD = len('{"by": "') + 16
+"""First bytes of a file, up to the end of a random token: they tell whether it was started anew."""
+
 _LOG = logging.getLogger(__name__)
 
 Ids = frozenset[str] | None
@@ -141,21 +147,25 @@ class ForgetLog:
         self._folder = folder
         self._lock = FolderLock(folder / "lock")
         self._me = secrets.token_hex(8)
-        self._known: dict[str, tuple[int, int]] = {}  # size and time of a file when it was read
+        # Size and time of a file when it was read, and its head.
+        self._known: dict[str, tuple[tuple[int, int], bytes]] = {}
 
     def unread(self, namespace: str) -> list[Ids]:
         """What others have forgotten since the last call; nothing the first time. Costs one ``stat``.
 
-        A file that became unreadable, or lost lines, counts as the whole namespace.
+        A file that became unreadable, lost lines or was started anew counts as the whole namespace.
         """
-        state = self._state(namespace)
-        known = self._known.get(namespace, state)
-        self._known[namespace] = state
-        if known == state:
+        state, known = self._state(namespace), self._known.get(namespace)
+        if known is not None and known[0] == state:
             return []
-        lines: list[bytes] = []
+        content = b""
         with suppress(OSError):
-            lines = read_regular(self._path(namespace))[known[0] : state[0]].splitlines()
+            content = read_regular(self._path(namespace))[: state[0]]
+        self._known[namespace] = state, content[:_HEAD]
+        if known is None:
+            return []
+        (size, _), head = known
+        lines = content[size:].splitlines() if content.startswith(head) else []
         return [ids for by, ids in map(_parsed, lines) if by != self._me] if lines else [None]
 
     @contextmanager
@@ -199,10 +209,13 @@ class ForgetLog:
             ) from late
 
     def _append(self, namespace: str, ids: Ids) -> None:
-        entry = {"by": self._me, "ids": None if ids is None else sorted(ids)}
+        line = _line(self._me, ids)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW
         with open_regular(self._path(namespace), flags) as file:
-            os.write(file.fd, json.dumps(entry).encode() + b"\n")
+            if os.fstat(file.fd).st_size + len(line) > _MOST_LOGGED:
+                os.ftruncate(file.fd, 0)
+                line = _line(secrets.token_hex(8), None)
+            os.write(file.fd, line)
             os.fsync(file.fd)
 
     def _path(self, namespace: str) -> pathlib.Path:
@@ -214,6 +227,10 @@ class ForgetLog:
         except OSError:
             return 0, 0
         return status.st_size, status.st_mtime_ns
+
+
+def _line(by: str, ids: Ids) -> bytes:
+    return json.dumps({"by": by, "ids": None if ids is None else sorted(ids)}).encode() + b"\n"
 
 
 def _parsed(line: bytes) -> tuple[str, Ids]:

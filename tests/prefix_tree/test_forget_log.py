@@ -161,6 +161,44 @@ def test_what_cannot_be_read_stands_for_everything(tmp_path: Path, harm: str, re
     assert other.unread("acme") == [frozenset({"later"})]
 
 
+def test_the_log_is_started_anew_before_it_is_too_long(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(forgets, "_MOST_LOGGED", 200)
+    log, often, seldom = ForgetLog(tmp_path), ForgetLog(tmp_path), ForgetLog(tmp_path)
+    often.unread("acme")
+    heard = []
+    for number in range(40):
+        with log.forgetting("acme", frozenset({f"chunk-{number:02}"})):
+            pass
+        if number == 1:
+            seldom.unread("acme")
+        heard += often.unread("acme")
+        (file,) = (path for path in tmp_path.iterdir() if path.name != "lock")
+        assert file.stat().st_size <= 200
+    assert len(heard) == 40
+    assert 5 < heard.count(None) < 20
+    # The file has lines where this one stopped reading, but is another one.
+    assert None in seldom.unread("acme")
+    assert seldom.unread("acme") == []
+
+
+def test_a_new_log_with_a_line_where_the_old_one_ended_is_noticed(tmp_path: Path, monkeypatch) -> None:
+    log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
+
+    def forget(*ids: str) -> None:
+        with log.forgetting("acme", frozenset(ids) or None):
+            pass
+
+    forget()
+    assert other.unread("acme") == []
+    monkeypatch.setattr(forgets, "_MOST_LOGGED", 1)
+    forget("a")  # leaves one line, as long as the one before
+    monkeypatch.undo()
+    forget("b")
+    assert other.unread("acme") == [None]
+    forget("c")
+    assert other.unread("acme") == [frozenset({"c"})]
+
+
 def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: Path) -> None:
     log = ForgetLog(tmp_path)
     with log.writing():

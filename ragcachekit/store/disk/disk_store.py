@@ -97,7 +97,7 @@ class DiskStore(Tier):
             try:
                 kv = reader.kv()
             except (EntryDamaged, OSError) as error:
-                self._ended(digest, error)
+                self._ended(digest, error, reader.status)
                 return None
         self._ended(digest)
         return Found(kv, "disk")
@@ -108,7 +108,7 @@ class DiskStore(Tier):
         reader = self._reader(key, digest)
         if reader is None:
             return None
-        return DiskSource(reader, partial(self._ended, digest))
+        return DiskSource(reader, partial(self._ended, digest, seen=reader.status))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -224,13 +224,15 @@ class DiskStore(Tier):
             except FileNotFoundError:
                 pass
             except (EntryDamaged, OSError) as error:
-                self._ended(digest, error)
+                self._ended(digest, error, error.seen if isinstance(error, EntryDamaged) else None)
                 return None
         self._counters.count("misses")
         return None
 
-    def _ended(self, digest: str, error: EntryDamaged | OSError | None = None) -> None:
-        """Count how reading an entry ended, and delete a damaged one."""
+    def _ended(
+        self, digest: str, error: EntryDamaged | OSError | None = None, seen: os.stat_result | None = None
+    ) -> None:
+        """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
         if error is None:
             self._at("read")
             self._counters.count("hits")
@@ -240,7 +242,7 @@ class DiskStore(Tier):
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            self._files.remove(digest)
+            self._files.remove(digest, seen)
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
 

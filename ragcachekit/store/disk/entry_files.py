@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ragcachekit.files import NO_FOLLOW, open_regular, read_regular, write_all
+from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular, write_all
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.counters import Counters
 from ragcachekit.store.disk.folder import FolderLock, LockFailed, sweep_orphans, temp_file
@@ -40,9 +40,11 @@ class EntryFiles:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
     The modification time of a file is the time of its last use. Files are added with the folder's lock held.
-    Their sums are kept in memory: the file ``writer`` names the store that wrote last, and every other store
-    lists the folder anew before it writes. Parameters are those of
-    :class:`~ragcachekit.store.disk.disk_store.DiskStore`.
+    The file ``writer`` holds the sums of their sizes, which every change updates; a store lists the folder to
+    open it, to find further files to evict, and where the sums are missing. After a kill they may be larger
+    than the files, not smaller.
+
+    Parameters are those of :class:`~ragcachekit.store.disk.disk_store.DiskStore`.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class EntryFiles:
         self._lock = FolderLock(folder / "lock")
         # Guarded by the lock.
         self._writer = folder / "writer"
-        self._name = secrets.token_hex(16)
         self._listed: dict[str, _File] = {}  # candidates for eviction, least recently used first
         self._nbytes = Counter[str | None]()  # by namespace; None: of all
         self._namespaces: dict[str, str] = {}  # by digest; only where there are quotas
@@ -93,9 +94,10 @@ class EntryFiles:
                 image.write(file.fd, self._at)
                 file.close()  # Windows renames no open file
                 _touch(path)
+                self._count(namespace, more)
+                self._write_sums()  # before the file counts, lest a kill leaves it uncounted
                 os.replace(path, self.name(digest))
                 self._at("renamed")
-            self._count(namespace, more)
             if self._quotas:
                 self._namespaces[digest] = namespace
 
@@ -113,17 +115,34 @@ class EntryFiles:
                 nbytes -= size
         return nbytes <= 0
 
-    def remove(self, digest: str) -> bool:
-        """Delete an entry, even if the folder cannot be locked; False if the file is still there."""
-        with self._locked_if_possible():
+    def remove(self, digest: str, seen: os.stat_result | None = None) -> bool:
+        """Delete an entry, even if the folder cannot be locked; False if the file cannot be deleted.
+
+        With ``seen``, that of a damaged file, only if it is still that file, and not one that was put since.
+        """
+        path = self.path(digest)
+        with self._locked_if_possible() as locked:
+            namespace = self._namespaces.get(digest, _NOBODY)
+            if self._quotas and not namespace:
+                namespace = self._namespace(digest)
             try:
-                self.path(digest).unlink(missing_ok=True)
+                status = os.lstat(path)
+                if seen is not None and not os.path.samestat(status, seen):
+                    return True
+                path.unlink()
+            except FileNotFoundError:
+                return True
             except OSError as error:
                 self._warn_undeleted(error)
                 return False
             self._at("removed")
             with suppress(OSError):
-                self._writer.unlink(missing_ok=True)  # every store lists the folder anew
+                countable = seen is None and (namespace or not self._quotas)  # damage may change the size
+                if locked and countable and self._read_sums():
+                    self._count(namespace, -status.st_size)
+                    self._write_sums()
+                else:
+                    self._writer.unlink(missing_ok=True)
         return True
 
     def record_use(self, digest: str) -> None:
@@ -133,13 +152,14 @@ class EntryFiles:
 
     def prepare(self, seconds: float) -> None:
         """Remove what dead writers left, and evict down to budget and quotas, which may be smaller now."""
-        with self._lock.held(seconds), self._sums():
+        with self._lock.held(seconds), self._sums(anew=True):
             sweep_orphans(self._folder)
             for namespace in list(self._nbytes):
                 quota = quota_of(self._quotas, namespace) if namespace else None
                 if quota is not None:
                     self._shrink(quota, namespace)
             self._shrink(self._budget)
+            self._write_sums()
 
     def wait_for_writers(self, seconds: float) -> None:
         """Wait for puts under way, and remove what dead writers left."""
@@ -147,29 +167,41 @@ class EntryFiles:
             sweep_orphans(self._folder)
 
     @contextmanager
-    def _locked_if_possible(self) -> Iterator[None]:
+    def _locked_if_possible(self) -> Iterator[bool]:
         with ExitStack() as held:
+            locked = False
             with suppress(LockFailed):
                 held.enter_context(self._lock.held(SECONDS_TO_LOCK))
-            yield
+                locked = True
+            yield locked
 
     @contextmanager
-    def _sums(self) -> Iterator[None]:
+    def _sums(self, anew: bool = False) -> Iterator[None]:
         """Within it ``_nbytes`` agree with the files, unless some were removed by hand."""
         try:
-            if self._last_writer() != self._name:
+            if anew or not self._read_sums():
                 self._list()
-                with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
-                    write_all(file.fd, [self._name.encode()])
             yield
         except BaseException:
-            self._name = secrets.token_hex(16)  # the next time, list the folder
+            with suppress(OSError):
+                self._writer.unlink()  # the next time, list the folder
             raise
 
-    def _last_writer(self) -> str:
-        with suppress(OSError):
-            return read_regular(self._writer).decode(errors="replace")
-        return ""
+    def _read_sums(self) -> bool:
+        """Set ``_nbytes`` to the sums in ``writer``; False if it lacks them, or those of namespaces."""
+        with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+            total, spaces = parse_json(read_regular(self._writer))
+            if spaces is not None or not self._quotas:
+                sums: dict[str | None, int] = {str(name): int(size) for name, size in (spaces or {}).items()}
+                self._nbytes = Counter(sums | {None: int(total)})
+                return True
+        return False
+
+    def _write_sums(self) -> None:
+        spaces = {name: nbytes for name, nbytes in self._nbytes.items() if name is not None and nbytes}
+        text = json.dumps([self._nbytes[None], spaces if self._quotas else None])
+        with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
+            os.ftruncate(file.fd, write_all(file.fd, [text.encode()]))
 
     def _list(self) -> None:
         known, self._namespaces = self._namespaces, {}
@@ -216,7 +248,7 @@ class EntryFiles:
                 raise OSError(f"no entry in {self._folder} can be deleted")
 
     def _evict(self, digest: str) -> None:
-        """Delete a file, unless it was used since it was listed."""
+        """Delete a file, unless it was used or removed since it was listed."""
         file, path = self._listed.pop(digest), self.path(digest)
         try:
             if os.lstat(path).st_mtime_ns != file.used:
@@ -224,8 +256,8 @@ class EntryFiles:
             path.unlink()
             self._at("evicted")
             self._counters.count("evictions")
-        except FileNotFoundError:
-            pass
+        except FileNotFoundError:  # subtracted by the store that removed it
+            return
         except OSError as error:
             self._warn_undeleted(error)
             return

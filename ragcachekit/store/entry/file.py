@@ -34,16 +34,16 @@ def entry_name(digest: str) -> str:
 class EntryReader:
     """An open entry file with verified ``header`` and ``sums``; layers are read and verified one by one.
 
-    Used by one thread at a time. An evicted file can still be read to its end. ``buffers`` provide memory for
-    tensors. Raises EntryDamaged unless every byte of header and sums is as it was written, and OSError if the
-    file cannot be read.
+    Used by one thread at a time. An evicted file can still be read to its end; ``status`` is that of the
+    file. ``buffers`` provide memory for tensors. Raises EntryDamaged unless every byte of header and sums is
+    as it was written, and OSError if the file cannot be read.
     """
 
     def __init__(self, path: Path | str, buffers: Buffers = _FRESH) -> None:
         self._buffers = buffers
         self._file = OpenFile(path, os.O_RDONLY | NO_FOLLOW)
         try:
-            status = os.fstat(self._file.fd)
+            self.status = status = os.fstat(self._file.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise EntryDamaged("not a regular file")
             self.header, self._start = self._read_header(status.st_size)
@@ -51,7 +51,9 @@ class EntryReader:
             if size != status.st_size:
                 raise EntryDamaged(f"{status.st_size} bytes instead of {size}")
             self.sums = self._read_sums() if self.header.sums else {}
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EntryDamaged):
+                error.seen = self.status
             self.close()
             raise
 
@@ -141,7 +143,9 @@ def open_entry(path: Path | str, key: KVKey, buffers: Buffers = _FRESH) -> Entry
     reader = EntryReader(path, buffers)
     if reader.header.key != key:
         reader.close()
-        raise EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")
+        error = EntryDamaged(f"{os.path.basename(path)} holds the entry of another key")
+        error.seen = reader.status
+        raise error
     return reader
 
 

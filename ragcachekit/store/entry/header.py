@@ -7,6 +7,7 @@ writes metadata in no fixed order, so the header is encoded here; any safetensor
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ _JSON = json.JSONDecoder()
 
 
 class EntryDamaged(StoreError):
-    """An entry is cut short, altered, or that of another key."""
+    """An entry is cut short, altered, or that of another key; ``seen`` is its file where one was opened."""
+
+    seen: os.stat_result | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.store.disk import folder
+from ragcachekit.store.entry.header import EntryDamaged
 from store_kit import (
     agrees_with_files,
     entry_size,
@@ -37,6 +38,38 @@ def test_a_flipped_byte_is_a_counted_miss_and_the_file_goes(tmp_path: Path, wher
     assert store.put(key_of(1), kv_of(1))
     assert holds(store, 1)
     store.close()
+
+
+@pytest.mark.parametrize("step", ["layer", "header"])
+def test_a_damaged_file_goes_only_if_it_was_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    store, other = opened(path), opened(path)
+    data = bytearray(file_of(path, key_of(1)).read_bytes())
+    data[-1 if step == "layer" else 60] ^= 4
+    file_of(path, key_of(1)).write_bytes(bytes(data))
+    if step == "layer":
+        source = store.open(key_of(1))
+        assert source is not None
+        assert other.put(key_of(1), kv_of(1))
+        with pytest.raises(EntryDamaged):
+            source.layer(source.layers - 1)
+        source.close()
+    else:
+        remove = store._files.remove
+
+        def late(digest: str, seen: os.stat_result | None = None) -> bool:
+            assert other.put(key_of(1), kv_of(1))
+            return remove(digest, seen)
+
+        monkeypatch.setattr(store._files, "remove", late)
+        assert not holds(store, 1)
+    assert store.stats()[0].damaged == 1
+    assert holds(other, 1)
+    store.close()
+    other.close()
 
 
 def test_damage_while_closed_is_found_at_the_read(tmp_path: Path) -> None:
@@ -95,7 +128,7 @@ def test_the_least_recently_used_file_is_evicted_first_after_a_restart(tmp_path:
     store.close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 1000, None], ids=["empty", "overwritten", "deleted"])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 1000, b"[Infinity, null]", b"[9, 9]", b"{}", None])
 def test_a_damaged_writer_file_costs_nothing(tmp_path: Path, damage: bytes | None) -> None:
     path = tmp_path / "kv"
     filled(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import disk_store as disk
-from ragcachekit.store.disk import folder
+from ragcachekit.store.disk import entry_files, folder
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.disk.folder import FolderLock
 from store_kit import (
@@ -167,6 +168,65 @@ def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path: Path) -> N
     assert [n for n in range(24) if key_of(n) in stores[0]] == [0, 19, 20, 21, 22, 23]
     for store in stores:
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("entries", "quota"), [(200, None), (40, None), (200, 100), (200, 30)], ids=str
+)  # with room, full, with room below the quota, over the quota
+def test_stores_that_write_in_turn_do_not_list_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, quota: int | None
+) -> None:
+    path, listings, scan = tmp_path / "kv", [0], entry_files._scan
+    filled(tmp_path / "probe")
+    size = entry_size(tmp_path / "probe") + 8  # later numbers have more digits
+    quotas = {} if quota is None else {"*": quota * size}
+
+    def counted(folder: Path) -> list[tuple[str, os.stat_result]]:
+        listings[0] += 1
+        return scan(folder)
+
+    store = DiskStore(path, entries * size, quotas=quotas)
+    for number in range(60):
+        assert store.put(key_of(number), kv_of(number))
+    stores = [store, *(DiskStore(path, entries * size, quotas=quotas) for _ in range(2))]
+    with monkeypatch.context() as patch:
+        patch.setattr(entry_files, "_scan", counted)
+        assert store.put(key_of(60), kv_of(60))
+        listings[0] = 0
+        for number in range(61, 81):
+            assert stores[number % 3].put(key_of(number), kv_of(number))
+        assert listings == [0]
+        for number in range(70, 75):
+            stores[number % 2].evict(key_of(number))
+        assert stores[2].put(key_of(81), kv_of(81))
+        assert listings == [0]
+    kept = [number for number in range(82) if key_of(number) in store]
+    first = max(0, 81 - min(entries, quota or entries))
+    assert kept == [number for number in range(first, 82) if number not in range(70, 75)]
+    sizes = sum(entry_files.entry_files(path).values())
+    assert json.loads((path / "writer").read_text())[0] == sizes
+    for one in stores:
+        assert agrees_with_files(one, path)
+        one.close()
+
+
+def test_at_no_moment_do_the_sums_miss_a_file(tmp_path: Path) -> None:
+    """So that a killed writer leaves the budget to the others."""
+    path, seen = tmp_path / "kv", set[str]()
+
+    def at(step: str) -> None:
+        if (path / "writer").exists():
+            seen.add(step)
+            total, _ = json.loads((path / "writer").read_text())
+            assert total >= sum(entry_files.entry_files(path).values()), step
+
+    filled(tmp_path / "probe")
+    store = DiskStore(path, 6 * entry_size(tmp_path / "probe"), at=at)
+    for number in range(9):
+        assert store.put(key_of(number), kv_of(number))
+    store.evict(key_of(8))
+    assert seen == set(disk.STEPS) - {"read"}
+    store.close()
 
 
 def test_what_another_store_removed_makes_room(tmp_path: Path) -> None:
