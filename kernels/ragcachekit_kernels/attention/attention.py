@@ -30,32 +30,13 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attention of rows at ascending ``positions``: row i sees exactly keys ``0..positions[i]``.
 
+    ``query`` is ``[heads, rows, head_dim]``; ``key`` and ``value`` are ``[kv_heads, tokens, head_dim]``, key j
+    at position j, and heads is a multiple of kv_heads. Returns ``[heads, rows, value_head_dim]``, on a GPU a
+    view of ``[rows, heads, value_head_dim]``. :class:`Rows` are checked and put on the device once, however
+    many calls use them. ValueError for positions that do not ascend or lie outside the keys.
+
     All keys and values up to a row's position must be finite, those that a neighbouring row sees too: a
-    weight of zero times NaN is NaN.
-
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[heads, rows, head_dim]``.
-    key, value : torch.Tensor
-        ``[kv_heads, tokens, head_dim]``, key j at position j; heads is a multiple of kv_heads.
-    positions : sequence of int
-        :class:`Rows` are checked and put on the device once, however many calls use them.
-    options : AttentionOptions
-
-    Returns
-    -------
-    torch.Tensor
-        ``[heads, rows, value_head_dim]``; on a GPU a view of ``[rows, heads, value_head_dim]``.
-
-    Raises
-    ------
-    ValueError
-        If the positions are not ascending or lie outside the keys, or the heads do not divide.
-
-    Notes
-    -----
-    EPIC section 4.2 prints a multiplicative mask; the mask here is additive, as softmax needs.
+    weight of zero times NaN is NaN. EPIC section 4.2 prints a multiplicative mask; this one is additive.
     """
     rows = checked_rows(query, key, positions)
     in_torch = partial(tiled.attend, query, key, value, rows.positions, options)

@@ -71,21 +71,8 @@ def context_mass(
 ) -> ContextMass:
     """Attention of a chunk's rows: per key, per segment, and per row the part before the chunk.
 
-    Parameters
-    ----------
-    query, key, positions, options
-        As for :func:`column_scores`.
-    lengths : sequence of int
-        Tokens of the segments that the keys consist of, the chunk's own last.
-
-    Raises
-    ------
-    ValueError
-        Also if the lengths do not add up to the number of keys.
-
-    Notes
-    -----
-    Cache-Craft section 3.1 (inter and intra sums).
+    The inter and intra sums of Cache-Craft section 3.1. ``lengths`` are the tokens of the segments that the
+    keys consist of, the chunk's own last; all else, and errors, as for :func:`column_scores`.
     """
     rows = checked_rows(query, key, positions)
     if sum(lengths) != key.shape[1] or not lengths:
@@ -117,28 +104,11 @@ def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
 
 
 def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """Squared distance of new keys or values from the old ones at ascending ``positions``.
+    """Squared distance of new keys or values from the old ones at ascending ``positions`` (CacheBlend).
 
-    Parameters
-    ----------
-    new, old : torch.Tensor
-        ``[kv_heads, rows, dim]`` and ``[kv_heads, tokens, dim]``.
-    positions : sequence of int
-        Ascending positions among the tokens.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[rows]`` float32, summed over heads and dimensions.
-
-    Raises
-    ------
-    ValueError
-        If the positions are not ascending or lie outside the tokens, or the shapes do not fit.
-
-    Notes
-    -----
-    CacheBlend (EPIC section 2.3).
+    ``new`` is ``[kv_heads, rows, dim]``, ``old`` ``[kv_heads, tokens, dim]``. Returns ``[rows]`` float32,
+    summed over heads and dimensions. ValueError for positions that do not ascend or lie outside the tokens,
+    and for shapes that do not fit.
     """
     rows = checked_rows(new, old, positions)
     if (new.shape[0], new.shape[2]) != (old.shape[0], old.shape[2]):
