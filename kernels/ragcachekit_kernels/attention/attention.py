@@ -30,10 +30,10 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attention of rows at ascending ``positions``: row i sees exactly keys ``0..positions[i]``.
 
-    ``query`` is ``[heads, rows, head_dim]``; ``key`` and ``value`` are ``[kv_heads, tokens, head_dim]``, key j
-    at position j, and heads is a multiple of kv_heads. Returns ``[heads, rows, value_head_dim]``, on a GPU a
-    view of ``[rows, heads, value_head_dim]``. :class:`Rows` are checked and put on the device once, however
-    many calls use them. ValueError for positions that do not ascend or lie outside the keys.
+    ``query`` is ``[heads, rows, head_dim]``; ``key`` and ``value`` are ``[kv_heads, tokens, head_dim]``, key
+    j at position j, and heads is a multiple of kv_heads. Returns ``[heads, rows, value_head_dim]``, on a
+    GPU a view of ``[rows, heads, value_head_dim]``. :class:`Rows` are checked and put on the device once,
+    however many calls use them. ValueError for positions that do not ascend or lie outside the keys.
 
     All keys and values up to a row's position must be finite, those that a neighbouring row sees too: a
     weight of zero times NaN is NaN. EPIC section 4.2 prints a multiplicative mask; this one is additive.
