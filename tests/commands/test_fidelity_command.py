@@ -98,7 +98,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("--policies", "lego:x"), "lego:x"),
         (("--dtype", "int3"), "unknown dtype"),
         (("--neighbours", "random"), "unknown neighbours"),
-        (("--neighbours", "document"), "give --corpus, or use embedding"),
+        (("--neighbours", "document"), "give --questions"),
         (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
         (("--corpus", "/nowhere"), "does not exist"),
         ((), "give --questions (JSONL), or --corpus"),

@@ -10,6 +10,7 @@ import pytest
 
 from ragcachekit.commands.bench.fidelity.datasets.base import Passages, Sampling, half_of
 from ragcachekit.commands.bench.fidelity.datasets.registry import draw_questions, load_dataset
+from ragcachekit.commands.bench.fidelity.run import FidelitySettings, run
 
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
 
@@ -143,3 +144,12 @@ def test_other_files_are_refused(tmp_path: Path, squad: Path, spec: str, message
 def test_bad_samplings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"question|known"):
         Sampling(**settings)
+
+
+def test_neighbours_of_a_document_need_one(tmp_path: Path) -> None:
+    own = written(tmp_path / "own.jsonl", [{"question": "Q?", "chunks": ["a"], "answer": "b"}], lines=True)
+    settings = FidelitySettings(model="nowhere", dataset=f"jsonl:{own}", neighbours="document")
+    with pytest.raises(ValueError, match="nothing says what stands before a chunk"):
+        run(settings)
+    with pytest.raises(ValueError, match="unknown prompt"):
+        run(FidelitySettings(model="nowhere", dataset=f"jsonl:{own}", prompt="haiku"))
