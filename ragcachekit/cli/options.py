@@ -26,6 +26,7 @@ def _model(name: str) -> str:
 
 
 def check_corpus(folder: str | None) -> str | None:
+    """The folder as it was given; CorpusError if it is none."""
     if folder is not None:
         corpus_root(folder)
     return folder

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.commands.embedding import model_folder
+from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
@@ -84,7 +85,7 @@ class OwnFiles:
         """Load the model over ``store``."""
         with explained(self.model):
             return RagCache.from_pretrained(
-                self.model,
+                resolve_model(self.model),
                 device=self.device,
                 policy=self.policy,
                 encoder=self.encoder,

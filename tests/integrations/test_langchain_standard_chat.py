@@ -5,37 +5,13 @@ from integration_kit import FACTS
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from langchain_ragcachekit import ChatRagCache
-
-DETAILS = ["cache_read_input"]
+from small_chat_model import DETAILS, SmallChatModel
 
 
-class OnTheReader:
-    """What the reader can do: it reads text. No tools, no structured output, no other model."""
-
+class OnTheReader(SmallChatModel):
     @pytest.fixture(autouse=True)
     def _engine(self, reader):
         self.rag = reader
-
-    @property
-    def chat_model_class(self):
-        return ChatRagCache
-
-    @property
-    def chat_model_params(self):
-        return {"cache": self.rag}
-
-    @property
-    def has_tool_calling(self):
-        return False
-
-    @property
-    def has_structured_output(self):
-        return False
-
-    @property
-    def supports_model_override(self):
-        return False
 
 
 class TestUnit(OnTheReader, ChatModelUnitTests):
@@ -53,16 +29,4 @@ class TestIntegration(OnTheReader, ChatModelIntegrationTests):
         return {"invoke": DETAILS, "stream": DETAILS}
 
     def invoke_with_cache_read_input(self, *, stream=False):
-        chunk = FACTS[0]
-        self.rag.encode([chunk])
-        model = ChatRagCache(**self.chat_model_params)
-        prompt = f"Answer from the context.\n\n{chunk}\n\nWhere was Ada Lind born?"
-        if stream:
-            chunks = list(model.stream(prompt))
-            message = sum(chunks[1:], chunks[0])
-        else:
-            message = model.invoke(prompt)
-        # The suite asks for a number only; here it must be that of the chunk's reused tokens.
-        reused = message.usage_metadata["input_token_details"]["cache_read"]
-        assert self.rag.count_tokens(chunk) - 4 <= reused < message.usage_metadata["input_tokens"]
-        return message
+        return self.read_from_cache(FACTS[0], "Where was Ada Lind born?", stream)

@@ -18,37 +18,15 @@ from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from llama_index_ragcachekit import RagCacheLLM
 from llama_index_ragcachekit import RagCacheRetriever as NodeRetriever
 from ragcachekit.commands.embedding import MiniLM
+from small_chat_model import DETAILS, SmallChatModel
 
-DETAILS = ["cache_read_input"]
 RIGHT = ("1874", "marine biology", "fifty minutes")
 
 
-class OnTheSampleModel:
-    """What a model of 135 million parameters can do: no tools, no structured output."""
-
+class OnTheSampleModel(SmallChatModel):
     @pytest.fixture(autouse=True)
     def _engine(self, rag):
         self.rag = rag
-
-    @property
-    def chat_model_class(self):
-        return ChatRagCache
-
-    @property
-    def chat_model_params(self):
-        return {"cache": self.rag}
-
-    @property
-    def has_tool_calling(self):
-        return False
-
-    @property
-    def has_structured_output(self):
-        return False
-
-    @property
-    def supports_model_override(self):
-        return False
 
 
 class TestUnit(OnTheSampleModel, ChatModelUnitTests):
@@ -65,13 +43,7 @@ class TestIntegration(OnTheSampleModel, ChatModelIntegrationTests):
         return {"invoke": DETAILS, "stream": DETAILS}
 
     def invoke_with_cache_read_input(self, *, stream=False):
-        self.rag.encode([DOCUMENTS[0]])
-        model = ChatRagCache(**self.chat_model_params)
-        prompt = f"Answer from the context.\n\n{DOCUMENTS[0]}\n\n{QUESTIONS[0]}"
-        if not stream:
-            return model.invoke(prompt)
-        chunks = list(model.stream(prompt))
-        return sum(chunks[1:], chunks[0])
+        return self.read_from_cache(DOCUMENTS[0], QUESTIONS[0], stream)
 
 
 def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):

@@ -29,6 +29,7 @@ from ragcachekit.commands.bench.timing import (
     open_engines,
     rows,
 )
+from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
@@ -81,7 +82,8 @@ def run(
         shape = shape or "smollm2-135m"
         name, lm = describe(shape, dtype), random_model(shape, dtype=dtype, device=device, seed=seed)
     else:
-        name, lm = f"{os.fspath(model)}, {dtype}", load_model(model, device, dtype=dtype_named(dtype))[0]
+        folder, name = resolve_model(os.fspath(model)), f"{os.fspath(model)}, {dtype}"
+        lm = load_model(folder, device, dtype=dtype_named(dtype))[0]
     prompt = random_prompt(
         lm.config.get_text_config().vocab_size, prompt_tokens, chunk_tokens, question_tokens, seed
     )

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
