@@ -56,6 +56,12 @@ def effective(options: Mapping[str, Any], defaults: Any, name: str) -> Any:
     return options[name] if name in options else getattr(config, name, None)
 
 
+def end_tokens(options: Mapping[str, Any], defaults: Any) -> frozenset[int]:
+    """Ids of the tokens that end an answer under these options, over the generation config ``defaults``."""
+    ends = effective(options, defaults, "eos_token_id")
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
+
+
 def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
     """Whether these options, over the model's generation config, need the linked forward before generate.
 

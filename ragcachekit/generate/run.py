@@ -19,7 +19,7 @@ from ragcachekit.forward.narrowing import Narrowing, attach
 from ragcachekit.forward.own_rows import OwnRows, own_entries
 from ragcachekit.forward.scoring_pass import choose
 from ragcachekit.generate.hooks import FirstScores, Hooks
-from ragcachekit.generate.options import effective, links_ahead, without_refused_defaults
+from ragcachekit.generate.options import effective, end_tokens, links_ahead, without_refused_defaults
 from ragcachekit.generate.replan import Replan, replanned, timed
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -112,7 +112,7 @@ def _generated(model: Any, linked: _Linked, hooks: Hooks, beams: int) -> Generat
     begun, before = time.perf_counter(), getattr(cache, "settling", 0.0)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
-    ends = _ends(model, options)
+    ends = end_tokens(options, model.generation_config)
     rows = [_trim(row, ends) for row in output[:, prompt:].tolist()]
     settling, prefill = getattr(cache, "settling", 0.0) - before, hooks.prefill(begun)
     return Generated(
@@ -242,11 +242,6 @@ def _told(report: LinkReport, cache: Any) -> LinkReport:
     if not isinstance(cache, LinkedCache):
         return report
     return replace(report, forward=cache.forward, kernels=cache.kernels)
-
-
-def _ends(model: Any, options: Mapping[str, Any]) -> frozenset[int]:
-    ends = effective(options, model.generation_config, "eos_token_id")
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else map(int, ends))
 
 
 def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.cache_utils import DynamicCache
-
+from ragcachekit.commands.bench.fidelity.continued import ROWS, ContinuedPrompt, Prefilled, is_plainly_greedy
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.config import QUANTISATIONS, StoreConfig
@@ -17,6 +15,10 @@ from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.generate.detokenizer import cut_at_stop
+from ragcachekit.generate.options import end_tokens
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.tokens import SegmentTokenizer
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.factory import open_store
 
@@ -50,17 +52,13 @@ _NOT_KEPT = "chunk KV for {way} is not kept: {report}; the prompt may be larger 
 
 
 @dataclass(frozen=True, eq=False)
-class Prefilled:
-    """Log probabilities after a prompt, float64, and its KV without the prompt's last token.
+class Compared:
+    """A greedy answer in one way, with what the same linked prompt says of two given answers."""
 
-    ``log_probs`` are ``[continuations]`` of ``[1 + n, vocab]``: of the next token, and of that after each of
-    the ``n`` tokens of a continuation. ``keys`` and ``values`` are ``[kv_heads, tokens - 1, head_dim]`` per
-    layer.
-    """
-
-    log_probs: tuple[torch.Tensor, ...]
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    prefilled: Prefilled
+    report: LinkReport
 
 
 class Engines:
@@ -80,13 +78,17 @@ class Engines:
         neighbours: Neighbours | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        encoders = list(encoders)
+        encoders, rope = list(encoders), describe_rope(model)
+        self._model, self._decode = model, SegmentTokenizer(tokenizer).decode
         self._stores = {
             kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
             for kind in dict.fromkeys(map(quantisation, encoders))
         }
         self._stop = list(stop)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        self._ends = end_tokens(self._options, model.generation_config)
+        # Where frequencies change with the length, generate drops the cache and begins again.
+        self._plainly_greedy = is_plainly_greedy(model.generation_config) and not rope.depends_on_length
         self._encoded: set[tuple[str, str, str]] = set()
         self._engines = {
             name: RagCache(
@@ -114,11 +116,29 @@ class Engines:
 
         RagCacheError as :meth:`answer`.
         """
-        engine = self._engine(way)
-        linked = engine.link(prompt.prompt, policy=way.policy)
-        if not _served(linked.report):
-            raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
-        return _prefilled(engine.model, linked, continuations), linked.report
+        linked = self._linked(prompt, way)
+        asking = range(max(prompt.spans[-1].stop, len(prompt.token_ids) - ROWS), len(prompt.token_ids))
+        run = ContinuedPrompt(self._model, linked, asking)
+        return run.prefilled(map(run.logits, continuations)), linked.report
+
+    def compared(
+        self, prompt: FidelityPrompt, way: Way, answer: Sequence[int], gold: Sequence[int]
+    ) -> Compared:
+        """Link once: the answer of :meth:`answer`, and log probabilities along ``answer`` and ``gold``.
+
+        Where the greedy answer begins as ``answer`` (full's), its tokens come from one forward. In half
+        precision a tie between two tokens may end otherwise than in :meth:`answer`. RagCacheError as there.
+        """
+        linked = self._linked(prompt, way)
+        run = ContinuedPrompt(self._model, linked)
+        logits = run.logits(answer)
+        if self._plainly_greedy:
+            ids = run.greedy(logits, answer, self._is_over)
+            text = cut_at_stop(self._decode(ids), self._stop)[0]
+        else:
+            generated = self.answer(prompt, way)
+            text, ids = generated.text, generated.token_ids
+        return Compared(text, ids, run.prefilled((logits, run.logits(gold))), linked.report)
 
     def answer(self, prompt: FidelityPrompt, way: Way) -> Answer:
         """Generate greedily from cached chunks.
@@ -152,6 +172,20 @@ class Engines:
         for store in self._stores.values():
             store.close()
 
+    def _linked(self, prompt: FidelityPrompt, way: Way) -> LinkedPrompt:
+        for _ in range(_TRIES):
+            linked = self._engine(way).link(prompt.prompt, policy=way.policy)
+            if _served(linked.report):
+                return linked
+        raise RagCacheError(_NOT_KEPT.format(way=way, report=linked.report))
+
+    def _is_over(self, tokens: Sequence[int]) -> bool:
+        return (
+            len(tokens) == self._options["max_new_tokens"]
+            or tokens[-1] in self._ends
+            or cut_at_stop(self._decode(tokens), self._stop)[1]
+        )
+
     def _engine(self, way: Way) -> RagCache:
         if way.encoder == NO_ENCODER:
             return next(iter(self._engines.values()))
@@ -174,30 +208,3 @@ def quantisation(encoder: str) -> str:
 def needs_neighbours(encoder: str) -> bool:
     """Whether an encoder looks for similar chunks."""
     return encoder.partition(":")[0] == "similar"
-
-
-@torch.no_grad()
-def _prefilled(model: Any, linked: LinkedPrompt, continuations: Sequence[Sequence[int]]) -> Prefilled:
-    inputs = linked.inputs
-    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs.get("past_key_values")
-    if cache is None:  # nothing was reused
-        # Not the model's own kind of cache, which drops keys of sliding layers.
-        cache = DynamicCache()
-        model.base_model(
-            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, use_cache=True
-        )
-    kv = [(layer.keys, layer.values) for layer in cache.layers]
-    log_probs, length = [], ids.shape[1]
-    for tokens in continuations:
-        for layer, (keys, values) in zip(cache.layers, kv, strict=True):
-            layer.keys, layer.values = keys, values  # without the continuation before
-        rows = torch.tensor([[int(ids[0, -1]), *tokens]], device=ids.device)
-        output = model(
-            input_ids=rows,
-            attention_mask=mask.new_ones(1, length + len(tokens)),
-            position_ids=torch.arange(length - 1, length + len(tokens), device=ids.device)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        log_probs.append(output.logits[0].double().log_softmax(-1))
-    return Prefilled(tuple(log_probs), tuple(k[0] for k, _ in kv), tuple(v[0] for _, v in kv))

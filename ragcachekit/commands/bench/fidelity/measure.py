@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.commands.bench.fidelity import metrics
-from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Prefilled, Way
+from ragcachekit.commands.bench.fidelity.engines import FULL, Compared, Engines, Way
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.errors import RagCacheError
@@ -51,55 +51,48 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Reference:
-    """What ``full`` makes of a question, and the token ids of its answer and of the right one."""
+    """What ``full`` makes of a question, and the token ids of the right answer."""
 
-    prefilled: Prefilled
-    answer: tuple[int, ...]
+    answer: Compared
     gold: tuple[int, ...]
 
     @classmethod
     def of(cls, engines: Engines, prompt: FidelityPrompt, gold: tuple[int, ...]) -> Reference:
         """Answer and prefill in full."""
-        answer = engines.answer(prompt, FULL).token_ids
-        prefilled, _ = engines.prefilled(prompt, FULL, (answer, gold))
-        return cls(prefilled, answer, gold)
+        answer = engines.answer(prompt, FULL)
+        prefilled, _ = engines.prefilled(prompt, FULL, (answer.token_ids, gold))
+        return cls(Compared(answer.text, answer.token_ids, prefilled, answer.report.link), gold)
 
 
 def measure(
-    engines: Engines,
-    question: FidelityQuestion,
-    prompt: FidelityPrompt,
-    way: Way,
-    full: Reference,
-    full_answer: Measurement | None,
+    engines: Engines, question: FidelityQuestion, prompt: FidelityPrompt, way: Way, full: Reference
 ) -> Measurement:
-    """Answer a question in one way and compare; ``full_answer`` None: this is the answer of ``full``."""
+    """Answer a question in one way and compare with ``full``; RagCacheError if it fell back to that."""
     engines.encode(question, prompt, way)
-    answer = engines.answer(prompt, way)
-    link, text = answer.report.link, answer.text.strip()
-    right, report = full.prefilled, link
-    found = right
-    if way != FULL:
-        found, report = engines.prefilled(prompt, way, (full.answer, full.gold))
-    if report.fallback or link.fallback:
-        raise RagCacheError(f"{way} fell back to a full prefill ({report.fallback}): nothing to measure")
-    other = full_answer.text if full_answer else text
-    of_answer, of_gold = found.log_probs
+    right, gold = full.answer, full.gold
+    found = right if way == FULL else engines.compared(prompt, way, right.token_ids, gold)
+    if found.report.fallback:
+        raise RagCacheError(
+            f"{way} fell back to a full prefill ({found.report.fallback}): nothing to measure"
+        )
+    link, text, other = found.report, found.text.strip(), right.text.strip()
+    one, two = right.prefilled, found.prefilled
+    of_answer, of_gold = two.log_probs
     return Measurement(
         text=text,
-        exact_match=max(metrics.exact_match(text, gold) for gold in question.answers),
-        f1=max(metrics.token_f1(text, gold) for gold in question.answers),
-        rouge_l=max(metrics.rouge_l(text, gold) for gold in question.answers),
+        exact_match=max(metrics.exact_match(text, accepted) for accepted in question.answers),
+        f1=max(metrics.token_f1(text, accepted) for accepted in question.answers),
+        rouge_l=max(metrics.rouge_l(text, accepted) for accepted in question.answers),
         agreement=float(text == other),
         agreement_rouge_l=metrics.rouge_l(text, other),
         agreement_jaccard=metrics.jaccard(text, other),
-        answer_tokens=len(answer.token_ids),
-        kl=metrics.divergence(right.log_probs[0][0], of_answer[0]),
-        answer_kl=metrics.divergence(right.log_probs[0], of_answer),
-        answer_loss=metrics.loss_per_token(of_answer, full.answer),
-        gold_loss=metrics.loss_per_token(of_gold, full.gold),
-        key_deviation=metrics.relative_deviations(right.keys, found.keys, prompt.spans),
-        value_deviation=metrics.relative_deviations(right.values, found.values, prompt.spans),
+        answer_tokens=len(found.token_ids),
+        kl=metrics.divergence(one.log_probs[0][0], of_answer[0]),
+        answer_kl=metrics.divergence(one.log_probs[0], of_answer),
+        answer_loss=metrics.loss_per_token(of_answer, right.token_ids),
+        gold_loss=metrics.loss_per_token(of_gold, gold),
+        key_deviation=metrics.relative_deviations(one.keys, two.keys, prompt.spans),
+        value_deviation=metrics.relative_deviations(one.values, two.values, prompt.spans),
         ratio_spent=link.recompute_ratio,
         prompt_tokens=link.prompt_tokens,
         recomputed_tokens=link.recomputed_tokens,

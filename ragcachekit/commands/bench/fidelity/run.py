@@ -184,8 +184,7 @@ def _ask_all(
                 )
             full = Reference.of(engines, prompt, maker.answer_ids(question.answer))
             for way in left[i]:  # full is the first of all ways
-                known = done.results.get((i, FULL))
-                done.put(i, way, measure(engines, question, prompt, way, full, known))
+                done.put(i, way, measure(engines, question, prompt, way, full))
                 bar.update()
 
 
