@@ -150,6 +150,7 @@ def measurement(f1: float, deviation: float = 0.5) -> Measurement:
         gold_loss=3.0 - 2.0 * f1,
         key_deviation=(0.0, deviation),
         value_deviation=(deviation, 0.0),
+        attention_deviation=deviation / 4,
         ratio_spent=0.1,
         prompt_tokens=100,
         recomputed_tokens=10,
@@ -226,6 +227,7 @@ def test_rows_are_means_with_intervals_by_type() -> None:
     assert (row["f1"], row["n"], row["ratio_asked"], row["encoder"]) == (0.625, 4, 0.1, "standalone")
     assert row["low"] <= row["f1"] <= row["high"]
     assert (row["key_deviation"], row["value_deviation"], row["kl_low"]) == (0.25, 0.25, 0.25)
+    assert row["attention_deviation"] == row["attention_deviation_low"] == 0.125
     assert {kind for _, kind in found} == {"a", "b", "all"}
     assert found["query:0.1", "a"]["f1"] == 1.0
     assert found["query:0.1", "b"]["n"] == 2

@@ -15,7 +15,7 @@ from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.errors import RagCacheError
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Measurement:
     ``full``. ``kl`` is KL(full || this way) of the first token in nats, ``answer_kl`` its mean over the
     tokens of full's answer, given those before. ``answer_loss`` and ``gold_loss`` are nats per token of
     full's and of the right answer. Deviations are per layer, relative to ``full``, over the chunks' rows;
-    ``ratio_spent`` is recomputed / cached rows over all layers.
+    ``attention_deviation`` is the mean over layers of that of values, each row weighed by the attention that
+    it gets from the prompt's last rows in full. ``ratio_spent`` is recomputed / cached rows over all layers.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Measurement:
     gold_loss: float
     key_deviation: tuple[float, ...]
     value_deviation: tuple[float, ...]
+    attention_deviation: float
     ratio_spent: float
     prompt_tokens: int
     recomputed_tokens: int
@@ -93,6 +95,7 @@ def measure(
         gold_loss=metrics.loss_per_token(of_gold, gold),
         key_deviation=metrics.relative_deviations(one.keys, two.keys, prompt.spans),
         value_deviation=metrics.relative_deviations(one.values, two.values, prompt.spans),
+        attention_deviation=metrics.attention_deviation(one.attention, one.values, two.values, prompt.spans),
         ratio_spent=link.recompute_ratio,
         prompt_tokens=link.prompt_tokens,
         recomputed_tokens=link.recomputed_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from rouge_score import rouge_scorer
@@ -80,11 +80,42 @@ def relative_deviations(
 
     ``full`` and ``other`` hold ``[heads, tokens, head_dim]`` per layer.
     """
-    rows = torch.tensor([p for span in spans for p in span], dtype=torch.long)
-    out = []
+    return tuple(
+        float(gap.norm() / right.norm()) if right.any() else 0.0
+        for gap, right in _row_norms(full, other, spans)
+    )
+
+
+def attention_deviation(
+    attention: Iterable[torch.Tensor],
+    full: Iterable[torch.Tensor],
+    other: Iterable[torch.Tensor],
+    spans: Sequence[range],
+) -> float:
+    """Mean over layers of sum a * ||other - full|| / sum a * ||full||, over the rows of ``spans``.
+
+    Norms are those of rows, over all heads; ``attention`` holds the weights a, ``[tokens]`` per layer.
+    ``full`` and ``other`` are values as for :func:`relative_deviations`.
+    """
+    rows, out = _rows(spans), []
+    for weights, (gap, right) in zip(attention, _row_norms(full, other, spans), strict=True):
+        inside = weights[rows[: len(gap)].to(weights.device)].double()
+        whole = float(inside @ right)
+        out.append(float(inside @ gap) / whole if whole else 0.0)
+    return sum(out) / len(out)
+
+
+def _rows(spans: Sequence[range]) -> torch.Tensor:
+    return torch.tensor([p for span in spans for p in span], dtype=torch.long)
+
+
+def _row_norms(
+    full: Iterable[torch.Tensor], other: Iterable[torch.Tensor], spans: Sequence[range]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer ``[rows]`` of ``other - full`` and of ``full``, norms over heads and dimensions, float64."""
+    rows = _rows(spans)
     for one, two in zip(full, other, strict=True):
         at = rows[rows < one.shape[1]].to(one.device)
-        right, found = one[:, at].double(), two[:, at].double()
-        norm = float(right.norm())
-        out.append(float((found - right).norm()) / norm if norm else 0.0)
-    return tuple(out)
+        right = one[:, at].double()
+        gap = two[:, at].double() - right
+        yield gap.norm(dim=(0, 2)), right.norm(dim=(0, 2))

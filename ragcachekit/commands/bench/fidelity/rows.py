@@ -20,7 +20,7 @@ QUALITY = "quality"
 _MEANS = (
     *("exact_match", "f1", "rouge_l", "agreement", "agreement_rouge_l", "agreement_jaccard"),
     *("answer_tokens", "kl", "answer_kl", "answer_loss", "gold_loss"),
-    *("ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
+    *("attention_deviation", "ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
 )
 RECOVERED = ("kl", "answer_kl", "gold_loss", "f1")
 DEVIATIONS = ("key_deviation", "value_deviation")
@@ -30,7 +30,8 @@ _QUALITY = (
 )
 _AGAINST_FULL = (
     *("policy", "encoder", "ratio_spent", "agreement", "agreement_rouge_l", "kl", "answer_kl", "answer_loss"),
-    *("gold_loss", "key_deviation", "value_deviation", "prompt_tokens", "recomputed_tokens"),
+    *("gold_loss", "key_deviation", "value_deviation", "attention_deviation"),
+    *("prompt_tokens", "recomputed_tokens"),
 )
 _RECOVERY = (
     *("policy", "encoder", "ratio_spent"),
