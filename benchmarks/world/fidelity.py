@@ -16,6 +16,17 @@ from ragcachekit.commands.own_questions import Sample, neighbours_of
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 
 _PER_TYPE, _PER_TYPE_SWEEP = 100, 20
+_POLICIES = (
+    *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),
+    *(
+        f"{kind}:{r}"
+        for kind in ("random", "heavy", "query", "deep", "impact")
+        for r in (0.05, 0.1, 0.15, 0.3)
+    ),
+    *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),
+    *(f"craft:{alpha}" for alpha in (0.1, 0.2, 0.3, 0.6)),  # over standalone half of it is spent
+    "craft-focused:0.6",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ def run(
 ) -> BenchReport:
     """As :func:`ragcachekit.commands.bench.fidelity.run.run`; with rows by layer, or by cell of a sweep."""
     chosen = settings or WorldFidelitySettings()
+    chosen = replace(chosen, policies=chosen.policies or _POLICIES)  # the reader's prompts cost little
     chosen.check(documents=True)
     questions = _questions(chosen)
 

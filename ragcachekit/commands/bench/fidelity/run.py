@@ -38,14 +38,10 @@ from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.policies.registry import open_policy
 
 POLICIES = (
-    "full",
-    "reuse",
-    "lego0",
-    *(f"lego:{k}" for k in (1, 2, 4, 6, 12)),
-    *(f"{kind}:{r}" for kind in ("random", "heavy", "query", "deep") for r in (0.05, 0.1, 0.15, 0.3)),
-    *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),
-    *(f"craft:{alpha}" for alpha in (0.1, 0.2, 0.3, 0.6)),  # over standalone half of it is spent
-    "craft-focused:0.6",
+    *("reuse", "lego0", "lego:4", "lego:16"),
+    *(f"{kind}:0.15" for kind in ("random", "heavy", "query", "cacheblend", "cacheblend-gradual")),
+    *(f"{kind}:{r}" for kind in ("deep", "impact") for r in (0.05, 0.1, 0.15, 0.3)),
+    *("craft:0.1", "craft:0.3", "craft-focused:0.6"),  # over standalone half of it is spent
 )
 EMBEDDING, DOCUMENT = "embedding", "document"
 
