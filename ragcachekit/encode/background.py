@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ragcachekit.background import Background
+from ragcachekit.encode.averages import AverageEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.model.encoding import Encoding, InPromptEncoding, NeighbourEncoding
+from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.store.base import KVStore
@@ -43,6 +44,7 @@ class BackgroundEncoder:
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
+        self._averages = AverageEncoder(encoder)
         self._still_valid = still_valid
         self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
         self._background = Background[list[Missing]](self._encode_queued, MAX_WAITING, "ragcachekit-encode")
@@ -92,10 +94,12 @@ class BackgroundEncoder:
     def _encoded(self, items: Sequence[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Every entry once, entries with neighbours after those."""
         groups: dict[Encoding, list[Missing]] = defaultdict(list)
-        neighbours, in_prompts = list[Missing](), list[Missing]()
+        neighbours, in_prompts, averages = list[Missing](), list[Missing](), list[Missing]()
         for item in items:
             if isinstance(item.encoding, NeighbourEncoding):
                 neighbours.append(item)
+            elif isinstance(item.encoding, AverageEncoding):
+                averages.append(item)
             elif isinstance(item.encoding, InPromptEncoding):
                 in_prompts.append(item)
             else:
@@ -104,6 +108,7 @@ class BackgroundEncoder:
             for index, kv in self._encoder.encode([item.token_ids for item in group], encoding):
                 yield group[index], kv
         yield from self._neighbours.encode(neighbours)
+        yield from self._averages.encode(averages)
         yield from self._in_prompts.encode(in_prompts)
 
     def later(self, missing: Iterable[Missing]) -> None:

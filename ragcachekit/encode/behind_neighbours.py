@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from ragcachekit.encode.averages import spread
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
 from ragcachekit.forward.linker import link, run_rows
-from ragcachekit.model.encoding import Encoding, NeighbourEncoding
+from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.encodings import behind_text
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
@@ -36,15 +38,21 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
         out.append((0, _entry(item, system, Encoding(ENCODING_PREFIX))))
         at = len(system)
     for ids in encoding.neighbours:
-        out.append((at, _alone(item, ids)))
+        out.append((at, alone(item, ids)))
         at += len(ids)
     return out
 
 
 def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
-    """``missing`` after the entries of its context that ``store`` lacks, each once."""
+    """``missing`` after the entries that go with it and that ``store`` lacks, each once.
+
+    Of ``similar:n`` these are its context; of ``average:n`` the chunk behind the system text alone, which is
+    exact where the chunk is a prompt's first.
+    """
     missing = list(missing)
     needed = {part.key: part for item in missing for _, part in ingredients(item)}
+    firsts = (alone(item, item.token_ids) for item in missing if isinstance(item.encoding, AverageEncoding))
+    needed |= {part.key: part for part in firsts}
     absent = {key: part for key, part in needed.items() if key not in store}
     return list((absent | {item.key: item for item in missing}).values())
 
@@ -85,34 +93,23 @@ class NeighbourEncoder:
 
     @torch.no_grad()
     def _forward(self, item: Missing, pieces: list[Piece]) -> ChunkKV:
-        parts = [part.token_ids for _, part in ingredients(item)]
-        ids = tuple(token for part in (*parts, item.token_ids) for token in part)
-        positions = range(len(ids) - len(item.token_ids), len(ids))
+        assert isinstance(item.encoding, NeighbourEncoding)
+        before = tuple(token for _, part in ingredients(item) for token in part.token_ids)
+        ids = (*before, *item.encoding.joint, *item.token_ids)
+        rows, start = range(len(before), len(ids)), len(ids) - len(item.token_ids)
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
-        plan = LinkPlan(ids, tuple(pieces), tuple(positions), (), report)
-        sums = AttentionSums([(positions.start, positions.stop)], first=[0])
+        plan = LinkPlan(ids, tuple(pieces), tuple(rows), (), report)
+        sums = AttentionSums([(start, len(ids))], first=[0])
         inputs = link([plan], self._rope, self._model.device, 0, observer=SummingObserver(sums))
-        run_rows(self._model, inputs, len(positions))
-        own = Stretch(0, positions.start, positions.stop)
-        (kv,) = extract(inputs.cache.layers, [own], self._rope, len(ids))
-        moved = sensitivity(kv.values, self._kv(_alone(item, item.token_ids)).to("cpu").values)
-        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: moved})
+        run_rows(self._model, inputs, len(rows))
+        (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
+        own = self._kv(alone(item, item.token_ids)).to("cpu")
+        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: spread([kv[1], own.values])})
 
 
-def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far each token's values moved between two encodings: ``[layers, tokens]`` float32.
-
-    ``values`` and ``others`` are ``[kv_heads, tokens, head_dim]`` per layer; the norm is over heads and
-    dimensions.
-    """
-    pairs = zip(values, others, strict=True)
-    return torch.stack([(one.float() - other.float()).square().sum((0, 2)).sqrt() for one, other in pairs])
-
-
-def _alone(item: Missing, ids: tuple[int, ...]) -> Missing:
+def alone(item: Missing, ids: tuple[int, ...]) -> Missing:
     """A chunk behind the system text of ``item`` alone, or behind nothing."""
-    system = item.encoding.behind
-    return _entry(item, ids, Encoding("system", system) if system else Encoding("standalone"))
+    return _entry(item, ids, behind_text(item.encoding.behind))
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:

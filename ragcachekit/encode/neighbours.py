@@ -1,4 +1,4 @@
-"""Sources of neighbours for the encoder ``similar:n``: an index, a document, or a log."""
+"""Sources of neighbours for ``similar:n`` and ``average:n``: an index, a document, or a log."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcachekit.encode.companions import Companions, around
 from ragcachekit.types import chunk_id
 
 Ids = tuple[int, ...]
@@ -121,6 +122,21 @@ class PrecedingChunks:
         number, place = self._at.get(text.strip(), (0, 0))
         return self._documents[number][:place][::-1] if place else ()
 
+    def surrounding(self) -> SurroundingChunks:
+        """The chunks on both sides, of the same documents."""
+        return SurroundingChunks(self._documents)
+
+
+class SurroundingChunks(PrecedingChunks):
+    """The chunks around a chunk in its own document, nearest first, the earlier of two equally near."""
+
+    def of(self, text: str) -> Sequence[str]:
+        """The chunks before and after it, nearest first."""
+        if text.strip() not in self._at:
+            return ()
+        number, place = self._at[text.strip()]
+        return around(self._documents[number], place)
+
 
 class CoRetrieved:
     """Chunks that were retrieved together with a chunk, most frequent first, equals by first occurrence.
@@ -163,7 +179,8 @@ class CoRetrieved:
 class TokenNeighbours:
     """Neighbours as token ids, by namespace, without forgotten ones; TypeError for a source without ``of``.
 
-    A namespace without a source has no neighbours: one tenant's chunks must not affect another's KV.
+    A namespace without a source has its chunks that were registered together (:class:`Companions`): one
+    tenant's chunks must not affect another's KV.
     """
 
     def __init__(self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids]) -> None:
@@ -171,6 +188,7 @@ class TokenNeighbours:
             if not isinstance(source, Neighbours):
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
         self._sources = dict(sources)
+        self._companions = Companions()
         self._tokenise = lru_cache(REMEMBERED)(tokenise)
         self._lock = threading.Lock()
         self._forgotten: dict[str, set[str]] = {}
@@ -182,7 +200,8 @@ class TokenNeighbours:
     def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
         """Token ids of the chunks most similar to ``text``, most similar first."""
         source = self._sources.get(namespace)
-        found = [self._tokenise(near) for near in _texts(source.of(text))] if source else []
+        near = source.of(text) if source else self._companions.of(namespace, text)
+        found = [self._tokenise(one) for one in _texts(near)]
         with self._lock:
             forgotten, returned = self._forgotten.get(namespace, ()), self._returned.get(namespace)
             if not forgotten and returned is None:
@@ -196,6 +215,8 @@ class TokenNeighbours:
 
     def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
         """Drop these chunks (None: all) from results until :meth:`register`."""
+        is_one = None if ids is None else lambda text: chunk_id(self._tokenise(text), namespace) in ids
+        self._companions.forget(namespace, is_one)
         with self._lock:
             if ids is None:
                 self._returned[namespace] = set()
@@ -204,8 +225,15 @@ class TokenNeighbours:
                 self._forgotten.setdefault(namespace, set()).update(ids)
                 self._returned.get(namespace, set()).difference_update(ids)
 
+    def observe(self, namespace: str, texts: Sequence[str]) -> None:
+        """Note chunks that belong together."""
+        if namespace not in self._sources:
+            self._companions.observe(namespace, texts)
+
     def register(self, namespace: str, texts: Iterable[str]) -> None:
-        """Return chunks to the results that were forgotten before."""
+        """Note chunks that belong together; those that were forgotten before are found again."""
+        texts = list(texts)
+        self.observe(namespace, texts)
         if not self._forgotten.get(namespace) and namespace not in self._returned:
             return
         ids = {chunk_id(self._tokenise(text), namespace) for text in texts}

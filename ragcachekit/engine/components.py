@@ -102,7 +102,9 @@ class EngineComponents:
         encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
         if encodings.name == IN_PROMPT:
             recall(self.prompts.variants, self.store, self.fingerprint)
-        if not encodings.similar and self.prompts.neighbours:
+        if encodings.averages:
+            self.prompts.variants.averages.add(self.store.keys())
+        if not encodings.neighbours and self.prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder = ChunkEncoder(model, rope, ObservedCache)
         self.background_encoder = BackgroundEncoder(

@@ -34,6 +34,10 @@ MODEL_CHANGED = (
 )
 
 
+JOINT = "\n\n"
+"""Text between a chunk and the neighbours that it is encoded behind, as between chunks of most chains."""
+
+
 class PromptPlanner(PromptSegmenter):
     """Plans prompts for one model and one store.
 
@@ -66,6 +70,7 @@ class PromptPlanner(PromptSegmenter):
         self.variants = open_pool(store)
         self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
         self._bos = self.bos(model)
+        self._joint = self._tokens.text(JOINT, first=False) if self._tokens else ()
         self._watch = ModelWatch(model)
         self._identity = self._watch.state()
 
@@ -81,8 +86,9 @@ class PromptPlanner(PromptSegmenter):
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
-        encodings = Encodings(policy.encoder or self._encoder or "standalone", self._rope, self._bos, near)
-        if encodings.similar and not self.neighbours:
+        name = policy.encoder or self._encoder or "standalone"
+        encodings = Encodings(name, self._rope, self._bos, near, self._joint)
+        if encodings.neighbours and not encodings.averages and not self.neighbours:
             raise ValueError(
                 f"the encoder {encodings.name} needs neighbours=, such as SimilarChunks(texts, embeddings)"
             )
@@ -97,6 +103,7 @@ class PromptPlanner(PromptSegmenter):
         """Record that an entry is in the store."""
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
+        self.variants.averages.add([key])
 
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0
@@ -119,6 +126,7 @@ class PromptPlanner(PromptSegmenter):
                 "retrieve fewer or shorter chunks"
             )
         self._last_prompts.observe(namespace, segments)
+        self.neighbours.observe(namespace, list(texts.values()))
         encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None or not policy.reads_cache:

@@ -25,10 +25,28 @@ class Encoding:
 class NeighbourEncoding(Encoding):
     """Encoding ``similar:n``: after ``behind`` (the system text) and, in parallel, neighbours.
 
-    ``neighbours`` are token ids, the least similar first; at least one.
+    ``neighbours`` are token ids, the least similar first; at least one. ``joint`` stands before the chunk.
     """
 
     neighbours: tuple[Ids, ...] = ()
+    joint: Ids = ()
+
+
+@dataclass(frozen=True)
+class AverageEncoding(Encoding):
+    """Encoding ``average:n``: the mean of encodings, each after ``behind`` and one of ``groups``.
+
+    ``groups`` are token ids of other chunks; ``joint`` stands after each of them.
+    """
+
+    groups: tuple[tuple[Ids, ...], ...] = ()
+    joint: Ids = ()
+
+    @property
+    def contexts(self) -> tuple[Ids, ...]:
+        """Everything before the chunk, per group."""
+        joined = ((token for ids in group for token in (*ids, *self.joint)) for group in self.groups)
+        return tuple((*self.behind, *tokens) for tokens in joined)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ragcachekit.model.encoding import Encoding, Ids, InPromptEncoding, NeighbourEncoding
+from ragcachekit.model.encoding import AverageEncoding, Encoding, Ids, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
-KNOWN = ("standalone", "sinks:4", "system", "similar:10", "in-prompt")
-DEFAULT_NEIGHBOURS = 10
-"""Neighbours of ``similar`` without a number, from FusionRAG's top-n analysis."""
+KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
+DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
+"""Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
+
+GROUP = 2
+"""Chunks before each encoding of ``average:n``: behind one alone, KV is further off."""
 
 IN_PROMPT = "in-prompt"
 
@@ -21,6 +24,7 @@ _ARGUMENT = {
     "sinks": "needed",
     "system": "none",
     "similar": "optional",
+    "average": "optional",
     IN_PROMPT: "none",
 }
 
@@ -37,7 +41,9 @@ class TokenSegment:
 class Wanted:
     """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
 
-    ``before`` are the ids of all preceding segments, texts too, in order.
+    ``before`` are the ids of all preceding segments, texts too, in order. ``average``: where the encoder is
+    ``average:n``, the key of the chunk's mean KV. ``plain``: key and encoding behind the system text alone,
+    if they are used until that mean is stored.
     """
 
     start: int
@@ -46,12 +52,15 @@ class Wanted:
     encoding: Encoding
     exact: bool
     before: tuple[str, ...] = ()
+    average: KVKey | None = None
+    plain: tuple[KVKey, Encoding] | None = None
 
 
 class Encodings:
     """Names and keys of encodings under one encoder.
 
-    ValueError for an unknown name or a bad number; for ``similar:n`` where frequencies depend on the length.
+    ValueError for an unknown name or a bad number; for ``similar:n`` and ``average:n`` where frequencies
+    depend on the length.
 
     Parameters
     ----------
@@ -59,12 +68,16 @@ class Encodings:
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: after n BOS tokens whose KV is
         dropped (EPIC section 5.4, n = 4). ``system``: after the text before the first chunk (FusionRAG eq.
         5). ``similar:n``: after that text and up to n similar chunks that fit, the most similar one last
-        (FusionRAG eq. 10). ``in-prompt``: after all that precedes it in the prompt (Cache-Craft).
+        (FusionRAG eq. 10). ``average:n``: the mean of n encodings, each after that text and one of n other
+        chunks; the first chunk of a prompt is encoded after that text alone, which is exact there.
+        ``in-prompt``: after all that precedes it in the prompt (Cache-Craft).
     rope : Rope
         Frequencies that depend on the prompt's length become part of the key.
     bos : int or None
     neighbours : callable
-        For ``similar:n``: token ids of a chunk to those of other chunks, most similar first.
+        For ``similar:n`` and ``average:n``: token ids of a chunk to those of others, most similar first.
+    joint : tuple of int
+        Token ids between neighbours and the chunk, as prompts have them between chunks.
     """
 
     def __init__(
@@ -73,26 +86,29 @@ class Encodings:
         rope: Rope,
         bos: int | None,
         neighbours: Callable[[Ids], Sequence[Ids]] = lambda _: (),
+        joint: Ids = (),
     ) -> None:
         kind, count = _parse(name)
         if kind == "sinks" and bos is None:
             raise ValueError(f"encoder {name!r} needs a BOS token, and this tokenizer has none")
-        if kind == "similar" and rope.depends_on_length:
+        if kind in DEFAULT_NEIGHBOURS and rope.depends_on_length:
             raise ValueError(
                 f"encoder {name!r} places chunks behind others, and this model turns keys by other "
                 "frequencies in longer prompts (longrope); use the encoder 'system' with it"
             )
         self.sinks = count if kind == "sinks" else 0
-        self.similar = count if kind == "similar" else 0
+        self.neighbours = count if kind in DEFAULT_NEIGHBOURS else 0
+        self.averages = kind == "average"
         self.name = f"{kind}:{count}" if count else kind
         self._rope = rope
         self._bos = bos
-        self._neighbours = neighbours
+        self._near = neighbours
+        self._joint = joint
 
     @property
     def behind_system(self) -> bool:
         """Whether chunks are encoded after the prompt's system text."""
-        return self.name in ("system", IN_PROMPT) or self.similar > 0
+        return self.name in ("system", IN_PROMPT) or self.neighbours > 0
 
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
@@ -104,14 +120,17 @@ class Encodings:
             ids = segment.token_ids
             if ids and (segment.is_chunk or (start == 0 and system)):
                 encoding, context = self._encoding(ids if segment.is_chunk else None, start, system, before)
-                behind = len(encoding.behind)
+                width = len(encoding.behind)
                 # The ids of preceding segments: hashing them again for every chunk adds up.
                 known = tuple(names) if encoding.name == IN_PROMPT else None
                 key = self.key(ids, encoding, context, fingerprint, namespace, length, known)
-                if rope.depends_on_length and rope.regime(behind + len(ids)) != rope.regime(length):
+                if rope.depends_on_length and rope.regime(width + len(ids)) != rope.regime(length):
                     encoding = replace(encoding, length=length)  # the whole prompt's frequencies
-                exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and behind == start)
-                yield Wanted(start, ids, key, encoding, exact, tuple(names))
+                exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and width == start)
+                want = Wanted(start, ids, key, encoding, exact, tuple(names))
+                if self.averages and segment.is_chunk and start:
+                    want = self._with_alternatives(want, system, length)
+                yield want
             if ids:
                 before.append(ids)
                 names.append(chunk_id(ids, namespace))
@@ -119,7 +138,7 @@ class Encodings:
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that is not at position 0, and the token ids of its context."""
-        return self._encoding(ids, 1, system, (system,) if system else ())
+        return self._encoding(ids, None, system, (system,) if system else ())
 
     def key(
         self,
@@ -142,10 +161,20 @@ class Encodings:
             context_ids = tuple(chunk_id(c, namespace) for c in context)
         return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, context_ids)
 
+    def _with_alternatives(self, want: Wanted, system: Ids, length: int) -> Wanted:
+        """The mean KV that may stand in for an exact entry, or the entry that may stand in for a mean."""
+        key, plain = want.key, behind_text(system)
+        if not isinstance(want.encoding, AverageEncoding):
+            mean = replace(key, encoding=self.name, context=(chunk_id(system, key.namespace),))
+            return replace(want, average=mean)
+        context = (system,) if system else ()
+        own = self.key(want.token_ids, plain, context, key.fingerprint, key.namespace, length)
+        return replace(want, average=key, plain=(own, plain))
+
     def _encoding(
-        self, chunk: Ids | None, start: int, system: Ids, before: Sequence[Ids]
+        self, chunk: Ids | None, start: int | None, system: Ids, before: Sequence[Ids]
     ) -> tuple[Encoding, tuple[Ids, ...]]:
-        """Encoding of a chunk, or (None) of the text at the prompt's start."""
+        """Encoding of a chunk (``start`` None: at no certain place), or of the text at the prompt's start."""
         if chunk is None:
             return Encoding(ENCODING_PREFIX), ()
         if start == 0:
@@ -154,22 +183,29 @@ class Encodings:
         if self.name == IN_PROMPT and before:
             behind = tuple(token for ids in before for token in ids)
             return InPromptEncoding(IN_PROMPT, behind, segments=tuple(map(len, before))), tuple(before)
-        near = self._fitting(chunk, len(system)) if self.similar else ()
+        is_first = self.averages and start == len(system)
+        near = self._fitting(chunk, len(system)) if self.neighbours and not is_first else ()
+        # An empty system text stays first in the key: else a neighbour would pass for one.
+        if near and self.averages:
+            groups = groups_of(near, self.neighbours)
+            return AverageEncoding(self.name, system, 0, groups, self._joint), (system, *near)
         if near:
-            # An empty system text stays first in the key: else a neighbour would pass for one.
-            return NeighbourEncoding(self.name, system, neighbours=near), (system, *near)
+            return NeighbourEncoding(self.name, system, 0, near, self._joint), (system, *near)
         if self.behind_system and system:
-            return Encoding("system", system), (system,)
+            return behind_text(system), (system,)
         if self.sinks and self._bos is not None:
             return Encoding(self.name, (self._bos,) * self.sinks), ()
         return Encoding("standalone"), ()
 
     def _fitting(self, chunk: Ids, system: int) -> tuple[Ids, ...]:
         """Up to n neighbours that fit into the model's context, the most similar last."""
-        others = (ids for ids in dict.fromkeys(self._neighbours(chunk)) if ids and ids != chunk)
-        room = self._rope.context - system - len(chunk)
+        others = (ids for ids in dict.fromkeys(self._near(chunk)) if ids and ids != chunk)
+        room = self._rope.context - system - len(self._joint) - len(chunk)
+        if self.averages:
+            fitting = (ids for ids in others if GROUP * (len(ids) + len(self._joint)) <= room)
+            return tuple(islice(fitting, GROUP * self.neighbours))
         near: list[Ids] = []
-        for ids in islice(others, self.similar):
+        for ids in islice(others, self.neighbours):
             room -= len(ids)
             if room < 0:
                 break
@@ -185,6 +221,18 @@ class Encodings:
         return filled[0].token_ids
 
 
+def groups_of(near: Sequence[Ids], count: int) -> tuple[tuple[Ids, ...], ...]:
+    """At most ``count`` different groups of :data:`GROUP` neighbours, taken in turn."""
+    size = min(GROUP, len(near))
+    turns = ([near[(first + at) % len(near)] for at in range(size)] for first in range(0, size * count, size))
+    return tuple(dict.fromkeys(tuple(group) for group in turns))
+
+
+def behind_text(system: Ids) -> Encoding:
+    """The encoding behind a system text alone; ``standalone`` without one."""
+    return Encoding("system", system) if system else Encoding("standalone")
+
+
 def _parse(name: str) -> tuple[str, int]:
     """``sinks:4`` to its kind and number, 0 for a kind without one."""
     kind, colon, count = name.partition(":")
@@ -192,7 +240,7 @@ def _parse(name: str) -> tuple[str, int]:
     if argument is None or (colon and argument == "none") or (not colon and argument == "needed"):
         raise ValueError(f"unknown encoder {name!r}; known: {', '.join(KNOWN)}")
     if not colon:
-        return kind, DEFAULT_NEIGHBOURS if kind == "similar" else 0
+        return kind, DEFAULT_NEIGHBOURS.get(kind, 0)
     if not (count.isascii() and count.isdecimal()) or int(count) < 1:
         raise ValueError(f"encoder {name!r}: {kind}:n needs a number n >= 1")
     return kind, int(count)

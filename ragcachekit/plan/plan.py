@@ -35,9 +35,10 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     if request.beginning is not None:
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))
-    parts = _parts(request, decision)
+    parts = _parts(request, decision, entries)
     report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
+    useful |= {want.plain[0] for want in request.wanted if want.plain and want.key in useful}
     plan = LinkPlan(
         ids,
         tuple(parts.pieces),
@@ -88,16 +89,17 @@ class _Parts:
     cold: list[PlacedChunk]
 
 
-def _parts(request: PromptRequest, decision: Decision) -> _Parts:
-    """The looked-up segments in order; skipped entries are not missing."""
+def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | None]) -> _Parts:
+    """The looked-up segments in order; what was ``found`` and skipped is not missing."""
     out, beginning = _Parts([], [], {}, [], []), request.beginning
     if beginning is not None:
         out.placed += beginning.placed
         out.uses += beginning.uses
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
-    for want, entry in zip(request.wanted, decision.entries, strict=True):
-        if (entry is None and want.key not in decision.skipped) or (entry is not None and entry.renew):
-            out.missing[want.key] = Missing(want.key, want.token_ids, want.encoding, request.epoch)
+    for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
+        if stored is None or (entry is not None and entry.renew):
+            key, encoding = (want.key, want.encoding) if entry or not want.plain else want.plain
+            out.missing[key] = Missing(key, want.token_ids, encoding, request.epoch)
         if entry is None:
             chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False)
             out.cold.append(chunk)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ragcachekit.model.encoding import Encoding, Ids
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment, behind_text
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
@@ -57,7 +58,8 @@ def prefetch_keys(
 ) -> list[KVKey]:
     """Keys of the system text and of chunks (token ids, or chunk ids) in this order after it.
 
-    A chunk given by id has no known neighbours. Under ``in-prompt`` the best variant is taken.
+    A chunk given by id has no known neighbours. Under ``in-prompt`` the best variant is taken, under
+    ``average:n`` the stored mean, if there is one and the chunk is not the first.
     """
     length = max(1, len(system) + sum(len(chunk) for chunk in chunks if not isinstance(chunk, str)))
     keys, before = list[KVKey](), list[str]()
@@ -71,6 +73,12 @@ def prefetch_keys(
         if isinstance(chunk, str):
             key = KVKey(fingerprint, namespace, chunk, key.encoding, key.context)
         fits = variants.ranked(key, before) if encodings.name == IN_PROMPT else []
+        if encodings.averages:
+            mean = variants.averages.find(replace(key, context=(chunk_id(system, namespace),)))
+            is_first = len(before) == bool(system)
+            context = (chunk_id(system, namespace),) if system else ()
+            plain = replace(key, encoding=behind_text(system).name, context=context)
+            key = plain if mean is None or is_first else mean
         keys.append(fits[0].key if fits else key)
         before.append(key.chunk_id)
     return keys

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.plan.encodings import IN_PROMPT, Wanted
 from ragcachekit.plan.lookup import Entry, Fetch
+from ragcachekit.plan.stored_averages import StoredAverages
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.loading.load import AnyKV
@@ -63,6 +64,7 @@ class VariantPool:
     ) -> None:
         self._budget = math.inf if budget is None else budget
         self._nbytes = 0
+        self.averages = StoredAverages()
         self._free = free
         self._lock = threading.RLock()
         self._variants: dict[KVKey, _Variant] = {}
@@ -134,7 +136,8 @@ class VariantPool:
                     del self._of[_chunk(key)]
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Drop what ``store.forget`` with the same arguments drops."""
+        """Drop what ``store.forget`` with the same arguments drops, of ``averages`` as well."""
+        self.averages.forget(namespace, chunk_ids)
         with self._lock:
             for key in [key for key in self._variants if concerns(key, namespace, chunk_ids)]:
                 self.discard(key)
@@ -168,7 +171,7 @@ def weight_at(cost: float) -> float:
 
 
 def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
-    """For every wanted chunk the entry of exactly its context, else the best variant, or None."""
+    """For every wanted chunk the entry of exactly its context, else the best one of another, or None."""
     out = []
     for want in wanted:
         cost = 0.0 if want.exact else pool.cost(want.key, want.before)
@@ -180,8 +183,28 @@ def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[E
             else:
                 pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
                 pool.used(entry.key, want.before)
+        elif entry is None:
+            entry = _average(want, fetch, pool.averages) or _plain(want, fetch)
         out.append(entry)
     return out
+
+
+def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:
+    """Mean KV behind other chunks; where the prompt needs an exact entry, that is encoded as well."""
+    key = averages.find(want.average) if want.average is not None else None
+    if key is None:
+        return None
+    found = fetch.get(key, len(want.token_ids))
+    if found is None:
+        averages.discard(key)
+        return None
+    return Entry(key, found, renew=want.exact)
+
+
+def _plain(want: Wanted, fetch: Fetch) -> Entry | None:
+    """KV behind the system text alone, until the mean is stored."""
+    found = fetch.get(want.plain[0], len(want.token_ids)) if want.plain is not None else None
+    return Entry(want.plain[0], found, renew=True) if want.plain is not None and found is not None else None
 
 
 def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:

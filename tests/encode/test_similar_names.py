@@ -25,7 +25,7 @@ class TestNames:
     )
     def test_are_read(self, name, n, written):
         encodings = similar(name)
-        assert (encodings.similar, encodings.name) == (n, written)
+        assert (encodings.neighbours, encodings.name) == (n, written)
 
     @pytest.mark.parametrize(
         "name",

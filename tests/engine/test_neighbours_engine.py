@@ -108,10 +108,10 @@ class TestEncodeAndAsk:
         assert len(store.under(key.context[0], "prefix")) == 1
 
     def test_what_is_linked_is_what_the_neighbour_encoding_says(self, make):
-        """Behind exactly text and one neighbour a chunk is what an ordinary prefill computes."""
+        """Behind exactly text, a neighbour and a blank line a chunk is what a prefill computes."""
         rag = make(DOCUMENT)
         rag.encode([ONE, TWO], system=BEFORE)
-        linked = rag.link(Prompt([Text(BEFORE), Chunk(ONE), Chunk(TWO), Text("\nWhere?")]))
+        linked = rag.link(Prompt([Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]))
         assert linked.report.approximate_tokens > 0
         ids, cache = linked.input_ids, linked.cache
         theirs = prefilled(ids[:, :-1])

@@ -11,7 +11,7 @@ from ragcachekit.commands.bench.fidelity.continued import ROWS, ContinuedPrompt,
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.config import QUANTISATIONS, StoreConfig
-from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
@@ -19,6 +19,7 @@ from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.options import end_tokens
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.factory import open_store
 
@@ -64,7 +65,8 @@ class Compared:
 class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
-    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``.
+    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``
+    and ``average:n``, which takes chunks on both sides from a document.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Engines:
                 tokenizer,
                 policy="reuse",
                 encoder=name.partition("+")[0],
-                neighbours=neighbours if needs_neighbours(name) else None,
+                neighbours=_neighbours(name, neighbours),
                 store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,
@@ -207,4 +209,11 @@ def quantisation(encoder: str) -> str:
 
 def needs_neighbours(encoder: str) -> bool:
     """Whether an encoder looks for similar chunks."""
-    return encoder.partition(":")[0] == "similar"
+    return encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
+
+
+def _neighbours(encoder: str, source: Neighbours | None) -> Neighbours | None:
+    """What an encoder takes of a source: a mean is over contexts on either side of a chunk."""
+    if isinstance(source, PrecedingChunks) and encoder.startswith("average"):
+        return source.surrounding()
+    return source if needs_neighbours(encoder) else None

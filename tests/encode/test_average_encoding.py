@@ -1,0 +1,168 @@
+"""``average:n``: means of encodings, against ordinary prefills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_similar_encoding import background_encoder
+
+from families import off, plain, prefill, tokens
+from link_kit import described
+from ragcachekit.encode.companions import Companions
+from ragcachekit.model.encoding import AverageEncoding
+from ragcachekit.plan.encodings import Encodings, TokenSegment, groups_of
+from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.stored_averages import StoredAverages
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.types import KVKey, chunk_id
+
+SYSTEM, CHUNK, JOINT = tokens(9, 1), tokens(14, 2), tokens(2, 8)
+A, B, C = tokens(13, 3), tokens(11, 4), tokens(12, 5)
+
+
+def encodings(name="llama", near=(A, B, C), count=3, joint=JOINT):
+    return Encodings(f"average:{count}", described(name), 1, lambda ids: near if ids == CHUNK else (), joint)
+
+
+def stored(name, near, count, system=SYSTEM):
+    """The mean KV of CHUNK, keys rotated to follow ``system``, by way of the store; and the store."""
+    ours = encodings(name, near, count)
+    encoding, context = ours.encoding(CHUNK, system)
+    item = Missing(ours.key(CHUNK, encoding, context, "model", "space", 0), CHUNK, encoding)
+    store = HostStore(1 << 26)
+    background_encoder(name, store).now([item])
+    return item, store, store.get(item.key).kv
+
+
+def in_order(name, group, system=SYSTEM):
+    """Keys without RoPE and values of CHUNK behind a text and a group, from an ordinary prefill."""
+    whole = (*system, *(i for ids in group for i in (*ids, *JOINT)), *CHUNK)
+    run, start = prefill(plain(name), whole), len(whole) - len(CHUNK)
+    angles = described(name).angles(torch.arange(start, len(whole)), len(whole))
+    keys = [described(name).strip(i, k[:, start:], k[:, start:], angles)[0] for i, k in enumerate(run.keys)]
+    return keys, [values[:, start:] for values in run.values]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "gpt-oss"])
+@pytest.mark.parametrize("system", [SYSTEM, ()], ids=["system", "nothing"])
+def test_it_is_the_mean_of_ordinary_prefills(name, system):
+    _, _, kv = stored(name, (A, B, C), 3, system)
+    runs = [in_order(name, group, system) for group in ((A, B), (C, A), (B, C))]
+    for layer in range(kv.layers):
+        keys, values = [run[0][layer] for run in runs], [run[1][layer] for run in runs]
+        assert off(kv.keys[layer], sum(keys) / 3) <= 1e-5
+        assert off(kv.values[layer], sum(values) / 3) <= 1e-5
+        pairs = [(0, 1), (0, 2), (1, 2)]
+        moved = sum((values[i] - values[j]).square().sum((0, 2)) for i, j in pairs) / 3
+        assert off(kv.sums["sensitivity"][layer], moved.sqrt()) <= 1e-4
+    assert off(runs[0][1][-1], runs[1][1][-1]) > 1e-3, "the check sees other neighbours"
+
+
+def test_behind_one_neighbour_sensitivity_is_the_distance_from_the_system_text_alone():
+    item, _, kv = stored("llama", (A,), 3)
+    keys, values = in_order("llama", (A,))
+    _, others = in_order("llama", ())
+    assert len(item.encoding.contexts) == 1
+    for layer in range(kv.layers):
+        assert off(kv.keys[layer], keys[layer]) <= 1e-5
+        assert off(kv.values[layer], values[layer]) <= 1e-5
+        moved = (values[layer] - others[layer]).square().sum((0, 2)).sqrt()
+        assert off(kv.sums["sensitivity"][layer], moved) <= 1e-4
+
+
+def test_the_entry_behind_the_system_text_alone_is_stored_as_well():
+    item, store, _ = stored("llama", (A, B), 2)
+    plain_encoding = Encodings("system", described("llama"), 1)
+    encoding, context = plain_encoding.encoding(CHUNK, SYSTEM)
+    kv = store.get(plain_encoding.key(CHUNK, encoding, context, "model", "space", 0)).kv
+    keys, values = in_order("llama", ())
+    for layer in range(kv.layers):
+        assert off(kv.keys[layer], keys[layer]) <= 1e-5
+        assert off(kv.values[layer], values[layer]) <= 1e-5
+    assert len(item.key.context) == 3, "system text and both neighbours"
+
+
+class TestNames:
+    def wanted(self, *chunks, system=SYSTEM, **options):
+        segments = [TokenSegment(system, False)] if system else []
+        segments += [TokenSegment(ids, True) for ids in chunks]
+        return list(encodings(**options).wanted(segments, "model", "space"))
+
+    def test_the_first_chunk_is_exact_behind_the_system_text(self):
+        _, first, second = self.wanted(CHUNK, CHUNK)
+        assert first.exact
+        assert first.encoding.name == "system"
+        assert not second.exact
+        assert second.encoding.name == "average:3"
+        assert first.average.encoding == "average:3"
+        assert first.average.context == (chunk_id(SYSTEM, "space"),)
+        assert second.plain == (first.key, first.encoding)
+        assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
+
+    def test_without_a_system_text_the_first_is_alone(self):
+        first, second = self.wanted(CHUNK, CHUNK, system=())
+        assert first.exact
+        assert first.encoding.name == "standalone"
+        assert first.average is None
+        assert second.key.context[0] == chunk_id((), "space")
+        assert second.plain[0] == first.key
+
+    def test_without_neighbours_it_is_the_plain_entry(self):
+        _, _, second = self.wanted(A, B)
+        assert second.encoding.name == "system"
+        assert not second.exact
+        assert second.plain is None
+
+    def test_neighbours_that_do_not_fit_are_left_out(self):
+        long = tuple(range(described("llama").context))
+        _, _, second = self.wanted(A, CHUNK, near=(long, B))
+        assert isinstance(second.encoding, AverageEncoding)
+        assert second.encoding.groups == ((B,),)
+
+    def test_groups_take_turns(self):
+        assert groups_of([A], 3) == ((A,),)
+        assert groups_of([A, B], 3) == ((A, B),)
+        assert groups_of([A, B, C], 3) == ((A, B), (C, A), (B, C))
+        assert groups_of([A, B, C, CHUNK], 3) == ((A, B), (C, CHUNK))
+
+
+class TestCompanions:
+    def test_the_nearest_of_the_list_first(self):
+        found = Companions()
+        found.observe("here", ["a", "b", "c", "d"])
+        assert found.of("here", "c") == ("b", "d", "a")
+        assert found.of("here", " c\n") == ("b", "d", "a")
+        assert found.of("there", "c") == () == found.of("here", "e")
+
+    def test_a_chunk_takes_companions_until_it_has_enough(self):
+        found = Companions()
+        found.observe("here", ["a"])
+        found.observe("here", ["a", "b"])
+        found.observe("here", ["a", *"cdefghij"])
+        assert found.of("here", "a") == tuple("bcdefghi")
+        found.observe("here", ["a", "z"])
+        assert found.of("here", "a") == tuple("bcdefghi")
+
+    def test_what_is_forgotten_is_no_companion(self):
+        found = Companions()
+        found.observe("here", ["a", "b", "c"])
+        found.forget("here", lambda text: text == "b")
+        assert (found.of("here", "a"), found.of("here", "b")) == (("c",), ())
+        found.forget("here", None)
+        assert found.of("here", "a") == ()
+
+
+def test_stored_means_are_found_whatever_is_behind_them():
+    def key(*context, encoding="average:3", chunk="x", namespace="space"):
+        return KVKey("model", namespace, chunk, encoding, context)
+
+    averages = StoredAverages()
+    averages.add([key("s", "a", "b"), key("s", encoding="system", chunk="y")])
+    assert averages.find(key("s")) == key("s", "a", "b")
+    assert averages.find(key("t")) is None
+    assert averages.find(key("s", chunk="y")) is None
+    averages.forget("other")
+    averages.forget("space", frozenset(["c"]))
+    assert averages.find(key("s", "c")) == key("s", "a", "b")
+    averages.forget("space", frozenset(["b"]))
+    assert averages.find(key("s")) is None

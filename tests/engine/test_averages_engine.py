@@ -1,0 +1,149 @@
+"""``RagCache(encoder="average:n")`` from text to text: what is encoded when, and what serves meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from families import off
+from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
+from speaking import byte_level, speaker
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+THREE = "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide."
+FACTS = [ONE, TWO, THREE]
+BEFORE = "Answer from the context.\n\nContext:\n"
+PROMPT = f"{BEFORE}{THREE}\n\n{TWO}\n\n{ONE}\n\nWhere does the river flow?"
+ASKED = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(**options):
+        options = {"policy": "reuse", "encoder": "average:3", "cold": "never", **options}
+        made.append(RagCache(speaker(), byte_level(), cache_dir=tmp_path / "cache", **options))
+        return made[-1]
+
+    yield make
+    for rag in made:
+        rag.close()
+
+
+def stored(rag, text=None):
+    """Encodings of a chunk in the store (of the text before the chunks: by default)."""
+    keys = list(rag._components.store.keys())
+    name = None if text is None else rag.encode([text], system=BEFORE)[0]
+    return sorted(key.encoding for key in keys if name in (None, key.chunk_id))
+
+
+def used(answer):
+    return [(use.source, use.exact) for use in answer.report.link.chunks]
+
+
+def test_chunks_given_together_are_encoded_behind_each_other(make):
+    rag = make()
+    rag.encode(FACTS, system=BEFORE)
+    answer = rag.generate(PROMPT, **ASKED)
+    assert answer.report.link.encoder == "average:3"
+    assert used(answer) == [("host", True), ("host", False), ("host", False)]
+    assert stored(rag, ONE) == ["average:3", "system"]
+
+
+@torch.no_grad()
+def test_what_is_linked_is_the_mean_over_the_other_chunks(make):
+    rag = make(encoder="average:2")
+    rag.encode([ONE, TWO], system=BEFORE)  # one companion each: behind it, KV is exact
+    linked = rag.link(Prompt([Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]))
+    assert linked.report.approximate_tokens > 0
+    theirs = speaker()(input_ids=linked.input_ids[:, :-1], use_cache=True).past_key_values
+    for ours, layer in zip(linked.cache.layers, theirs.layers, strict=True):
+        assert off(ours.keys, layer.keys) < 1e-5
+        assert off(ours.values, layer.values) < 1e-5
+
+
+def test_a_chunk_is_encoded_once_when_missed_and_averaged_when_it_comes_back(make):
+    rag = make(cold="now")
+    rag.register(FACTS)
+    first = rag.generate(PROMPT, **ASKED)
+    assert {source for source, _ in used(first)} == {"computed"}
+    assert stored(rag, TWO) == ["system"]
+    second = rag.generate(PROMPT, **ASKED)
+    assert used(second) == [("host", True), ("host", False), ("host", False)]
+    assert stored(rag, TWO) == ["average:3", "system"]
+    assert stored(rag, THREE) == ["system"], "it stood first, where that is exact"
+    third = rag.generate(PROMPT, **ASKED)
+    assert used(third) == used(second)
+
+
+def test_a_prompt_of_segments_gives_companions_too(make):
+    rag = make(cold="now")
+    parts = [Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]
+    for _ in range(2):
+        rag.generate(Prompt(parts), **ASKED)
+    assert stored(rag, TWO) == ["average:3", "system"]
+
+
+def test_after_a_restart_the_means_on_disk_serve_whatever_comes_together_then(make, tmp_path):
+    store = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
+    with make(store=store, load="always") as rag:
+        rag.encode(FACTS, system=BEFORE)
+        before = rag.generate(PROMPT, **ASKED)
+    again = make(store=store, load="always")
+    again.register([TWO])
+    again.register([ONE])
+    again.register([THREE])
+    answer = again.generate(PROMPT, **ASKED)
+    assert used(answer) == [("disk", True), ("disk", False), ("disk", False)]
+    assert answer.token_ids == before.token_ids
+    assert answer.report.link.recomputed_tokens == before.report.link.recomputed_tokens
+
+
+class TestForget:
+    def test_a_mean_goes_with_each_of_its_chunks(self, make):
+        rag = make()
+        rag.encode(FACTS, system=BEFORE)
+        rag.forget(texts=[TWO])
+        kept = list(rag._components.store.keys())
+        assert [key.encoding for key in kept if key.encoding == "average:3"] == []
+        answer = rag.generate(PROMPT, **ASKED)
+        assert ("host", True) in used(answer), "the first is exact and had nothing to do with it"
+
+    def test_a_forgotten_chunk_is_behind_no_other_again(self, make):
+        rag = make(cold="now")
+        rag.encode(FACTS, system=BEFORE)
+        (gone,) = rag.encode([TWO], system=BEFORE)
+        rag.forget(texts=[TWO])
+        for _ in range(3):
+            rag.generate(f"{BEFORE}{THREE}\n\n{ONE}\n\nWhere does the river flow?", **ASKED)
+        keys = list(rag._components.store.keys())
+        assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
+        assert not any(gone in (key.chunk_id, *key.context) for key in keys)
+
+    def test_after_all_is_forgotten_nothing_is_left(self, make):
+        rag = make()
+        rag.encode(FACTS, system=BEFORE)
+        rag.forget()
+        assert list(rag._components.store.keys()) == []
+        assert {source for source, _ in used(rag.generate(PROMPT, **ASKED))} <= {"computed"}
+
+
+def test_other_namespaces_have_other_companions(make):
+    rag = make(cold="now")
+    rag.encode([ONE, TWO], system=BEFORE, namespace="a")
+    rag.encode([ONE, THREE], system=BEFORE, namespace="b")
+    keys = [key for key in list(rag._components.store.keys()) if key.encoding == "average:3"]
+    of = {space: {c for key in keys if key.namespace == space for c in key.context} for space in "ab"}
+    assert not of["a"] & of["b"]
+
+
+def test_prefetch_names_what_the_prompt_will_use(make, tmp_path):
+    rag = make(store=StoreConfig(host_bytes=1 << 26, disk_path=tmp_path / "kv"))
+    rag.encode(FACTS, system=BEFORE)
+    rag.generate(PROMPT, **ASKED)
+    planner = rag._components.prompts
+    keys = planner.prefetch_keys([THREE, TWO, ONE], "default", rag._components.policy, BEFORE)
+    assert [key.encoding for key in keys] == ["prefix", "system", "average:3", "average:3"]
+    assert all(key in rag._components.store for key in keys[1:])
