@@ -12,13 +12,7 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.encode.neighbours import (
-        CoRetrieved,
-        Neighbours,
-        PrecedingChunks,
-        SimilarChunks,
-        SurroundingChunks,
-    )
+    from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
@@ -61,7 +55,6 @@ __all__ = [
     "ShadowReport",
     "SimilarChunks",
     "StoreConfig",
-    "SurroundingChunks",
     "Text",
     "TreeConfig",
     "agenerate",
@@ -73,13 +66,7 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.encode.neighbours": (
-        "CoRetrieved",
-        "Neighbours",
-        "PrecedingChunks",
-        "SimilarChunks",
-        "SurroundingChunks",
-    ),
+    "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.query.base": ("Partition",),

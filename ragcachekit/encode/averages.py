@@ -1,4 +1,4 @@
-"""The encoder ``average:n``: the mean of a chunk's KV behind several groups of other chunks.
+"""The encoder ``average:n``: the mean of a chunk's KV behind one, two, ... n other chunks.
 
 Our own (docs/encoders.md). What precedes a chunk in the next prompt is not known; the mean over likely
 contexts is nearer to the KV that the chunk will have there than any one of them.
@@ -6,59 +6,85 @@ contexts is nearer to the KV that the chunk will have there than any one of them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import torch
 
-from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.model.encoding import AverageEncoding, Encoding
+from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.model.encoding import AverageEncoding, Ids, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.plan.link_plan import Missing
 
 
 class AverageEncoder:
-    """Encodes a chunk behind every context of its :class:`AverageEncoding`, and takes the mean."""
+    """Encodes a chunk behind every context of its :class:`AverageEncoding`, and takes the mean.
 
-    def __init__(self, encoder: ChunkEncoder) -> None:
-        self._encoder = encoder
+    Chunks that stand behind each other share forwards: four chunks take four, one per rotation.
+    """
+
+    def __init__(self, in_prompts: InPromptEncoder) -> None:
+        self._in_prompts = in_prompts
 
     def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item with its KV, keys without RoPE, and the ``sensitivity`` of its tokens."""
-        for item in items:
-            encoding = item.encoding
-            assert isinstance(encoding, AverageEncoding)
-            contexts = encoding.contexts
-            if len(contexts) == 1:  # one encoding says nothing about the spread: compare with none before it
-                contexts = (*contexts, encoding.behind)
-            kvs = [self._behind(item, context) for context in contexts]
-            moved = spread([kv.values for kv in kvs])
-            yield item, mean(kvs[: len(encoding.contexts)], moved)
+        for _, block in groupby(items, _chunks_of):
+            yield from self._together({item.token_ids: item for item in block})
 
-    def _behind(self, item: Missing, context: tuple[int, ...]) -> ChunkKV:
-        ((_, kv),) = self._encoder.encode([item.token_ids], Encoding(item.encoding.name, context))
-        return kv.to("cpu")
+    def _together(self, items: dict[Ids, Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        means = {ids: _Mean() for ids in items}
+        samples = [sample for item in items.values() for sample in _samples(item)]
+        for sample, kv in self._in_prompts.encode(samples):
+            means[sample.token_ids].add(kv)
+        for ids, item in items.items():
+            yield item, means.pop(ids).result()
 
 
-def mean(kvs: Sequence[ChunkKV], sensitivity: torch.Tensor) -> ChunkKV:
-    """The mean of a chunk's encodings and of their sums, taken in float32, with these sensitivities."""
+class _Mean:
+    """Running means of the encodings of one chunk, in float32 (Welford's method)."""
 
-    def of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        first, *others = tensors
-        stacked = torch.stack([tensor.float() for tensor in (first, *others)])
-        return stacked.mean(0).to(first.dtype) if others else first
+    def __init__(self) -> None:
+        self._count = 0
 
-    keys = tuple(of(layer) for layer in zip(*(kv.keys for kv in kvs), strict=True))
-    values = tuple(of(layer) for layer in zip(*(kv.values for kv in kvs), strict=True))
-    sums = {name: of(kv.sums[name] for kv in kvs) for name in kvs[0].sums}
-    return ChunkKV(keys, values, None, {**sums, SENSITIVITY: sensitivity})
+    def add(self, kv: ChunkKV) -> None:
+        sides = [[tensor.float() for tensor in side] for side in (kv.keys, kv.values)]
+        if not self._count:
+            self._dtypes = [[tensor.dtype for tensor in side] for side in (kv.keys, kv.values)]
+            self._means = sides
+            self._squares = [torch.zeros(kv.tokens) for _ in kv.keys]
+        self._count += 1
+        for mean, new in zip(self._means[0], sides[0], strict=True):
+            mean += (new - mean) / self._count
+        for layer, (mean, new) in enumerate(zip(self._means[1], sides[1], strict=True)):
+            moved = new - mean
+            mean += moved / self._count
+            self._squares[layer] += (moved * (new - mean)).sum((0, 2))
+
+    def result(self) -> ChunkKV:
+        keys, values = (
+            tuple(tensor.to(dtype) for tensor, dtype in zip(side, dtypes, strict=True))
+            for side, dtypes in zip(self._means, self._dtypes, strict=True)
+        )
+        # Twice the variance: the mean square of the difference between two contexts.
+        moved = (2 / (self._count - 1) * torch.stack(self._squares).clamp_min(0)).sqrt()
+        return ChunkKV(keys, values, None, {SENSITIVITY: moved})
 
 
-def spread(values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """How far each token's values move between encodings of a chunk: ``[layers, tokens]`` float32.
+def _chunks_of(item: Missing) -> frozenset[Ids]:
+    """All chunks of its contexts and itself."""
+    return frozenset((item.token_ids, *_encoding(item).neighbours))
 
-    ``values`` are, per encoding and layer, ``[kv_heads, tokens, head_dim]``; at least two encodings. Of two
-    it is the norm of their difference over heads and dimensions; of more, the root of its mean square over
-    pairs.
-    """
-    layers = (torch.stack([one.float() for one in layer]) for layer in zip(*values, strict=True))
-    return torch.stack([(2 * layer.var(0)).sum((0, 2)).sqrt() for layer in layers])
+
+def _samples(item: Missing) -> Iterator[Missing]:
+    """The item behind each of its contexts in turn."""
+    encoding = _encoding(item)
+    start = [len(encoding.behind)] if encoding.behind else []
+    for group in encoding.groups:
+        lengths = (*start, *(len(ids) + len(encoding.joint) for ids in group))
+        behind = InPromptEncoding(encoding.name, encoding.context(group), segments=lengths)
+        yield Missing(item.key, item.token_ids, behind)
+
+
+def _encoding(item: Missing) -> AverageEncoding:
+    assert isinstance(item.encoding, AverageEncoding)
+    return item.encoding

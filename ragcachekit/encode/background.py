@@ -44,7 +44,7 @@ class BackgroundEncoder:
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
-        self._averages = AverageEncoder(encoder)
+        self._averages = AverageEncoder(in_prompts)
         self._still_valid = still_valid
         self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
         self._background = Background[list[Missing]](self._encode_queued, MAX_WAITING, "ragcachekit-encode")

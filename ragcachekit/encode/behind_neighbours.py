@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ragcachekit.encode.averages import spread
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
 from ragcachekit.forward.linker import link, run_rows
@@ -104,7 +103,17 @@ class NeighbourEncoder:
         run_rows(self._model, inputs, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")
-        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: spread([kv[1], own.values])})
+        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: sensitivity(kv[1], own.values)})
+
+
+def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far each token's values moved between two encodings: ``[layers, tokens]`` float32.
+
+    ``values`` and ``others`` are ``[kv_heads, tokens, head_dim]`` per layer; the norm is over heads and
+    dimensions.
+    """
+    pairs = zip(values, others, strict=True)
+    return torch.stack([(one.float() - other.float()).square().sum((0, 2)).sqrt() for one, other in pairs])
 
 
 def alone(item: Missing, ids: tuple[int, ...]) -> Missing:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
-MOST = 8  # companions of one chunk
+BLOCK = 4  # chunks of one block
 REMEMBERED = 65_536  # chunks per namespace
 
 
 class Companions:
-    """For each chunk, those nearest to it in the first lists that it was registered in; thread safe.
+    """For each chunk the others of its block, in the first list that it was registered in; thread safe.
 
-    A list is what a retriever found for one question, or what :meth:`RagCache.encode` was given. A chunk
-    takes companions until it has :data:`MOST`; the least recently registered chunks are dropped first.
+    A list is what a retriever found for one question, or what :meth:`RagCache.encode` was given. It is cut
+    into blocks of at most :data:`BLOCK` chunks; those of one block stand behind each other, and share the
+    forwards that encode them. The least recently registered chunks are dropped first.
     """
 
     def __init__(self) -> None:
@@ -26,16 +28,17 @@ class Companions:
         unique = list(dict.fromkeys(text.strip() for text in texts))
         with self._lock:
             near = self._near.setdefault(namespace, OrderedDict())
-            for at, text in enumerate(unique):
-                known = near.get(text, ())
-                if len(known) < MOST:
-                    near[text] = tuple(dict.fromkeys((*known, *around(unique, at))))[:MOST]
+            new = [text for text in unique if not near.get(text)]
+            for block in _blocks(new if len(new) > 1 else [*new, *(t for t in unique if t not in new)]):
+                for at, text in enumerate(block):
+                    near[text] = near.get(text) or (*block[at + 1 :], *block[:at])
+            for text in unique:
                 near.move_to_end(text)
             while len(near) > REMEMBERED:
                 near.popitem(last=False)
 
     def of(self, namespace: str, text: str) -> tuple[str, ...]:
-        """Companions of a chunk, the first ones first."""
+        """The other chunks of its block, those that follow it first."""
         with self._lock:
             return self._near.get(namespace, {}).get(text.strip(), ())
 
@@ -53,10 +56,11 @@ class Companions:
             self._near[namespace] = OrderedDict(kept)
 
 
-def around(texts: Sequence[str], at: int) -> list[str]:
-    """At most 2 x :data:`MOST` texts nearest to place ``at``, the earlier of two equally near."""
-    order = (place for step in range(1, MOST + 1) for place in (at - step, at + step))
-    return [texts[place] for place in order if 0 <= place < len(texts)]
+def _blocks(texts: Sequence[str]) -> list[Sequence[str]]:
+    """Blocks of nearly equal size."""
+    count = -(-len(texts) // BLOCK)
+    cuts = [len(texts) * number // count for number in range(count + 1)] if count else [0]
+    return [texts[start:stop] for start, stop in pairwise(cuts)]
 
 
 def _without(texts: Sequence[str], gone: Collection[str]) -> tuple[str, ...]:

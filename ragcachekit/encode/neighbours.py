@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.encode.companions import Companions, around
+from ragcachekit.encode.companions import Companions
 from ragcachekit.types import chunk_id
 
 Ids = tuple[int, ...]
@@ -121,21 +121,6 @@ class PrecedingChunks:
         """The chunks before it, nearest first."""
         number, place = self._at.get(text.strip(), (0, 0))
         return self._documents[number][:place][::-1] if place else ()
-
-    def surrounding(self) -> SurroundingChunks:
-        """The chunks on both sides, of the same documents."""
-        return SurroundingChunks(self._documents)
-
-
-class SurroundingChunks(PrecedingChunks):
-    """The chunks around a chunk in its own document, nearest first, the earlier of two equally near."""
-
-    def of(self, text: str) -> Sequence[str]:
-        """The chunks before and after it, nearest first."""
-        if text.strip() not in self._at:
-            return ()
-        number, place = self._at[text.strip()]
-        return around(self._documents[number], place)
 
 
 class CoRetrieved:

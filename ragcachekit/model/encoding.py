@@ -34,19 +34,23 @@ class NeighbourEncoding(Encoding):
 
 @dataclass(frozen=True)
 class AverageEncoding(Encoding):
-    """Encoding ``average:n``: the mean of encodings, each after ``behind`` and one of ``groups``.
+    """Encoding ``average:n``: the mean of encodings after ``behind`` and each of ``groups``.
 
-    ``groups`` are token ids of other chunks; ``joint`` stands after each of them.
+    ``neighbours`` are token ids of n other chunks; ``joint`` stands after each of them.
     """
 
-    groups: tuple[tuple[Ids, ...], ...] = ()
+    neighbours: tuple[Ids, ...] = ()
     joint: Ids = ()
 
     @property
-    def contexts(self) -> tuple[Ids, ...]:
-        """Everything before the chunk, per group."""
-        joined = ((token for ids in group for token in (*ids, *self.joint)) for group in self.groups)
-        return tuple((*self.behind, *tokens) for tokens in joined)
+    def groups(self) -> tuple[tuple[Ids, ...], ...]:
+        """What stands before the chunk: the last neighbour, the last two, ... all; of one, also nothing."""
+        count = len(self.neighbours)
+        return tuple(self.neighbours[first:] for first in range(count - (count > 1), -1, -1))
+
+    def context(self, group: tuple[Ids, ...]) -> Ids:
+        """All token ids before the chunk."""
+        return (*self.behind, *(token for ids in group for token in (*ids, *self.joint)))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,6 @@ KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-promp
 DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
 """Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
 
-GROUP = 2
-"""Chunks before each encoding of ``average:n``: behind one alone, KV is further off."""
-
 IN_PROMPT = "in-prompt"
 
 _ARGUMENT = {
@@ -68,8 +65,8 @@ class Encodings:
         ``standalone``: the chunk alone from position 0, no BOS. ``sinks:n``: after n BOS tokens whose KV is
         dropped (EPIC section 5.4, n = 4). ``system``: after the text before the first chunk (FusionRAG eq.
         5). ``similar:n``: after that text and up to n similar chunks that fit, the most similar one last
-        (FusionRAG eq. 10). ``average:n``: the mean of n encodings, each after that text and one of n other
-        chunks; the first chunk of a prompt is encoded after that text alone, which is exact there.
+        (FusionRAG eq. 10). ``average:n``: the mean of n encodings, after that text and one, two, ... n of n
+        other chunks; the first chunk of a prompt is encoded after that text alone, which is exact there.
         ``in-prompt``: after all that precedes it in the prompt (Cache-Craft).
     rope : Rope
         Frequencies that depend on the prompt's length become part of the key.
@@ -187,8 +184,7 @@ class Encodings:
         near = self._fitting(chunk, len(system)) if self.neighbours and not is_first else ()
         # An empty system text stays first in the key: else a neighbour would pass for one.
         if near and self.averages:
-            groups = groups_of(near, self.neighbours)
-            return AverageEncoding(self.name, system, 0, groups, self._joint), (system, *near)
+            return AverageEncoding(self.name, system, 0, near, self._joint), (system, *near)
         if near:
             return NeighbourEncoding(self.name, system, 0, near, self._joint), (system, *near)
         if self.behind_system and system:
@@ -200,17 +196,14 @@ class Encodings:
     def _fitting(self, chunk: Ids, system: int) -> tuple[Ids, ...]:
         """Up to n neighbours that fit into the model's context, the most similar last."""
         others = (ids for ids in dict.fromkeys(self._near(chunk)) if ids and ids != chunk)
-        room = self._rope.context - system - len(self._joint) - len(chunk)
-        if self.averages:
-            fitting = (ids for ids in others if GROUP * (len(ids) + len(self._joint)) <= room)
-            return tuple(islice(fitting, GROUP * self.neighbours))
+        room = self._rope.context - system - len(chunk)
         near: list[Ids] = []
         for ids in islice(others, self.neighbours):
-            room -= len(ids)
+            room -= len(ids) + len(self._joint)
             if room < 0:
                 break
             near.append(ids)
-        return tuple(reversed(near))
+        return tuple(near if self.averages else reversed(near))
 
     @staticmethod
     def system_of(segments: Sequence[TokenSegment]) -> Ids:
@@ -219,13 +212,6 @@ class Encodings:
         if not any(segment.is_chunk for segment in filled) or filled[0].is_chunk:
             return ()
         return filled[0].token_ids
-
-
-def groups_of(near: Sequence[Ids], count: int) -> tuple[tuple[Ids, ...], ...]:
-    """At most ``count`` different groups of :data:`GROUP` neighbours, taken in turn."""
-    size = min(GROUP, len(near))
-    turns = ([near[(first + at) % len(near)] for at in range(size)] for first in range(0, size * count, size))
-    return tuple(dict.fromkeys(tuple(group) for group in turns))
 
 
 def behind_text(system: Ids) -> Encoding:
