@@ -239,9 +239,7 @@ class TestModelChangedUnderOurFeet:
         monkeypatch.setattr(rag._components.background_encoder._encoder, "encode", changed_meanwhile)
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.report.link.fallback is None
-        assert [key.encoding for key in stored_in(rag)] == ["prefix"], (
-            "copied before the model changed"
-        )
+        assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied before the model changed"
 
 
 class TestAdmissionOnce:
