@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         model,
         policy="lego:2",
         encoder="similar:1",  # behind the chunk before it: "this person" stays bound to a name
+        encode_after=1,  # three questions only; by default a chunk is encoded after its second use
         neighbours=PrecedingChunks(chunks.values()),
     ) as rag:
         retriever = RagCacheRetriever.wrap(retriever, embeddings=embeddings, cache=rag)  # <- line 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import Cancelled, ModelNotSupported, RagCacheError
-from ragcachekit.reports import Answer, GenerateReport, LinkReport, ShadowReport
+from ragcachekit.reports import Answer, EncodingStats, GenerateReport, LinkReport, ShadowReport
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "CoRetrieved",
+    "EncodingStats",
     "GenerateReport",
     "GraphConfig",
     "Identity",

@@ -202,6 +202,27 @@ class ShadowReport(_Report):
 
 
 @dataclass(frozen=True)
+class EncodingStats(_Report):
+    """What missed entries cost since the engine was made, in tokens of chunks and first texts.
+
+    - ``missed_tokens``: Computed in place by the requests that missed them.
+    - ``captured_tokens``: Of these, stored as they were computed.
+    - ``encoded_tokens``: Computed once more to be stored, behind an answer or by ``encode``; the text that
+      they are encoded behind is not counted.
+    """
+
+    missed_tokens: int = 0
+    captured_tokens: int = 0
+    encoded_tokens: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.missed_tokens} missed tokens computed in place, {self.captured_tokens} of them stored "
+            f"as they were; {self.encoded_tokens} tokens encoded"
+        )
+
+
+@dataclass(frozen=True)
 class Answer:
     """Generated text, its token ids (without the prompt), and the report."""
 

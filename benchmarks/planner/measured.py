@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ragcachekit.commands.bench.prompts import random_prompt
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.resample import Bootstrap
 from ragcachekit.commands.bench.shapes import describe, random_model
-from ragcachekit.commands.bench.ttft import random_prompt
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.reports import Answer

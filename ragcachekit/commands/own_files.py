@@ -93,6 +93,7 @@ class OwnFiles:
                 store=store,
                 namespace=self.namespace,
                 cold=cold,
+                encode_after=1,  # the next question comes in another process
                 cache_dir=cache_dir or self.folder.path,
                 dtype=self.dtype,
             )

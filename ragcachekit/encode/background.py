@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from threading import Lock
 
 from ragcachekit.background import Background
 from ragcachekit.encode.averages import AverageEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.encode.miss_counts import MissCounts
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
@@ -29,7 +33,8 @@ class BackgroundEncoder:
 
     ``neighbours`` and ``in_prompts`` encode chunks under ``similar:n`` and ``in-prompt``. Work is dropped if
     ``still_valid`` returns False: the model has changed. ``stored`` is called with every stored entry, before
-    it can be forgotten. Entries in ``forgets`` since the work on them began are not stored.
+    it can be forgotten. Entries in ``forgets`` since the work on them began are not stored. :meth:`later`
+    encodes an entry at its ``after``-th miss.
     """
 
     def __init__(
@@ -41,12 +46,17 @@ class BackgroundEncoder:
         in_prompts: InPromptEncoder,
         stored: Callable[[KVKey, ChunkKV], object],
         forgets: ForgetEpochs,
+        after: int = 1,
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._averages = AverageEncoder(in_prompts)
         self._still_valid = still_valid
-        self._refused: dict[KVKey, None] = {}  # written in ``forgets.storing``
+        self._after = after
+        self.stats, self._counting = EncodingStats(), Lock()
+        # Written in ``forgets.storing``:
+        self.misses = MissCounts()
+        self._refused: dict[KVKey, None] = {}
         self._background = Background[list[Missing]](self._encode_queued, MAX_WAITING, "ragcachekit-encode")
         self.flush, self.close = self._background.flush, self._background.close
 
@@ -61,6 +71,7 @@ class BackgroundEncoder:
             with self.forgets.storing:
                 if self._is_current(item):
                     self._put(item.key, kv)
+            self.count(encoded_tokens=kv.tokens)
             done(kv.tokens)
 
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
@@ -69,6 +80,13 @@ class BackgroundEncoder:
             with self.forgets.storing:
                 if self._is_current(item) and item.key not in self._store:
                     self._put(item.key, kv)
+                    self.count(captured_tokens=kv.tokens)
+
+    def count(self, **tokens: int) -> None:
+        """Add to fields of ``stats``."""
+        with self._counting:
+            added = {name: getattr(self.stats, name) + more for name, more in tokens.items()}
+            self.stats = replace(self.stats, **added)
 
     def _is_current(self, item: Missing) -> bool:
         """Whether neither the chunk nor its context was forgotten since the work on it began."""
@@ -112,10 +130,14 @@ class BackgroundEncoder:
         yield from self._in_prompts.encode(in_prompts)
 
     def later(self, missing: Iterable[Missing]) -> None:
-        """Queue the missing entries of a request for the background thread."""
+        """Queue the missing entries of a request, to be counted and encoded in the background thread."""
         todo = list(missing)
         if todo and not self._background.submit(todo) and self._background.waiting:
             log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:
-        self.now(item for item in missing if item.key not in self._store and self._is_current(item))
+        self.now([item for item in missing if item.key not in self._store and self._is_due(item)])
+
+    def _is_due(self, item: Missing) -> bool:
+        with self.forgets.storing:
+            return self._is_current(item) and self.misses.is_due(item, self._after)

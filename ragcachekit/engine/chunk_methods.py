@@ -243,6 +243,7 @@ class ChunkMethods:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
         from_tree, parts = 0, self._components
         self._prompts.variants.forget(namespace, ids)
+        parts.background_encoder.misses.forget(namespace, ids)
         try:
             from_store = parts.store.forget(namespace, ids)
         finally:

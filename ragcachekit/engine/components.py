@@ -115,6 +115,7 @@ class EngineComponents:
             InPromptEncoder(model, rope),
             self.prompts.note_stored,
             self.forgets,
+            settings.encode_after,
         )
         opened.callback(self.background_encoder.close)
         when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"

@@ -24,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     store: StoreConfig | KVStore | None
     namespace: str
     cold: Literal["background", "now", "never"]
+    encode_after: int
     shadow: float | ShadowConfig | None
     load: Literal["auto", "always"] | LoadConfig
     tree: TreeConfig | KnowledgeTree | None
@@ -41,6 +42,7 @@ class EngineSettings:
     store: StoreConfig | KVStore | None = None
     namespace: str = "default"
     cold: Literal["background", "now", "never"] = "background"
+    encode_after: int = 2
     shadow: float | ShadowConfig | None = None
     load: Literal["auto", "always"] | LoadConfig = "auto"
     tree: TreeConfig | KnowledgeTree | None = None
@@ -50,6 +52,9 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.cold not in ("background", "now", "never"):
             raise ValueError(f"cold must be 'background', 'now' or 'never', got {self.cold!r}")
+        check_type("encode_after", self.encode_after, int, "a number of misses such as 2")
+        if self.encode_after < 1:
+            raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")
         none = type(None)
         check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
         stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"

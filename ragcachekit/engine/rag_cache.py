@@ -26,7 +26,7 @@ from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.reports import Answer, ShadowReport
+from ragcachekit.reports import Answer, EncodingStats, ShadowReport
 from ragcachekit.store.base import StoreStats
 from ragcachekit.types import KVKey
 
@@ -56,7 +56,10 @@ class RagCache(ChunkMethods):
         Tenant and corpus, a hard partition. Every call can name another one.
     cold : {"background", "now", "never"}
         When missed chunks are encoded: in a thread behind the answer, before the answer is returned, or only
-        by :meth:`encode`.
+        by :meth:`encode`. What a request computed exactly as its encoding is stored without (not by "never").
+    encode_after : int
+        Misses of a chunk before "background" encodes it: 2 spares chunks that are retrieved only once; 1 has
+        every chunk warm at its second use.
     shadow : float or ShadowConfig, optional
         Share of the requests that is answered again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
@@ -116,6 +119,10 @@ class RagCache(ChunkMethods):
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
         return self._components.stats()
+
+    def encoding_stats(self) -> EncodingStats:
+        """Tokens that requests missed, kept and encoded since this object was made."""
+        return self._components.background_encoder.stats
 
     def shadow_report(self, namespace: str | None = None) -> ShadowReport:
         """Results of shadow mode, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
@@ -276,10 +283,11 @@ class RagCache(ChunkMethods):
         """Use what answered requests produced: timings, exact rows, and missing chunks to encode."""
         self._components.loads.learn(generated)
         captured = self._components.capture.after(generated)
-        missing = (item for plan in generated.plans for item in plan.missing)
-        self._encode_missing([item for item in missing if item.key not in captured])
+        self._encode_missing([item for plan in generated.plans for item in plan.missing], captured)
 
-    def _encode_missing(self, missing: Iterable[Missing]) -> None:
+    def _encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
+        self._components.background_encoder.count(missed_tokens=sum(len(i.token_ids) for i in missed))
+        missing = [item for item in missed if item.key not in captured]
         if self._cold == "background":
             self._components.background_encoder.later(missing)
         elif self._cold == "now":

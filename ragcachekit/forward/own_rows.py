@@ -1,4 +1,4 @@
-"""Copies of KV that a request computed: exact rows for the tree, and its missing ``in-prompt`` entries."""
+"""Copies of KV that a request computed: exact rows for the tree, and missing entries that it computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.prefix_tree.conversations import Turn
+from ragcachekit.types import ENCODING_PREFIX
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
 """Maximal bytes of queries and keys held for one request; beyond it, its chunks are encoded anew."""
 
 
+_EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system", IN_PROMPT)
+"""Encodings whose context is a real prompt's beginning, KV and all."""
+
+
 def segments_of(item: Missing) -> tuple[int, ...]:
-    """Lengths of the segments before an ``in-prompt`` chunk, and of the chunk itself."""
-    assert isinstance(item.encoding, InPromptEncoding)
-    return (*item.encoding.segments, len(item.token_ids))
+    """Lengths of the segments that a chunk is encoded behind, and of the chunk itself."""
+    encoding, behind = item.encoding, len(item.encoding.behind)
+    before = encoding.segments if isinstance(encoding, InPromptEncoding) else (behind,) * (behind > 0)
+    return (*before, len(item.token_ids))
 
 
 def stop_of(item: Missing) -> int:
@@ -34,16 +41,19 @@ def stop_of(item: Missing) -> int:
 
 
 def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
-    """Missing entries whose rows the request computes, after exact rows only.
+    """Missing entries whose rows the request computes behind just their context, after exact rows only.
 
-    Entries after approximate rows need a forward of their own: later they would be taken for exact.
+    So stand all ``in-prompt`` chunks, the ``prefix``, the ``system`` chunk behind it, and a ``standalone``
+    one at position 0. Entries after approximate rows need a forward of their own: later they would be taken
+    for exact.
     """
     computed, last = set(plan.rows), exact_rows(plan, rotated=True)
     return tuple(
         item
         for item in plan.missing
-        if isinstance(item.encoding, InPromptEncoding)
+        if item.encoding.name in _EXACT_IN_PLACE
         and stop_of(item) <= last
+        and plan.token_ids[: stop_of(item)] == (*item.encoding.behind, *item.token_ids)
         and computed.issuperset(range(len(item.encoding.behind), stop_of(item)))
     )
 
@@ -73,18 +83,25 @@ class OwnRows(SummingObserver):
     @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
         """Copies on the host, keys without RoPE, from a cache for which :meth:`complete` is true."""
-        stretches = [Stretch(0, len(item.encoding.behind), stop_of(item)) for item in self.items]
-        sides = extract(cache.layers, stretches, rope, self._length)
         self._sums.settle()
-        kvs = (ChunkKV(*kv, None, sums) for kv, sums in zip(sides, self._sums.sums, strict=True))
-        return list(zip(self.items, kvs, strict=True))
+        out = []
+        for item, sums in zip(self.items, self._sums.sums, strict=True):
+            is_prefix = item.encoding.name == ENCODING_PREFIX
+            at = Stretch(0, len(item.encoding.behind), stop_of(item))
+            (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
+            kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
+            out.append((item, ChunkKV(*kv, 0 if is_prefix else None, kept)))
+        return out
 
 
 class _PrefillSums(ContextSums):
-    """Sums over one forward of ``rows`` rows."""
+    """Sums over one forward of ``rows`` rows; of these, ``first`` are the chunks' first ones."""
 
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int], rows: int) -> None:
-        super().__init__(chunks, first)
+        begin, sizes = min(first), [lengths[-1] for lengths in chunks]
+        super().__init__(chunks, [at - begin for at in first])
+        self._rows_held = begin, max(at + size for at, size in zip(first, sizes, strict=True))
+        self._keys_held = max(map(sum, chunks))
         self._count = rows
         self._nbytes = 0
         self.held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
@@ -93,8 +110,9 @@ class _PrefillSums(ContextSums):
         """Hold a layer's queries and keys: summing them here would delay the first token."""
         if query.shape[2] != self._count:
             return  # a layer that runs fewer rows
-        self._nbytes += query.untyped_storage().nbytes() + key.untyped_storage().nbytes()
-        self.held.append((query, key, options))
+        held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
+        self._nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
+        self.held.append((*held, options))
         if self._nbytes > MOST_HELD:
             self.held.clear()
 
@@ -103,6 +121,12 @@ class _PrefillSums(ContextSums):
         for query, key, options in self.held:
             super().observe(query, key, options)
         self.held.clear()
+
+
+def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Rows of ``[batch, heads, rows, dim]``; a copy where most of the tensor can be released."""
+    part = tensor[:, :, start:stop]
+    return part.clone() if 2 * part.nbytes <= part.untyped_storage().nbytes() else part
 
 
 def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:

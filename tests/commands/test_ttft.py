@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands.bench import shapes, timing, ttft
-from ragcachekit.errors import RagCacheError
+from ragcachekit.commands.bench import prompts, shapes, timing, ttft
+from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.types import Chunk
 
 COLUMNS = [
+    "dtype",
     "policy",
+    "encoder",
     "tier",
     "prompt_tokens",
     "recompute_ratio",
@@ -22,7 +24,13 @@ COLUMNS = [
     "ttft_ms_max",
     "speedup",
 ]
-SMALL = {"shape": "tiny", "prompt_tokens": 200, "chunk_tokens": 60, "question_tokens": 20, "progress": False}
+SMALL = {
+    "shape": "tiny",
+    "prompt_tokens": [200],
+    "chunk_tokens": 60,
+    "question_tokens": 20,
+    "progress": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +52,9 @@ def report(tmp_path_factory):
 
 def test_rows_are_those_of_the_design(report):
     assert all(list(row)[: len(COLUMNS)] == COLUMNS for row in report.rows)
+    assert {row["encoder"] for row in report.rows if row["tier"] == "none"} == {"none"}
+    encoders = {row["policy"]: row["encoder"] for row in report.rows if row["tier"] != "none"}
+    assert encoders == {"reuse": "standalone", "lego:16": "standalone", "lego0": "sinks:4"}
     assert [(row["policy"], row["tier"]) for row in report.rows] == [
         *(("generate", "none"), ("prefix-cache", "none"), ("full", "none"), ("cold", "none")),
         *((policy, tier) for tier in ("host", "disk") for policy in ("reuse", "lego:16", "lego0")),
@@ -74,19 +85,19 @@ def test_ratios_are_those_of_the_policies(report):
     ("tokens", "chunk", "question"), [(2048, 490, 64), (200, 60, 20), (101, 7, 1), (50, 400, 9)]
 )
 def test_prompts_have_exactly_the_tokens_asked_for(tokens, chunk, question):
-    prompt = ttft.random_prompt(1000, tokens, chunk, question, seed=3)
+    prompt = prompts.random_prompt(1000, tokens, chunk, question, seed=3)
     sizes = [len(segment.token_ids) for segment in prompt.segments]
     chunks = [len(s.token_ids) for s in prompt.segments if isinstance(s, Chunk)]
     assert sum(sizes) == tokens
-    assert (sizes[0], sizes[-1]) == (ttft.SYSTEM_TOKENS, question)
+    assert (sizes[0], sizes[-1]) == (prompts.SYSTEM_TOKENS, question)
     assert len(chunks) == len(sizes) - 2
     assert max(chunks) - min(chunks) <= 1
-    assert prompt == ttft.random_prompt(1000, tokens, chunk, question, seed=3)
-    assert prompt != ttft.random_prompt(1000, tokens, chunk, question, seed=4)
+    assert prompt == prompts.random_prompt(1000, tokens, chunk, question, seed=3)
+    assert prompt != prompts.random_prompt(1000, tokens, chunk, question, seed=4)
 
 
 def test_the_prompt_of_the_goal_has_four_chunks_of_490():
-    prompt = ttft.random_prompt(1000, 2048, 490, 64, seed=0)
+    prompt = prompts.random_prompt(1000, 2048, 490, 64, seed=0)
     assert [len(segment.token_ids) for segment in prompt.segments] == [24, 490, 490, 490, 490, 64]
 
 
@@ -95,12 +106,13 @@ def test_the_prompt_of_the_goal_has_four_chunks_of_490():
     [
         ({"shape": "giant"}, "unknown shape 'giant'; known: smollm2-135m"),
         ({"model": "somewhere"}, "not both"),
-        ({"dtype": "int8"}, "unknown dtype"),
+        ({"dtypes": ("int8",)}, "unknown dtype"),
+        ({"corpus": "docs"}, "needs the tokenizer"),
         ({"runs": 0}, "runs"),
         ({"tiers": ("tape",)}, "unknown tiers"),
         ({"tiers": ()}, "unknown tiers"),
         ({"policies": ("lego",)}, "lego:16"),
-        ({"prompt_tokens": 40}, "no room"),
+        ({"prompt_tokens": (40,)}, "no room"),
         ({"chunk_tokens": 0}, "no room"),
     ],
 )
@@ -111,7 +123,7 @@ def test_bad_arguments_are_refused(options, what):
 
 def test_an_answer_that_is_not_the_models_gives_no_figures(model):
     """Here because the stored KV is wrong: recomputing every chunk does not mend the text before them."""
-    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
     with timing.open_engines(model, ("host",)) as engines:
         engines.filler.generate(prompt, **timing.ONE_TOKEN)
         timing.check_exact(engines.warm["host"], prompt)
@@ -124,7 +136,7 @@ def test_an_answer_that_is_not_the_models_gives_no_figures(model):
 
 
 def test_the_check_wants_something_linked(model):
-    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
     with (
         timing.open_engines(model, ("host",)) as engines,
         pytest.raises(RagCacheError, match="linked path was not checked"),
@@ -133,7 +145,7 @@ def test_the_check_wants_something_linked(model):
 
 
 def test_a_request_served_from_elsewhere_is_no_sample(model):
-    prompt = ttft.random_prompt(32000, 120, 40, 16, seed=0)
+    prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
     with timing.open_engines(model, ("host", "disk")) as engines:
         engines.filler.generate(prompt, **timing.ONE_TOKEN)
         assert ttft.ask_engine(engines.warm["disk"], prompt, "reuse", "disk")[3] == 120
@@ -153,10 +165,39 @@ def test_the_plot_is_written(report, tmp_path):
 def test_a_folder_can_be_measured_instead_of_a_shape():
     folder = READER
     found = ttft.run(
-        model=folder, prompt_tokens=120, chunk_tokens=40, question_tokens=16, runs=1, progress=False
+        model=folder, prompt_tokens=[120], chunk_tokens=40, question_tokens=16, runs=1, progress=False
     )
     assert found.model.startswith(folder)
     assert "random" not in found.model
+
+
+def test_documents_in_two_sizes_and_two_dtypes(tmp_path):
+    words = " ".join(f"person {number} lives in town {number * 7}" for number in range(200))
+    (tmp_path / "facts.txt").write_text(words)
+    asked = {"policies": ("reuse",), "encoder": "system", "runs": 1, "progress": False, "chunk_tokens": 60}
+    sizes, dtypes = [150, 230], ("float32", "bfloat16")
+    found = ttft.run(model=READER, corpus=tmp_path, prompt_tokens=sizes, dtypes=dtypes, **asked)
+    linked = [row for row in found.rows if row["policy"] == "reuse"]
+    assert [(row["dtype"], row["prompt_tokens"]) for row in linked] == [(d, n) for d in dtypes for n in sizes]
+    assert {row["encoder"] for row in linked} == {"system"}
+    for number, row in enumerate(linked):
+        (full,) = (r for r in found.rows[5 * number : 5 * number + 5] if r["policy"] == "full")
+        assert row["speedup"] == pytest.approx(full["ttft_ms"] / row["ttft_ms"])
+    with pytest.raises(CorpusError, match="the prompt needs"):
+        ttft.run(model=READER, corpus=tmp_path, prompt_tokens=[100_000], **asked)
+
+
+def test_a_prompt_of_documents_is_their_text(tmp_path):
+    words = [f"person {number} lives in town {number * 7}." for number in range(200)]
+    (tmp_path / "facts.txt").write_text(" ".join(words))
+    tokenizer = AutoTokenizer.from_pretrained(READER)
+    prompt = prompts.corpus_prompt(tmp_path, tokenizer, 300, 60, seed=1)
+    chunks = [s.token_ids for s in prompt.segments if isinstance(s, Chunk)]
+    assert sum(len(s.token_ids) for s in prompt.segments) == 300
+    assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+    ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids
+    whole = [i for chunk in chunks for i in chunk]
+    assert any(ids[at : at + len(whole)] == whole for at in range(len(ids)))
 
 
 def test_random_models_are_ordinary_models(model):

@@ -37,11 +37,11 @@ class Encoder:
         return [(index, kv_of(ids[0])) for index, ids in enumerate(chunks)]
 
 
-def made():
+def made(**options):
     store, encoder = HostStore(1 << 20), Encoder()
     none = SimpleNamespace(encode=lambda items: ())
     parts = (none, none, lambda *_: None, ForgetEpochs())
-    return BackgroundEncoder(encoder, store, lambda: True, *parts), store, encoder
+    return BackgroundEncoder(encoder, store, lambda: True, *parts, **options), store, encoder
 
 
 def missing(number, epoch=0):
@@ -74,6 +74,19 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
     background_encoder.later(items[:2])
     assert background_encoder.flush(WAIT)
     assert stored(store) == [2]
+    background_encoder.close()
+
+
+def test_a_miss_before_a_forgetting_does_not_count_after_it():
+    background_encoder, store, _ = made(after=2)
+    old = background_encoder.forgets.now()
+    with forgetting(background_encoder, store):
+        pass
+    new = background_encoder.forgets.now()
+    for epoch, expected in ((old, []), (new, []), (new, [0])):
+        background_encoder.later([missing(0, epoch)])
+        assert background_encoder.flush(WAIT)
+        assert stored(store) == expected
     background_encoder.close()
 
 

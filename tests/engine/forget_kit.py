@@ -56,6 +56,7 @@ class Engine:
             cache_dir=FOLDER.name,
             namespace=SPACE,
             **{"store": self.store, "tree": self.tree, "policy": "reuse", "load": "always", **options},
+            encode_after=1,
         )
 
     def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:

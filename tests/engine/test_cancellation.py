@@ -11,7 +11,7 @@ from contextvars import copy_context
 
 import pytest
 
-from engine_kit import PROMPT, chunk, text
+from engine_kit import PROMPT, chunk, stored_in, text
 from layer_kit import (
     LONG,
     WAITED,
@@ -151,7 +151,7 @@ def test_what_a_cancelled_prompt_missed_is_not_encoded_before_it_returns(make, m
         cut = rag.generate(PROMPT, cancel=event, **ASKED)
     assert 0 < len(cut.token_ids) <= 2
     assert layers.most_after <= LAYERS
-    assert rag.stats()[0].entries == 0
+    assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied without a forward"
     rag.generate(PROMPT, **ASKED)
     assert rag.stats()[0].entries == 3
 
@@ -163,7 +163,7 @@ def test_encoding_behind_an_answer_ends_too(make, model, caplog):
         whole = rag.generate(PROMPT, cancel=event, **ASKED)
     assert layers.most_after <= 2, "one per group of chunks"
     assert whole.report.finish_reason == "length"
-    assert rag.stats()[0].entries == 0
+    assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied without a forward"
     assert not ours(caplog), "a cancelled job has not failed"
 
 
@@ -358,7 +358,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
 
 
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
-    rag, encoding = make(cold="background"), threading.Event()
+    rag, encoding = make(cold="background", encode_after=1), threading.Event()
     closed = rag._components.background_encoder._background._pool.closed
 
     def wait():

@@ -50,7 +50,7 @@ def test_linked_and_plain_calls_at_once(name):
 
 def test_cold_calls_at_once_with_background_encoding():
     want = [greedy(plain("qwen3"), ids(p), 6) for p in PROMPTS]
-    with rag_for("qwen3", policy="lego:1000", cold="background") as rag:
+    with rag_for("qwen3", policy="lego:1000", cold="background", encode_after=1) as rag:
         with ThreadPoolExecutor(6) as pool:
             results = list(pool.map(lambda i: rag.generate(PROMPTS[i % 5], **ASKED), range(30)))
         assert [r.token_ids for r in results] == [want[i % 5] for i in range(30)]

@@ -171,7 +171,8 @@ REQUESTS = {
 @pytest.mark.parametrize("what", ["texts", "namespace"])
 @pytest.mark.parametrize("cold", ["now", "background"])
 @pytest.mark.parametrize(
-    ("request_", "encoder"), [(name, "standalone") for name in REQUESTS] + [("generate", "in-prompt")]
+    ("request_", "encoder"),
+    [(name, "standalone") for name in REQUESTS] + [("generate", "in-prompt"), ("generate", "system")],
 )
 def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder):
     engine = make(cold=cold, encoder=encoder, shadow=1.0)

@@ -138,7 +138,7 @@ class TestEncodeAndAsk:
 
     @pytest.mark.parametrize("cold", ["now", "background"])
     def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
-        rag = make(DOCUMENT, cold=cold)
+        rag = make(DOCUMENT, cold=cold, encode_after=1)
         rag.register([THREE, TWO])  # not the neighbour ONE: nobody ever retrieved it
         first = rag.generate(PROMPT, **ASKED)
         assert rag.flush(30)
@@ -286,7 +286,7 @@ class TestForget:
     def test_while_it_waits_in_the_background(self, make):
         """A chunk in the queue is given up when its neighbour is forgotten."""
         going = threading.Event()
-        rag = make(DOCUMENT, cold="background")
+        rag = make(DOCUMENT, cold="background", encode_after=1)
         encode = rag._components.background_encoder._encoder.encode
         rag._components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
         rag.register([TWO])

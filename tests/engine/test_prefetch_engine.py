@@ -107,7 +107,7 @@ class Forgetful(BaseStreamer):
 
 @pytest.mark.parametrize("cold", ["now", "background"])
 def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
-    rag = rag_for("llama", policy="lego:4", cold=cold)
+    rag = rag_for("llama", policy="lego:4", cold=cold, encode_after=1)
     rag.generate(PROMPT, **ASKED, streamer=Forgetful(rag.forget))
     assert rag.flush(WAIT)
     assert rag.stats()[0].entries == 0

@@ -61,7 +61,7 @@ def test_one_string_is_not_a_list_of_texts(make):
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_what_is_forgotten_while_it_waits_is_not_stored(make, monkeypatch, everything):
-    rag = make(cold="background")
+    rag = make(cold="background", encode_after=1)
     reached, go = threading.Event(), threading.Event()
     encode = rag._components.background_encoder._encoder.encode
 

@@ -46,6 +46,10 @@ def warmed(name: str, *prompts: Prompt, **options: Any) -> RagCache:
     return rag
 
 
+def stored_in(rag: RagCache) -> list[KVKey]:
+    return list(rag._components.store.keys())
+
+
 class RecordingStore(HostStore):
     """Keeps a copy of every entry's bytes as they were put."""
 

@@ -103,7 +103,9 @@ class Engines:
 
 
 @contextmanager
-def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Iterator[Engines]:
+def open_engines(
+    model: Any, tiers: Sequence[str], tokenizer: Any = None, encoder: str | None = None
+) -> Iterator[Engines]:
     """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
@@ -121,7 +123,15 @@ def open_engines(model: Any, tiers: Sequence[str], tokenizer: Any = None) -> Ite
 
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
             # load="always": what is measured is loading.
-            rag = RagCache(model, tokenizer, store=store, namespace="bench", cold=cold, load="always")
+            rag = RagCache(
+                model,
+                tokenizer,
+                encoder=encoder,
+                store=store,
+                namespace="bench",
+                cold=cold,
+                load="always",
+            )
             return stack.enter_context(rag)
 
         kinds = {tier: tier.removesuffix("-cold") for tier in tiers}

@@ -14,6 +14,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from ragcachekit.commands.bench.prompts import corpus_prompt, random_prompt
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
 from ragcachekit.commands.bench.timing import (
@@ -34,27 +35,29 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.types import Chunk, Prompt, Text
+from ragcachekit.types import Prompt
 
-SYSTEM_TOKENS = 24
+_SHAPE = "smollm2-135m"
 
 
 def run(
     *,
     shape: str | None = None,
     model: str | os.PathLike[str] | None = None,
-    prompt_tokens: int = 2048,
+    corpus: str | os.PathLike[str] | None = None,
+    prompt_tokens: Sequence[int] = (2048,),
     chunk_tokens: int = 490,
     question_tokens: int = 64,
     policies: Sequence[str] = ("full", "lego:16", "reuse"),
-    dtype: str = "float32",
+    encoder: str | None = None,
+    dtypes: Sequence[str] = ("float32",),
     runs: int = 5,
     device: str = "cpu",
     tiers: Sequence[str] = ("host",),
     seed: int = 0,
     progress: bool = True,
 ) -> BenchReport:
-    """Measure TTFT of one prompt of random tokens: system text, chunks, question.
+    """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
 
     Every round asks once in every way, so that a drifting machine hits all alike. Beside the policies stand
     ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
@@ -64,6 +67,8 @@ def run(
     ----------
     shape, model : str, optional
         A key of ``SHAPES`` for random weights (default smollm2-135m), or a model's folder or hub id.
+    corpus : path, optional
+        Folder of documents for ``model``'s prompts, whose question is then fixed; default: random tokens.
     tiers : sequence of str
         Where the chunk KV lies. ``disk`` is read through the system's page cache; ``disk-cold`` drops the
         files from it before each request.
@@ -77,21 +82,51 @@ def run(
     Raises ValueError for unknown names or sizes that do not fit together; RagCacheError if the library's
     answer is not the model's own: no figure is given then.
     """
-    _check_arguments(shape, model, policies, tiers, runs)
+    _check_arguments(shape, model, corpus, policies, tiers, runs, dtypes)
+    name = describe(shape or _SHAPE, ", ".join(dtypes))
+    if model is not None:
+        name = ", ".join([os.fspath(model), *dtypes])
+    found: list[dict[str, Any]] = []
+    with tqdm(
+        total=len(dtypes) * len(prompt_tokens) * (runs + 1), disable=not progress, desc="ttft", unit="round"
+    ) as bar:
+        for dtype in dtypes:
+            lm, tokenizer = _load(shape, model, dtype, device, seed)
+            for count in prompt_tokens:
+                if corpus is None:
+                    vocab = lm.config.get_text_config().vocab_size
+                    prompt = random_prompt(vocab, count, chunk_tokens, question_tokens, seed)
+                else:
+                    prompt = corpus_prompt(corpus, tokenizer, count, chunk_tokens, seed)
+                for row in _measure(lm, prompt, policies, encoder, tiers, runs, bar):
+                    used = "none" if row["tier"] == NO_TIER else _encoder(row["policy"], encoder)
+                    found.append({"dtype": dtype, "policy": row["policy"], "encoder": used, **row})
+    return BenchReport("ttft", name, seed, tuple(found))
+
+
+def _encoder(policy: str, asked: str | None) -> str:
+    return open_policy(policy).encoder or asked or "standalone"
+
+
+def _load(
+    shape: str | None, model: str | os.PathLike[str] | None, dtype: str, device: str, seed: int
+) -> tuple[Any, Any]:
     if model is None:
-        shape = shape or "smollm2-135m"
-        name, lm = describe(shape, dtype), random_model(shape, dtype=dtype, device=device, seed=seed)
-    else:
-        folder, name = resolve_model(os.fspath(model)), f"{os.fspath(model)}, {dtype}"
-        lm = load_model(folder, device, dtype=dtype_named(dtype))[0]
-    prompt = random_prompt(
-        lm.config.get_text_config().vocab_size, prompt_tokens, chunk_tokens, question_tokens, seed
-    )
+        return random_model(shape or _SHAPE, dtype=dtype, device=device, seed=seed), None
+    return load_model(resolve_model(os.fspath(model)), device, dtype=dtype_named(dtype))
+
+
+def _measure(
+    lm: Any,
+    prompt: Prompt,
+    policies: Sequence[str],
+    encoder: str | None,
+    tiers: Sequence[str],
+    runs: int,
+    bar: tqdm[Any],
+) -> tuple[dict[str, Any], ...]:
     used = [policy for policy in dict.fromkeys(policies) if policy != "full"]
-    with (
-        open_engines(lm, tiers) as engines,
-        tqdm(total=runs + 1, disable=not progress, desc="ttft", unit="round") as bar,
-    ):
+    with open_engines(lm, tiers, encoder=encoder) as engines:
         for policy in ("reuse", *used):
             engines.filler.generate(prompt, policy=policy, **ONE_TOKEN)
         check_exact(engines.warm[tiers[-1]], prompt)
@@ -106,30 +141,7 @@ def run(
             for timings, ask in ways:
                 timings.samples.append(ask())
             bar.update()
-    return BenchReport("ttft", name, seed, rows([timings for timings, _ in ways]))
-
-
-def random_prompt(
-    vocab: int, prompt_tokens: int, chunk_tokens: int, question_tokens: int, seed: int
-) -> Prompt:
-    """A short system text, equal chunks of about ``chunk_tokens``, a question: random ids, sizes exact."""
-    middle = prompt_tokens - question_tokens - SYSTEM_TOKENS
-    if min(chunk_tokens, question_tokens) < 1 or middle < 1:
-        raise ValueError(
-            f"a prompt of {prompt_tokens} tokens has no room for a system text of {SYSTEM_TOKENS}, a chunk "
-            f"and a question of {question_tokens}; ask for more prompt tokens"
-        )
-    count = max(1, round(middle / chunk_tokens))
-    sizes = [middle // count + (i < middle % count) for i in range(count)]
-    lengths = [SYSTEM_TOKENS, *sizes, question_tokens]
-    ids = torch.randint(vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
-    ends = itertools.accumulate(lengths)
-    system, *chunks, question = (
-        tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True)
-    )
-    return Prompt(
-        [Text(token_ids=system), *(Chunk(token_ids=chunk) for chunk in chunks), Text(token_ids=question)]
-    )
+        return rows([timings for timings, _ in ways])
 
 
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measured:
@@ -157,7 +169,7 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     axes = figure.add_subplot()
     drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
     axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
-    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}" for r in bars])
+    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}\n{r['dtype']}" for r in bars])
     axes.set_ylabel("time to first token (ms)")
     axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
     figure.savefig(path)
@@ -213,10 +225,20 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
 
 
 def _check_arguments(
-    shape: str | None, model: object, policies: Sequence[str], tiers: Sequence[str], runs: int
+    shape: str | None,
+    model: object,
+    corpus: object,
+    policies: Sequence[str],
+    tiers: Sequence[str],
+    runs: int,
+    dtypes: Sequence[str],
 ) -> None:
     if shape is not None and model is not None:
         raise ValueError("give shape= (random weights) or model=, not both")
+    if corpus is not None and model is None:
+        raise ValueError("a corpus needs the tokenizer of a model=; random weights have none")
+    for dtype in dtypes:
+        dtype_named(dtype)
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
     if not tiers or not set(tiers) <= set(KNOWN_TIERS):
