@@ -65,8 +65,8 @@ class Compared:
 class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
-    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n``
-    and ``average:n``, which takes chunks on both sides from a document.
+    ``stop`` are texts where an answer ends; ``neighbours`` are for the encoders ``similar:n`` and
+    ``average:n``, which takes the chunks beside a chunk where they are of documents.
     """
 
     def __init__(
@@ -161,11 +161,16 @@ class Engines:
         return self._engine(FULL).generate(prompt.prompt, policy=FULL.policy, **self._options).token_ids
 
     def encode(self, question: FidelityQuestion, prompt: FidelityPrompt, way: Way) -> None:
-        """Encode chunks one by one: in a batch the last digits would depend on the order of questions."""
-        for chunk in question.chunks if way != FULL else ():
-            if (way.encoder, prompt.before, chunk) not in self._encoded:
-                self._engine(way).encode([chunk], system=prompt.before)
-                self._encoded.add((way.encoder, prompt.before, chunk))
+        """Encode chunks one by one: in a batch the last digits would depend on the order of questions.
+
+        For ``average:n`` the document is encoded as a whole: its chunks share forwards.
+        """
+        chunks = question.chunks if way != FULL else ()
+        if new := [text for text in chunks if (way.encoder, prompt.before, text) not in self._encoded]:
+            together = (question.document or chunks) if averages(way.encoder) else ()
+            for texts in [list(together)] if together else [[text] for text in new]:
+                self._engine(way).encode(texts, system=prompt.before)
+                self._encoded.update((way.encoder, prompt.before, text) for text in texts)
 
     def close(self) -> None:
         """Close engines and stores."""
@@ -213,7 +218,12 @@ def needs_neighbours(encoder: str) -> bool:
 
 
 def _neighbours(encoder: str, source: Neighbours | None) -> Neighbours | None:
-    """What an encoder takes of a source: a mean is over contexts on either side of a chunk."""
-    if isinstance(source, PrecedingChunks) and encoder.startswith("average"):
-        return source.surrounding()
-    return source if needs_neighbours(encoder) else None
+    """What an encoder takes of a source; a mean over contexts takes the chunks encoded together instead."""
+    if not needs_neighbours(encoder) or (averages(encoder) and isinstance(source, PrecedingChunks)):
+        return None
+    return source
+
+
+def averages(encoder: str) -> bool:
+    """Whether an encoder takes the mean over contexts."""
+    return encoder.startswith("average")
