@@ -103,7 +103,7 @@ class EngineComponents:
         if encodings.name == IN_PROMPT:
             recall(self.prompts.variants, self.store, self.fingerprint)
         if encodings.averages:
-            self.prompts.variants.averages.add(self.store.keys())
+            self.prompts.variants.averages.recall(self.store.keys())
         if not encodings.neighbours and self.prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder = ChunkEncoder(model, rope, ObservedCache)

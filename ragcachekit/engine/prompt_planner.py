@@ -61,7 +61,7 @@ class PromptPlanner(PromptSegmenter):
     ) -> None:
         super().__init__(tokenizer)
         self.context = rope.context
-        self._rope = rope
+        self._rope, self._store = rope, store
         self._fetch = fetch or (lambda: Fetch(store))
         self._tree = tree
         self._last_prompts = LastPrompts()
@@ -103,7 +103,8 @@ class PromptPlanner(PromptSegmenter):
         """Record that an entry is in the store."""
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
-        self.variants.averages.add([key])
+        if (replaced := self.variants.averages.add(key)) is not None:
+            self._store.discard(replaced)
 
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0

@@ -24,8 +24,8 @@ MOST_HELD = 1 << 30
 """Maximal bytes of queries and keys held for one request; beyond it, its chunks are encoded anew."""
 
 
-_EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system", IN_PROMPT)
-"""Encodings whose context is a real prompt's beginning, KV and all."""
+_EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system")
+"""Encodings whose context is a real prompt's beginning, KV and all, beside those of a prompt's own rows."""
 
 
 def segments_of(item: Missing) -> tuple[int, ...]:
@@ -43,15 +43,15 @@ def stop_of(item: Missing) -> int:
 def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
     """Missing entries whose rows the request computes behind just their context, after exact rows only.
 
-    So stand all ``in-prompt`` chunks, the ``prefix``, the ``system`` chunk behind it, and a ``standalone``
-    one at position 0. Entries after approximate rows need a forward of their own: later they would be taken
-    for exact.
+    So stand all chunks that are stored as the prompt computed them, the ``prefix``, the ``system`` chunk
+    behind it, and a ``standalone`` one at position 0. Entries after approximate rows need a forward of their
+    own: later they would be taken for exact.
     """
     computed, last = set(plan.rows), exact_rows(plan, rotated=True)
     return tuple(
         item
         for item in plan.missing
-        if item.encoding.name in _EXACT_IN_PLACE
+        if (item.encoding.name in _EXACT_IN_PLACE or isinstance(item.encoding, InPromptEncoding))
         and stop_of(item) <= last
         and plan.token_ids[: stop_of(item)] == (*item.encoding.behind, *item.token_ids)
         and computed.issuperset(range(len(item.encoding.behind), stop_of(item)))

@@ -38,9 +38,10 @@ class TokenSegment:
 class Wanted:
     """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
 
-    ``before`` are the ids of all preceding segments, texts too, in order. ``average``: where the encoder is
-    ``average:n``, the key of the chunk's mean KV. ``plain``: key and encoding behind the system text alone,
-    if they are used until that mean is stored.
+    ``before`` are the ids of all preceding segments, texts too, in order. Where the encoder is
+    ``average:n``: ``average`` is the key of the chunk's mean KV behind any chunks, ``plain`` that of its KV
+    behind the system text alone, and ``in_place`` are key and encoding of the rows that this prompt computes
+    if it must.
     """
 
     start: int
@@ -50,7 +51,8 @@ class Wanted:
     exact: bool
     before: tuple[str, ...] = ()
     average: KVKey | None = None
-    plain: tuple[KVKey, Encoding] | None = None
+    plain: KVKey | None = None
+    in_place: tuple[KVKey, Encoding] | None = None
 
 
 class Encodings:
@@ -126,7 +128,7 @@ class Encodings:
                 exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and width == start)
                 want = Wanted(start, ids, key, encoding, exact, tuple(names))
                 if self.averages and segment.is_chunk and start:
-                    want = self._with_alternatives(want, system, length)
+                    want = self._with_alternatives(want, system, length, before)
                 yield want
             if ids:
                 before.append(ids)
@@ -158,15 +160,21 @@ class Encodings:
             context_ids = tuple(chunk_id(c, namespace) for c in context)
         return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, context_ids)
 
-    def _with_alternatives(self, want: Wanted, system: Ids, length: int) -> Wanted:
-        """The mean KV that may stand in for an exact entry, or the entry that may stand in for a mean."""
-        key, plain = want.key, behind_text(system)
-        if not isinstance(want.encoding, AverageEncoding):
-            mean = replace(key, encoding=self.name, context=(chunk_id(system, key.namespace),))
-            return replace(want, average=mean)
-        context = (system,) if system else ()
-        own = self.key(want.token_ids, plain, context, key.fingerprint, key.namespace, length)
-        return replace(want, average=key, plain=(own, plain))
+    def _with_alternatives(self, want: Wanted, system: Ids, length: int, before: Sequence[Ids]) -> Wanted:
+        """What else may serve, and what the prompt's own rows are; ``before`` are the segments so far."""
+        key, behind = want.key, chunk_id(system, want.key.namespace)
+        want = replace(want, average=replace(key, encoding=self.name, context=(behind,)))
+        if want.exact:
+            return want
+        if isinstance(want.encoding, AverageEncoding):
+            plain, context = behind_text(system), (system,) if system else ()
+            own = self.key(want.token_ids, plain, context, key.fingerprint, key.namespace, length)
+            want = replace(want, plain=own)
+        ids = tuple(token for part in before for token in part)
+        rows = InPromptEncoding(self.name, ids, segments=tuple(map(len, before)))
+        # The system text stays first, even if it is empty.
+        behind_these = (behind, *(want.before[1:] if system else want.before))
+        return replace(want, in_place=(replace(key, encoding=self.name, context=behind_these), rows))
 
     def _encoding(
         self, chunk: Ids | None, start: int | None, system: Ids, before: Sequence[Ids]

@@ -38,7 +38,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     parts = _parts(request, decision, entries)
     report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
-    useful |= {want.plain[0] for want in request.wanted if want.plain and want.key in useful}
+    useful |= {want.in_place[0] for want in request.wanted if want.in_place and want.key in useful}
     plan = LinkPlan(
         ids,
         tuple(parts.pieces),
@@ -98,7 +98,7 @@ def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | N
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
     for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
         if stored is None or (entry is not None and entry.renew):
-            key, encoding = (want.key, want.encoding) if entry or not want.plain else want.plain
+            key, encoding = want.in_place if want.in_place and not entry else (want.key, want.encoding)
             out.missing[key] = Missing(key, want.token_ids, encoding, request.epoch)
         if entry is None:
             chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False)

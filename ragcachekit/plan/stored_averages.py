@@ -1,4 +1,4 @@
-"""Which chunks have mean KV in the store, whatever other chunks were behind it (encoder ``average:n``)."""
+"""Which chunks have KV of the encoder ``average:n`` in the store, whatever other chunks it is behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIND = "average:"
 
 
 class StoredAverages:
-    """Keys of stored mean KV by model, namespace, chunk and system text; thread safe.
+    """Keys of stored entries by model, namespace, chunk and system text, the latest of each; thread safe.
 
     The chunks that take part in a mean are chosen when it is encoded, and may be others in the next process.
     """
@@ -21,13 +21,22 @@ class StoredAverages:
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, ...], KVKey] = {}
 
-    def add(self, keys: Iterable[KVKey]) -> None:
-        """Record stored entries; those of other encoders are left out."""
+    def add(self, key: KVKey) -> KVKey | None:
+        """Record a stored entry; returns the key that it replaces. Those of other encoders are left out."""
+        if not key.encoding.startswith(KIND):
+            return None
         with self._lock:
-            self._keys.update({_group(key): key for key in keys if key.encoding.startswith(KIND)})
+            replaced = self._keys.get(_group(key))
+            self._keys[_group(key)] = key
+        return replaced if replaced != key else None
+
+    def recall(self, keys: Iterable[KVKey]) -> None:
+        """Record what a store holds, the latest first."""
+        for key in reversed(list(keys)):
+            self.add(key)
 
     def find(self, key: KVKey) -> KVKey | None:
-        """A stored mean for the chunk and the system text of ``key``; its context begins with that text."""
+        """A stored entry for the chunk of ``key`` and the system text that its context begins with."""
         with self._lock:
             return self._keys.get(_group(key))
 

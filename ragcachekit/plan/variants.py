@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ragcachekit.model.encoding import InPromptEncoding
+from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
+from ragcachekit.model.kv import SENSITIVITY
 from ragcachekit.plan.encodings import IN_PROMPT, Wanted
 from ragcachekit.plan.lookup import Entry, Fetch
 from ragcachekit.plan.stored_averages import StoredAverages
@@ -190,7 +191,7 @@ def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[E
 
 
 def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:
-    """Mean KV behind other chunks; where the prompt needs an exact entry, that is encoded as well."""
+    """Mean KV behind other chunks, or a prompt's own rows; the latter are to be replaced by a mean."""
     key = averages.find(want.average) if want.average is not None else None
     if key is None:
         return None
@@ -198,13 +199,14 @@ def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | No
     if found is None:
         averages.discard(key)
         return None
-    return Entry(key, found, renew=want.exact)
+    is_mean = SENSITIVITY in found.kv.sums
+    return Entry(key, found, want.exact or (isinstance(want.encoding, AverageEncoding) and not is_mean))
 
 
 def _plain(want: Wanted, fetch: Fetch) -> Entry | None:
     """KV behind the system text alone, until the mean is stored."""
-    found = fetch.get(want.plain[0], len(want.token_ids)) if want.plain is not None else None
-    return Entry(want.plain[0], found, renew=True) if want.plain is not None and found is not None else None
+    found = fetch.get(want.plain, len(want.token_ids)) if want.plain is not None else None
+    return Entry(want.plain, found, renew=True) if want.plain is not None and found is not None else None
 
 
 def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:

@@ -127,7 +127,9 @@ class TestNames:
         assert second.encoding.name == "average:3"
         assert first.average.encoding == "average:3"
         assert first.average.context == (chunk_id(SYSTEM, "space"),)
-        assert second.plain == (first.key, first.encoding)
+        assert second.plain == first.key
+        assert second.in_place[1].behind == (*SYSTEM, *CHUNK)
+        assert second.in_place[0].context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
         assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
 
     def test_without_a_system_text_the_first_is_alone(self):
@@ -136,7 +138,8 @@ class TestNames:
         assert first.encoding.name == "standalone"
         assert first.average is None
         assert second.key.context[0] == chunk_id((), "space")
-        assert second.plain[0] == first.key
+        assert second.plain == first.key
+        assert second.in_place[0].context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
 
     def test_without_neighbours_it_is_the_plain_entry(self):
         _, _, second = self.wanted(A, B)
@@ -189,7 +192,7 @@ def test_stored_means_are_found_whatever_is_behind_them():
         return KVKey("model", namespace, chunk, encoding, context)
 
     averages = StoredAverages()
-    averages.add([key("s", "a", "b"), key("s", encoding="system", chunk="y")])
+    averages.recall([key("s", "a", "b"), key("s", "z"), key("s", encoding="system", chunk="y")])
     assert averages.find(key("s")) == key("s", "a", "b")
     assert averages.find(key("t")) is None
     assert averages.find(key("s", chunk="y")) is None

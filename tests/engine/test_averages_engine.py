@@ -72,23 +72,61 @@ def test_what_is_linked_is_the_mean_over_contexts(make):
         )
 
 
+@torch.no_grad()
 def values_of(ids):
     cache = speaker()(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
     return [layer.values[0] for layer in cache.layers]
 
 
-def test_a_chunk_is_encoded_once_when_missed_and_averaged_when_it_comes_back(make):
-    rag = make(cold="now")
+def test_what_a_prompt_computes_serves_until_use_pays_for_the_mean(make):
+    rag = make(cold="background", encode_after=2)
     rag.register(FACTS)
     first = rag.generate(PROMPT, **ASKED)
     assert {source for source, _ in used(first)} == {"computed"}
-    assert stored(rag, TWO) == ["system"]
+    rag.flush()
+    assert rag.encoding_stats().encoded_tokens == 0, "its rows were kept"
+    held = kv_of(rag, TWO)
+    theirs = values_of(ids_of(rag, BEFORE, THREE, TWO))
+    for ours, layer in zip(held.values, theirs, strict=True):
+        assert off(ours, layer[:, -held.tokens :]) < 1e-5
     second = rag.generate(PROMPT, **ASKED)
     assert used(second) == [("host", True), ("host", False), ("host", False)]
-    assert stored(rag, TWO) == ["average:3", "system"]
-    assert stored(rag, THREE) == ["system"], "it stood first, where that is exact"
-    third = rag.generate(PROMPT, **ASKED)
-    assert used(third) == used(second)
+    assert second.token_ids == first.token_ids, "the same prompt again: what it computed is right for it"
+    rag.flush()
+    assert rag.encoding_stats().encoded_tokens == 0
+    rag.generate(PROMPT, **ASKED)
+    rag.flush()
+    assert rag.encoding_stats().encoded_tokens > 0
+    assert "sensitivity" in kv_of(rag, TWO).sums
+    assert stored(rag).count("average:3") == 2, "the mean took the place of the rows"
+    assert stored(rag).count("system") == 3
+    fourth = rag.generate(PROMPT, **ASKED)
+    assert used(fourth) == used(second)
+    before = rag.encoding_stats()
+    rag.flush()
+    assert rag.encoding_stats() == before, "nothing is left to do"
+
+
+def kv_of(rag, text):
+    """What the prompt would find for a chunk that is not its first."""
+    name = names(rag, text)[0].key.chunk_id
+    (key,) = [
+        k for k in list(rag._components.store.keys()) if (k.chunk_id, k.encoding) == (name, "average:3")
+    ]
+    return rag._components.store.get(key).kv
+
+
+def names(rag, text):
+    prompts = rag._components.prompts
+    return prompts.missing([text], "default", rag._components.policy, BEFORE)
+
+
+def ids_of(rag, before, *chunks):
+    prompts = rag._components.prompts
+    joint = prompts.tokens.text("\n\n", first=False)
+    parts = [(*prompts.chunk_ids(chunk), *joint) for chunk in chunks]
+    whole = (*prompts.text_before(before), *(i for part in parts for i in part))
+    return whole[: len(whole) - len(joint)]
 
 
 def test_a_prompt_of_segments_gives_companions_too(make):
@@ -96,6 +134,7 @@ def test_a_prompt_of_segments_gives_companions_too(make):
     parts = [Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]
     for _ in range(2):
         rag.generate(Prompt(parts), **ASKED)
+    assert "sensitivity" in kv_of(rag, TWO).sums
     assert stored(rag, TWO) == ["average:3", "system"]
 
 
