@@ -142,7 +142,7 @@ class AutoPolicies:
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.tells]
         if prompts is not None and not found:
             raise ValueError(
-                "none of the prompts has two chunks with text behind them: nothing can be measured"
+                "none of the prompts has two chunks and text behind them"
             )
         system = self._prompts.last_prompts.last(namespace) if system is None else system
         found = found or self._made(texts, system, namespace)
