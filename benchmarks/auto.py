@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     model, tokenizer = _model(options.model, options.seed)
-    questions, near = _questions(options.model, options.count + PROMPTS, options.seed)
-    near = near if options.neighbours else None
+    questions, known = _questions(options.model, options.count + PROMPTS, options.seed)
+    near = known if options.neighbours else None
     maker = PromptMaker(tokenizer)
     asked = [(question, maker.prompt(question)) for question in questions]
     with tempfile.TemporaryDirectory(prefix="ragcachekit-auto-") as folder:
@@ -66,15 +66,14 @@ def _model(name: str, seed: int) -> tuple[Any, Any]:
     if name == "random":
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(model.config).eval()
-        for parameter in model.parameters():  # logits far from flat
-            parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     return model, tokenizer
 
 
 def _questions(name: str, count: int, seed: int) -> tuple[list[FidelityQuestion], Neighbours]:
     if name != "sample":
         articles = [article.chunks for article in held_out_world(seed).articles]
-        return list(world_questions(seed, -(-count // 3)))[:count], PrecedingChunks(articles)
+        questions: list[FidelityQuestion] = [*world_questions(seed, -(-count // 3))]
+        return questions[:count], PrecedingChunks(articles)
     chunks = read_corpus(DOCS, chunk_tokens=100).chunks
     return probes(chunks, count, seed), PrecedingChunks(documents(chunks))
 

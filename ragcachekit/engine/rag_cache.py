@@ -302,9 +302,12 @@ class RagCache(TuneMethods):
         self._encode_missing([item for item in missing if item.key not in captured])
 
     def _check_auto(self, plans: Sequence[LinkPlan]) -> None:
-        requests = [plan.request for plan in plans if plan.request is not None]
-        if requests:
-            self._components.auto.follow(requests[0].namespace, requests, self._cold == "background")
+        parts = self._components
+        for request in (plan.request for plan in plans):
+            if (
+                request is not None and request.epoch == parts.forgets.now()
+            ):  # else it may hold a forgotten chunk
+                parts.auto.follow(request, self._cold == "background")
 
     def _encode_missing(self, missing: Iterable[Missing]) -> None:
         if self._cold == "background":

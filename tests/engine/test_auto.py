@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import threading
 import time
@@ -153,6 +152,13 @@ def test_clearly_worse_candidates_leave_after_three_prompts():
     assert set(contenders(results(a=(0.1, 1, 1), b=(0.1, 3, 3)))) == {A, B}
     assert contenders(results(a=(0.1, 1, 1, 1), b=(0.1, 2.1, 2, 2))) == [A]
     assert contenders(results(a=(0.1, 1, 1, 1), b=(0.1, 0.5))) == [A], "one that left does not return"
+
+
+def test_differences_that_no_answer_shows():
+    found = results(a=(0.05, *[9e-4] * 4), b=(0.1, *[1e-5] * 4))
+    assert set(contenders(found)) == {A, B}
+    assert choice(found) == A
+    assert choice(results(a=(0.05, *[2e-3] * 4), b=(0.1, *[1e-5] * 4))) == B
 
 
 def test_candidates_that_recompute_too_much_are_not_chosen():
@@ -455,7 +461,6 @@ def test_its_errors_do_not_reach_an_answer(make, monkeypatch, caplog):
     assert rag.policy == RESOLVED
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_record_that_cannot_be_written_serves_this_process(make, monkeypatch, caplog):
     def fail(*_):
         raise OSError("read-only")

@@ -114,14 +114,14 @@ class AutoPolicies:
             known.alone = self._encoder is None and (unknown or (known.alone and system is None))
         return self.resolve(namespace).policy
 
-    def follow(self, namespace: str, requests: Iterable[PromptRequest], background: bool) -> None:
-        """After requests: keep their prompts, and (``background``) begin the check once there are enough."""
+    def follow(self, request: PromptRequest, background: bool) -> None:
+        """After a request: keep its prompt, and (``background``) begin the check once there are enough."""
+        namespace = request.namespace
         with self._lock:
             known = self._of(namespace)
             if not known.used or self._encoder == IN_PROMPT:
                 return
-            for request in requests:
-                self._seen.observe(namespace, CheckPrompt(request.segments, request.texts))
+            self._seen.observe(namespace, CheckPrompt(request.segments, request.texts))
             if background and not known.begun and len(self._seen.of(namespace)) >= PROMPTS:
                 known.begun = self._background.submit(namespace)
 
@@ -141,9 +141,7 @@ class AutoPolicies:
         seen = self._seen.of(namespace) if texts is None else ()
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.tells]
         if prompts is not None and not found:
-            raise ValueError(
-                "none of the prompts has two chunks and text behind them"
-            )
+            raise ValueError("none of the prompts has two chunks and text behind them")
         system = self._prompts.last_prompts.last(namespace) if system is None else system
         found = found or self._made(texts, system, namespace)
         return self._checked(found, system or (), namespace, progress=progress)

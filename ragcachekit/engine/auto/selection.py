@@ -19,6 +19,9 @@ LEAST_PROMPTS = 3
 NEAR = 1.05
 """Candidates within this multiple of the least KL count as equally good."""
 
+NEGLIGIBLE = 0.001
+"""Differences of mean KL, in nats per token, that no answer shows."""
+
 
 class Measured(NamedTuple):
     """KL per answer token in nats, and recomputed / cached rows, of one candidate in one prompt."""
@@ -47,13 +50,13 @@ def contenders(results: Results) -> list[Pair]:
     if most < LEAST_PROMPTS:
         return list(cheap)
     least = min(mean.kl for mean in cheap.values())
-    return [pair for pair, mean in cheap.items() if mean.kl <= WORSE * least]
+    return [pair for pair, mean in cheap.items() if mean.kl <= max(WORSE * least, least + NEGLIGIBLE)]
 
 
 def choice(results: Results) -> Pair:
     """The cheapest of the contenders that are as good as the one with the least mean KL.
 
-    As good: within 5 %, or within one standard error of the mean difference, paired by prompt. Cheapest:
+    As good: within 5 %, 0.001 nats, or one standard error of the mean difference, paired by prompt. Cheapest:
     fewest recomputed rows in whole percent, then the encoder that :data:`CANDIDATES` names first.
     """
     pairs = contenders(results)
@@ -71,4 +74,4 @@ def choice(results: Results) -> Pair:
 def _as_good(found: Sequence[Measured], best: Sequence[Measured]) -> bool:
     worse = np.array([one.kl - other.kl for one, other in zip(found, best, strict=True)])
     error = worse.std(ddof=1) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    return bool(worse.mean() <= max(error, (NEAR - 1) * means(best).kl))
+    return bool(worse.mean() <= max(error, (NEAR - 1) * means(best).kl, NEGLIGIBLE))
