@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
+    from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
@@ -58,6 +59,7 @@ __all__ = [
     "StoreConfig",
     "Text",
     "TreeConfig",
+    "TuneReport",
     "agenerate",
     "astream",
     "calibrate",
@@ -69,6 +71,7 @@ _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
+    "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.query.base": ("Partition",),
     "ragcachekit.query.calibrate": ("calibrate",),

@@ -24,6 +24,7 @@ class Background(Generic[Job]):
     def __init__(self, work: Callable[[Job], object], most: int, name: str) -> None:
         self._work, self._most = work, most
         self._pool = DaemonPool(name)
+        self.closed = self._pool.closed
 
     @property
     def waiting(self) -> int:

@@ -97,8 +97,8 @@ class ChunkMethods:
         Parameters
         ----------
         system : str, optional
-            Text before a prompt's first chunk, as the model sees it; needed for the encoders ``system`` and
-            ``similar:n``.
+            Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
+            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone.
         progress : bool
             Show a progress bar over tokens.
 
@@ -121,7 +121,8 @@ class ChunkMethods:
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
-        missing = self._prompts.missing(texts, namespace, self._policy, system, since)
+        policy = parts.policy_to_encode(namespace, system)
+        missing = self._prompts.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._prompts.register, texts, namespace, since)
         todo = parts.background_encoder.complete(item for item in missing if item.key not in parts.store)
         if isinstance(parts.store, NullStore):
@@ -169,6 +170,7 @@ class ChunkMethods:
             If a tier cannot confirm the deletion; all others have forgotten. Forget again.
         """
         where = self._checked(namespace)
+        self._components.auto.forget(where, everything=ids is None and texts is None)
         if ids is None and texts is None:
             self._forget_results(where, None)
             return self._forget(where, None, ())

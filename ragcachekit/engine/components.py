@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,10 @@ from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.engine.active_requests import ActiveRequests
 from ragcachekit.engine.admission import admit_once
+from ragcachekit.engine.auto.check import PolicyCheck
+from ragcachekit.engine.auto.chooser import AutoPolicies
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
@@ -36,6 +41,7 @@ from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
+from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
@@ -45,6 +51,7 @@ from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction.policies import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.types import KVKey
 
 
 class EngineComponents:
@@ -104,19 +111,19 @@ class EngineComponents:
             recall(self.prompts.variants, self.store, self.fingerprint)
         if encodings.averages:
             self.prompts.variants.averages.recall(self.store.keys())
-        if not encodings.neighbours and self.prompts.neighbours:
+        free = isinstance(self.policy, Auto) and settings.encoder is None
+        if not encodings.neighbours and not free and self.prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder = ChunkEncoder(model, rope, ObservedCache)
-        self.background_encoder = BackgroundEncoder(
-            encoder,
-            self.store,
-            unchanged,
-            NeighbourEncoder(model, rope, encoder, self.store, layout),
-            InPromptEncoder(model, rope),
-            self.prompts.note_stored,
-            self.forgets,
-            settings.encode_after,
-        )
+
+        def encoder_over(
+            store: KVStore, stored: Callable[[KVKey, ChunkKV], object], forgets: ForgetEpochs
+        ) -> BackgroundEncoder:
+            near = NeighbourEncoder(model, rope, encoder, store, layout)
+            in_prompts, after = InPromptEncoder(model, rope), settings.encode_after
+            return BackgroundEncoder(encoder, store, unchanged, near, in_prompts, stored, forgets, after)
+
+        self.background_encoder = encoder_over(self.store, self.prompts.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
         when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
@@ -125,12 +132,29 @@ class EngineComponents:
         self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged)
         opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
-        self.budgets.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
+        self.active = ActiveRequests()
+        private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
+        check = PolicyCheck(model, rope, self.prompts, private)
+        given = settings.encoder
+        self.auto = AutoPolicies(folder, self.fingerprint, given, self.prompts, check, self.active)
+        opened.callback(self.auto.close)
+        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
+
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> Chosen:
+        """The concrete policy that a budget or ``auto`` stands for."""
+        if isinstance(policy, Auto):
+            return self.auto.resolve(namespace)
+        return self.budgets.resolve(policy, namespace)
+
+    def policy_to_encode(self, namespace: str, system: str | None) -> SelectionPolicy:
+        """The default policy, as chunks behind a ``system`` text are encoded for it."""
+        auto = isinstance(self.policy, Auto)
+        return self.auto.to_encode(namespace, system) if auto else self.resolve(self.policy, namespace).policy
 
     def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.policy if policy is None else open_policy(policy)
-        chosen = self.budgets.resolve(asked, namespace)
+        chosen = self.resolve(asked, namespace)
         why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
         return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
 
@@ -140,7 +164,7 @@ class EngineComponents:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        parts = (self.capture, self.background_encoder, self.loads, self.shadow)
+        parts = (self.capture, self.background_encoder, self.loads, self.shadow, self.auto)
         return flush_all([part.flush for part in parts], timeout)
 
     def close(self) -> None:

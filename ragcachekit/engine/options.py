@@ -36,7 +36,7 @@ class EngineOptions(TypedDict, total=False):
 class EngineSettings:
     """The options with their defaults, checked as far as possible without a model."""
 
-    policy: str | SelectionPolicy = "lego:16"
+    policy: str | SelectionPolicy = "auto"
     encoder: str | None = None
     neighbours: Neighbours | Mapping[str, Neighbours] | None = None
     store: StoreConfig | KVStore | None = None

@@ -14,7 +14,7 @@ from ragcachekit.model.encoding import Ids
 from ragcachekit.model.identity.watch import ModelWatch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
@@ -64,7 +64,7 @@ class PromptPlanner(PromptSegmenter):
         self._rope, self._store = rope, store
         self._fetch = fetch or (lambda: Fetch(store))
         self._tree = tree
-        self._last_prompts = LastPrompts()
+        self.last_prompts = LastPrompts()
         self._fingerprint = fingerprint
         self._encoder = encoder
         self.variants = open_pool(store)
@@ -126,7 +126,7 @@ class PromptPlanner(PromptSegmenter):
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
-        self._last_prompts.observe(namespace, segments)
+        self.last_prompts.observe(namespace, segments)
         self.neighbours.observe(namespace, list(texts.values()))
         encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, notes))
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
@@ -138,7 +138,19 @@ class PromptPlanner(PromptSegmenter):
             )
             if not isinstance(prompt, Prompt) and not any(segment.is_chunk for segment in segments):
                 notes.append(self.registry.nothing_found(namespace))
-        return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch)
+        return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch, texts=texts)
+
+    def request_over(
+        self,
+        store: KVStore,
+        segments: Sequence[TokenSegment],
+        texts: Mapping[Ids, str],
+        policy: SelectionPolicy,
+        namespace: str,
+    ) -> PromptRequest:
+        """A tokenised prompt whose entries are in ``store`` alone; ``texts`` are its chunks' by their ids."""
+        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, []))
+        return PromptRequest.of(segments, policy, encodings, Fetch(store), self._fingerprint, namespace)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The complete plan of a request, without those entries that could not be loaded."""
@@ -151,9 +163,7 @@ class PromptPlanner(PromptSegmenter):
 
         The text before them is ``system``, or the last one used in the namespace.
         """
-        before = self._last_prompts.last(namespace)
-        if system is not None:
-            before = self.text_before(system)
+        before = (self.last_prompts.last(namespace) or ()) if system is None else self.text_before(system)
         known: dict[Ids, str] = {}
         items: list[Ids | str] = []
         for chunk in chunks:
@@ -172,7 +182,7 @@ class PromptPlanner(PromptSegmenter):
             return
         self.registry.clear(namespace)
         self.special_tokens.clear(namespace)
-        self._last_prompts.forget(namespace)
+        self.last_prompts.forget(namespace)
 
     def missing(
         self,
@@ -184,15 +194,15 @@ class PromptPlanner(PromptSegmenter):
     ) -> list[Missing]:
         """What to encode for each text, stored or not, for work that began at ``epoch``.
 
-        ValueError for an empty chunk, one longer than the model's context, or a ``system`` that is needed and
-        not given.
+        ``system`` is by default the last one used in the namespace. ValueError for an empty chunk, one longer
+        than the model's context, or a ``system`` that is needed and not known.
         """
         chunks = [self.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
             policy, lambda ids: self.neighbours.of(known[ids], namespace) if ids in known else ()
         )
-        behind = self._system_ids(encodings, system)
+        behind = self._system_ids(encodings, system, namespace)
         out = []
         for number, ids in enumerate(chunks):
             encoding, context = encodings.encoding(ids, behind)
@@ -208,14 +218,15 @@ class PromptPlanner(PromptSegmenter):
             out.append(Missing(key, ids, encoding, epoch))
         return out
 
-    def _system_ids(self, encodings: Encodings, system: str | None) -> Ids:
+    def _system_ids(self, encodings: Encodings, system: str | None, namespace: str) -> Ids:
         if not encodings.behind_system:
             return ()
-        if system is None:
+        known = self.last_prompts.last(namespace) if system is None else self.text_before(system)
+        if known is None:
             raise ValueError(
                 f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"
             )
-        return self.text_before(system)
+        return known
 
     def _near(self, text: str | None, namespace: str, notes: list[str]) -> Sequence[Ids]:
         """Neighbours of a prompt's chunk; an index that fails costs the better encoding, not the answer."""

@@ -12,7 +12,8 @@ from typing import Any, Self, Unpack
 
 from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.engine.chunk_methods import ChunkMethods, several
+from ragcachekit.engine.auto.methods import TuneMethods
+from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
@@ -25,13 +26,14 @@ from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, EncodingStats, ShadowReport
 from ragcachekit.store.base import StoreStats
 from ragcachekit.types import KVKey
 
 
-class RagCache(ChunkMethods):
+class RagCache(TuneMethods):
     """Generation on your own Hugging Face model that reuses the KV of retrieved chunks.
 
     Parameters
@@ -42,13 +44,16 @@ class RagCache(ChunkMethods):
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``impact:0.1``, ``query:0.15``,
-        ``lego:4+query:0.1``, ... (an unknown name lists all); or the F1 that may be lost, ``budget:0.01``,
-        by the last ``ragcachekit calibrate``.
+        ``lego:4+query:0.1``, ... (an unknown name lists all). ``auto``, the default, chooses it and the
+        encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
+        background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
+        or ``"never"``). Or the F1 that may be lost, ``budget:0.01``, by the last ``ragcachekit calibrate``.
     encoder : str, optional
         What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
-        ``in-prompt``; default is the policy's own, else ``standalone``.
+        ``in-prompt``; default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy
+        alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
-        Which chunks are similar, for the encoder ``similar:n``: :class:`SimilarChunks`,
+        Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
     store : StoreConfig or KVStore, optional
         Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
@@ -70,7 +75,8 @@ class RagCache(ChunkMethods):
     graphs : {"auto", "off"} or GraphConfig
         Whether linked forwards run as CUDA graphs; of all engines around one model, the last one decides.
     cache_dir : path, optional
-        Folder of file digests, passed checks, calibrations and timings; default the user's cache folder.
+        Folder of file digests, passed checks, calibrations, choices of ``auto`` and timings; default the
+        user's cache folder.
 
     Raises
     ------
@@ -113,8 +119,8 @@ class RagCache(ChunkMethods):
 
     @property
     def policy(self) -> str:
-        """Name of the default policy; ``budget:0.01 -> lego:4`` for one that was calibrated."""
-        return self._components.budgets.resolve(self._policy, self.namespace).label
+        """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
+        return self._components.resolve(self._policy, self.namespace).label
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
@@ -161,7 +167,8 @@ class RagCache(ChunkMethods):
         PromptTooLong, GenerationNotSupported
         """
         namespace, stop = self._checked(namespace), stop_strings(stop)
-        return self._answers([prompt], namespace, policy, options, stop, cancel)[0]
+        chosen = self._components.choose_policy(policy, namespace)
+        return self._answers([prompt], namespace, chosen, options, stop, cancel)[0]
 
     def generate_batch(
         self,
@@ -180,7 +187,7 @@ class RagCache(ChunkMethods):
         chosen = self._components.choose_policy(policy, namespace)
         together = self._components.generator.share_a_forward(chosen.policy, options)
         batches = [prompts] if together else [[prompt] for prompt in prompts]
-        each = [self._answers(batch, namespace, policy, options, stop, cancel) for batch in batches]
+        each = [self._answers(batch, namespace, chosen, options, stop, cancel) for batch in batches]
         return [answer for answers in each for answer in answers]
 
     def stream(
@@ -208,8 +215,12 @@ class RagCache(ChunkMethods):
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        plan = self._plan(self._request(prompt, self._checked(namespace), policy))
-        linked = self._components.generator.link(plan, self._plan)
+        namespace = self._checked(namespace)
+        with self._components.active:
+            chosen = self._components.choose_policy(policy, namespace)
+            linked = self._components.generator.link(
+                self._plan(self._request(prompt, namespace, chosen)), self._plan
+            )
         self._components.loads.follow([linked.plan])
         self._encode_missing(linked.plan.missing)
         return linked.prompt
@@ -240,14 +251,29 @@ class RagCache(ChunkMethods):
         self,
         prompts: Sequence[PromptLike],
         namespace: str,
-        policy: str | SelectionPolicy | None,
+        chosen: Chosen,
         options: dict[str, Any],
         stop: Sequence[str],
         cancel: threading.Event | None,
     ) -> list[Answer]:
         raise_if_cancelled()
+        with self._components.active:
+            answers, plans = self._answered(prompts, namespace, chosen, options, stop, cancel)
+        attempt(self._check_auto, plans)
+        raise_if_cancelled()
+        return answers
+
+    def _answered(
+        self,
+        prompts: Sequence[PromptLike],
+        namespace: str,
+        chosen: Chosen,
+        options: dict[str, Any],
+        stop: Sequence[str],
+        cancel: threading.Event | None,
+    ) -> tuple[list[Answer], list[LinkPlan]]:
         begun, shadow, generator = time.perf_counter(), self.shadow, self._components.generator
-        plans = [self._plan(self._request(prompt, namespace, policy)) for prompt in prompts]
+        plans = [self._plan(self._request(prompt, namespace, chosen)) for prompt in prompts]
         options, own = generator.options(options, plans, stop), self._cold != "never"
         first = shadow.draw(len(plans), options)
         generated = generator.run(
@@ -258,14 +284,10 @@ class RagCache(ChunkMethods):
             with CancelScope(cancel):
                 shadow.follow(plans, answers, first, options, stop)
                 self._follow_up(generated)
-        raise_if_cancelled()
-        return answers
+        return answers, plans
 
-    def _request(
-        self, prompt: PromptLike, namespace: str, policy: str | SelectionPolicy | None
-    ) -> PromptRequest:
+    def _request(self, prompt: PromptLike, namespace: str, chosen: Chosen) -> PromptRequest:
         epoch = self._components.forgets.now()
-        chosen = self._components.choose_policy(policy, namespace)
         request = self._prompts.request(prompt, namespace, chosen.policy, epoch)
         return replace(
             request,
@@ -284,6 +306,14 @@ class RagCache(ChunkMethods):
         self._components.loads.learn(generated)
         captured = self._components.capture.after(generated)
         self._encode_missing([item for plan in generated.plans for item in plan.missing], captured)
+
+    def _check_auto(self, plans: Sequence[LinkPlan]) -> None:
+        parts = self._components
+        for request in (plan.request for plan in plans):
+            if (
+                request is not None and request.epoch == parts.forgets.now()
+            ):  # else it may hold a forgotten chunk
+                parts.auto.follow(request, self._cold == "background")
 
     def _encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
         self._components.background_encoder.count(missed_tokens=sum(len(i.token_ids) for i in missed))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ragcachekit.model.encoding import Encoding, Ids
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment, behind_text
@@ -14,28 +15,63 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
 MOST_NAMESPACES = 1024
 
+WINDOW = 16
+"""Prompts of a namespace that :meth:`LastPrompts.changing` is about."""
+
 _ID = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass
+class _Texts:
+    """The last text before a first chunk; hashes of the last ones, and whether each was new then."""
+
+    last: Ids
+    hashes: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    new: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 class LastPrompts:
     """The last system text of each namespace, for the most recent :data:`MOST_NAMESPACES`."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Ids] = {}
+        self._last: dict[str, _Texts] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, segments: Sequence[TokenSegment]) -> None:
-        """Record a prompt."""
+        """Record a prompt; one without chunks has no text before the first."""
+        if not any(segment.is_chunk for segment in segments):
+            return
+        text = Encodings.system_of(segments)
         with self._lock:
-            self._last.pop(namespace, None)
-            self._last[namespace] = Encodings.system_of(segments)
-            if len(self._last) > MOST_NAMESPACES:
-                del self._last[next(iter(self._last))]
+            known = self._put(namespace, text)
+            known.new.append(hash(text) not in known.hashes)
+            known.hashes.append(hash(text))
 
-    def last(self, namespace: str) -> Ids:
-        """Token ids of the system text; empty before any prompt."""
+    def suggest(self, namespace: str, system: Ids) -> None:
+        """Take a system text for the last one where no prompt was observed."""
         with self._lock:
-            return self._last.get(namespace, ())
+            if namespace not in self._last:
+                self._put(namespace, system)
+
+    def last(self, namespace: str) -> Ids | None:
+        """Token ids of the system text; None before any prompt."""
+        with self._lock:
+            known = self._last.get(namespace)
+            return None if known is None else known.last
+
+    def changing(self, namespace: str) -> bool:
+        """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
+        with self._lock:
+            known = self._last.get(namespace)
+            return known is not None and sum(known.new) > WINDOW // 2
+
+    def _put(self, namespace: str, text: Ids) -> _Texts:
+        known = self._last.pop(namespace, None) or _Texts(text)
+        known.last = text
+        self._last[namespace] = known
+        if len(self._last) > MOST_NAMESPACES:
+            del self._last[next(iter(self._last))]
+        return known
 
     def forget(self, namespace: str) -> None:
         """Forget the namespace's system text."""

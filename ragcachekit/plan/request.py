@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
@@ -31,6 +31,7 @@ class PromptRequest:
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
     waited_ms: float = 0.0  # by earlier plans, in vain
+    texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
     @classmethod
     def of(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 
@@ -49,11 +50,14 @@ class GuidedUnion(Union):
 
 
 def union(parts: Sequence[SelectionPolicy]) -> SelectionPolicy:
-    """Compose policies; ValueError for ``full``, budgets, layer-wise ones, different encoders or looks."""
+    """Compose policies.
+
+    ValueError for ``full``, budgets, ``auto``, layer-wise ones, different encoders or looks.
+    """
     if any(not part.reads_cache for part in parts):
         raise ValueError("full recomputes everything; there is nothing to add to it")
-    if any(isinstance(part, Budget) for part in parts):
-        raise ValueError("a budget stands for a whole calibrated policy and stands alone")
+    if any(isinstance(part, Budget | Auto) for part in parts):
+        raise ValueError("a budget, or auto, stands for a whole measured policy and stands alone")
     if any(isinstance(part, LayerwisePolicy) for part in parts):
         raise ValueError("a layer-wise policy (cacheblend) chooses inside its forward and stands alone")
     if len({part.encoder for part in parts if part.encoder}) > 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcachekit.config import check_type
+from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
@@ -45,6 +46,7 @@ _POLICIES: dict[str, _Named] = {
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
     "random": _Named(lambda r: Random(float(r)), "random:0.15"),
     "budget": _Named(lambda x: Budget(float(x)), "budget:0.01"),
+    "auto": _Named(lambda _: Auto()),
 }
 
 

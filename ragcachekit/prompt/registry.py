@@ -102,6 +102,12 @@ class ChunkRegistry:
             known = self._namespaces.get(namespace)
             return len(known.lru) if known else 0
 
+    def texts(self, namespace: str) -> list[str]:
+        """The registered texts in all forms, the one registered or found last at the end."""
+        with self._lock:
+            known = self._namespaces.get(namespace)
+            return list(known.lru) if known else []
+
     def nothing_found(self, namespace: str) -> str:
         """Why a prompt has no chunk of the namespace, and what to do."""
         with self._lock:

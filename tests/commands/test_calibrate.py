@@ -169,7 +169,7 @@ def test_the_curve_is_what_the_engine_gives(record: Calibration, folder: Path) -
     right = {"full": 0.0, "reuse": 0.0, "lego:8": 0.0}
     doubts = dict.fromkeys(right, 0.0)
     ratios = {name: [] for name in right}
-    with RagCache(model, tokenizer, cold="now", cache_dir=folder) as rag:
+    with RagCache(model, tokenizer, policy="reuse", cold="now", cache_dir=folder) as rag:
         for question in asked:
             prompt = maker.prompt(question).prompt
             rag.encode(question.chunks)

@@ -49,7 +49,7 @@ class Watched(HostStore):
     "wrong",
     [
         {"encoder": "nonsense"},
-        {"neighbours": PrecedingChunks([])},
+        {"neighbours": PrecedingChunks([]), "encoder": "system"},
         {"shadow": 7.0},
         {"policy": "budget:0.01"},
     ],

@@ -58,7 +58,9 @@ def _shared_models_stay_plain():
 
 def rag_around(model, capture=None, **options):
     graphs = GraphConfig(capture=capture) if capture is not None else "off"
-    return RagCache(model, cache_dir=FOLDER.name, **{"cold": "now", "graphs": graphs, **options})
+    return RagCache(
+        model, cache_dir=FOLDER.name, **{"policy": "lego:16", "cold": "now", "graphs": graphs, **options}
+    )
 
 
 def plan_with(name, first, *chunks, policy="lego:4"):

@@ -38,7 +38,8 @@ def prompt(seed=0, question=40):
 
 
 def filled(model, store, **options):
-    rag = RagCache(model, None, store=store, cold="now", namespace="test", **options)
+    options = {"policy": "lego:16", "cold": "now", **options}
+    rag = RagCache(model, None, store=store, namespace="test", **options)
     for seed in range(3):
         rag.generate(prompt(seed), policy="reuse", **FEW)
     return rag

@@ -36,7 +36,7 @@ EXACT = Prompt([text(9, 1), chunk(40, 2), text(6, 4)])
 
 def rag_for(name: str, **options: Any) -> RagCache:
     """The family's shared model in a RagCache that encodes what it missed before it returns."""
-    return RagCache(wrapped(name), cache_dir=FOLDER.name, **{"cold": "now", **options})
+    return RagCache(wrapped(name), cache_dir=FOLDER.name, **{"cold": "now", "policy": "lego:16", **options})
 
 
 def warmed(name: str, *prompts: Prompt, **options: Any) -> RagCache:

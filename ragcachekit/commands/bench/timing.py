@@ -123,15 +123,8 @@ def open_engines(
 
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
             # load="always": what is measured is loading.
-            rag = RagCache(
-                model,
-                tokenizer,
-                encoder=encoder,
-                store=store,
-                namespace="bench",
-                cold=cold,
-                load="always",
-            )
+            options: dict[str, Any] = {"namespace": "bench", "cold": cold, "load": "always"}
+            rag = RagCache(model, tokenizer, policy="reuse", encoder=encoder, store=store, **options)
             return stack.enter_context(rag)
 
         kinds = {tier: tier.removesuffix("-cold") for tier in tiers}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.registry import open_policy
@@ -98,7 +99,7 @@ def _parsed(found: Any) -> Calibration:
         raise ValueError("its curve is not finite")
     for name in (record.policy, *(point.policy for point in curve)):
         policy = open_policy(name)
-        if isinstance(policy, Budget) or policy.encoder not in (None, record.encoder):
+        if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
             raise ValueError(f"{name} is no policy that chunks encoded {record.encoder} can have")
     record.cheapest(record.budget)
     return record
