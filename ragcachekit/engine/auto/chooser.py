@@ -204,7 +204,7 @@ class AutoPolicies:
 
     def _checked(
         self,
-        prompts: Iterable[CheckPrompt],
+        prompts: Sequence[CheckPrompt],
         system: Ids,
         namespace: str,
         *,
@@ -220,10 +220,11 @@ class AutoPolicies:
             wait=self._wait if background else raise_if_cancelled,
             progress=progress,
         )
-        if (done := max((row.prompts for row in rows), default=0)) < LEAST_PROMPTS:
+        done, least = max((row.prompts for row in rows), default=0), min(LEAST_PROMPTS, len(prompts))
+        if done < max(least, 1):
             raise RagCacheError(
-                f"the check of policy='auto' decided nothing: it measured {done} prompts within a minute that "
-                f"fit the model's context, and needs {LEAST_PROMPTS}"
+                f"the check of policy='auto' decided nothing: within a minute it measured {done} prompts "
+                f"that fit the model's context, and needs {least}"
             )
         now = datetime.now(UTC).isoformat(timespec="seconds")
         report = TuneReport(
