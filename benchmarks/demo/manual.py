@@ -18,7 +18,7 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_CHUNKS = 1000
@@ -85,6 +85,7 @@ def chunks(
     full: bool = False,
     limit: int = DEFAULT_CHUNKS,
     size: int = MAX_WORDPIECES,
+    names: Sequence[str] = (),
 ) -> tuple[ManualChunk, ...]:
     """Return the manual in chunks, in the order of modules and their texts.
 
@@ -101,6 +102,8 @@ def chunks(
         Greatest number of chunks, unless `full`.
     size
         Greatest number of wordpieces of a chunk.
+    names
+        Modules whose documentation is cut; default all.
 
     Raises
     ------
@@ -111,7 +114,7 @@ def chunks(
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
-    modules = [cut(module, text, count, size) for module, text in pages()]
+    modules = [cut(module, text, count, size) for module, text in pages(*names)]
     found = [list(one) for one in modules] if full else _first_of_each(modules, limit)
     # Some modules say the same twice.
     return tuple({chunk.text: chunk for of_module in found for chunk in of_module}.values())
