@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from langchain_core.runnables import Runnable
@@ -12,48 +12,11 @@ from tqdm.auto import tqdm
 
 from benchmarks.demo.chain import Asked, ask, messages
 from benchmarks.demo.questions import Question
-from benchmarks.demo.score import contains
+from benchmarks.demo.score import PART, Answered, contains
 from benchmarks.demo.work import Work
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-
-PART = "answer"
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One question; plain values.
-
-    ``full`` and ``cached`` are answers, ``chunks`` and ``cached_chunks`` what was retrieved for them. ``kl``
-    is KL(full || cached) of the first token in nats. ``full_loss`` and ``cached_loss`` are nats per token of
-    full's answer, after full's prompt in full and after the cached prompt.
-    """
-
-    question: str
-    known: str
-    full: str
-    cached: str
-    full_right: bool
-    cached_right: bool
-    same: bool
-    f1: float
-    kl: float
-    full_loss: float
-    cached_loss: float
-    chunks: tuple[int, ...]
-    cached_chunks: tuple[int, ...]
-    prompt_tokens: int
-    reused_tokens: int
-    recompute_ratio: float
-    policy: str
-    encoder: str
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Of the values that a work file holds."""
-        places = {name: tuple(values[name]) for name in ("chunks", "cached_chunks")}
-        return cls(**{**values, **places})
 
 
 class Answering:

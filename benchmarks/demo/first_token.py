@@ -9,9 +9,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.demo.answers import Answered
 from benchmarks.demo.chain import messages
 from benchmarks.demo.engines import COLD, DISK, HOST, RESTART, timed_engines
+from benchmarks.demo.score import Answered
 from benchmarks.demo.work import Work
 from ragcachekit.commands.bench.timing import ONE_TOKEN
 from ragcachekit.engine.rag_cache import RagCache

@@ -107,7 +107,7 @@ def _queries(axes: Axes, row: Mapping[str, Any], sweep: tuple[dict[str, Any], ..
     for place, one in enumerate(shown):
         axes.bar(place, one["right"], 0.7, color=CACHED if one is chosen else PALE)
         axes.bar(place, one["wrong"], 0.7, bottom=one["right"], color=WRONG)
-        label = f"{one['hits']}" + (f"\n({one['wrong']} wrong)" if one["wrong"] else "")
+        label = f"{one['hits']}" + (f"\n{one['wrong']} wrong" if one["wrong"] else "")
         top = one["hits"] + row["n"] / 100
         axes.text(place, top, label, ha="center", va="bottom", fontsize=10, color=INK)
     names = [

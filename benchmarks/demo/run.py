@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import ragcachekit
 from benchmarks.demo import corpus, first_token, plot, query_hits, show
-from benchmarks.demo.answers import PART, Answered, Answering, answer
+from benchmarks.demo.answers import Answering, answer
 from benchmarks.demo.chain import build_chain
 from benchmarks.demo.corpus import Corpus, Settings
 from benchmarks.demo.engines import LIBRARY, main_engine
 from benchmarks.demo.manual_search import CHUNK
 from benchmarks.demo.questions import Question
-from benchmarks.demo.score import quality
+from benchmarks.demo.score import PART, Answered, quality
 from benchmarks.demo.work import Work
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit.commands.bench.report import BenchReport
@@ -67,8 +67,11 @@ def _queries(read: Corpus, rag: RagCache, progress: bool) -> tuple[list[dict[str
         read.retriever, embeddings=read.embeddings, cache=rag, tolerance=read.calibration.tolerance
     )
     lookups = query_hits.replay(read.retriever, retriever, read.wordings, progress)
-    more = {"embed_ms": read.embed_ms, **asdict(read.calibration)}
-    rows = [query_hits.row(lookups, read.evidence, **more)]
+    calibrated = {
+        "tolerance": read.calibration.tolerance,
+        "calibration_pairs": read.calibration.different_pairs,
+    }
+    rows = [query_hits.row(lookups, read.evidence, embed_ms=read.embed_ms, **calibrated)]
     return [*rows, *query_hits.sweep(lookups, read.wordings, read.embeddings, read.evidence)], retriever
 
 

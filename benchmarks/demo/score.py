@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from ragcachekit.commands.bench.resample import Bootstrap
 
-if TYPE_CHECKING:
-    from benchmarks.demo.answers import Answered
-
+PART = "answer"
 MEANS = ("f1", "kl", "full_loss", "cached_loss")
 SHARES = ("full_right", "cached_right", "same")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question; plain values.
+
+    ``full`` and ``cached`` are answers, ``chunks`` and ``cached_chunks`` what was retrieved for them. ``kl``
+    is KL(full || cached) of the first token in nats. ``full_loss`` and ``cached_loss`` are nats per token of
+    full's answer, after full's prompt in full and after the cached prompt.
+    """
+
+    question: str
+    known: str
+    full: str
+    cached: str
+    full_right: bool
+    cached_right: bool
+    same: bool
+    f1: float
+    kl: float
+    full_loss: float
+    cached_loss: float
+    chunks: tuple[int, ...]
+    cached_chunks: tuple[int, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    recompute_ratio: float
+    policy: str
+    encoder: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Of the values that a work file holds."""
+        places = {name: tuple(values[name]) for name in ("chunks", "cached_chunks")}
+        return cls(**{**values, **places})
 
 
 def contains(answer: str, known: str) -> bool:

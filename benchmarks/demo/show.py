@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.demo import first_token, query_hits
-from benchmarks.demo.answers import Answered
 from benchmarks.demo.questions import Question
+from benchmarks.demo.score import Answered
 from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport, machine
 
@@ -87,7 +87,7 @@ def _quality(row: dict[str, Any]) -> Iterator[str]:
     yield (
         f"  against full: F1 {_mean(row, 'f1')}, the same text {row['same']} of {n}; KL of the first token "
         f"{_mean(row, 'kl')} nats; loss of full's answer {_mean(row, 'full_loss')} -> "
-        f"{_mean(row, 'cached_loss')} nats per token"
+        f"{_mean(row, 'cached_loss')} nats per token, {_mean(row, 'loss_added')} more"
     )
     yield (
         f"  {row['tokens_reused']:.0%} of the prompts' tokens reused, {row['recompute_ratio']:.1%} of the "
@@ -101,7 +101,7 @@ def _queries(row: dict[str, Any]) -> Iterator[str]:
         f"{row['wrong']} wrong (another question's entry); {row['harmful']} harmful (the answer's chunk lost)"
     )
     yield (
-        f"  tolerance {row['tolerance']:.3f} (cosine), calibrated on {row['different_pairs']} wordings of "
+        f"  tolerance {row['tolerance']:.3f} (cosine), calibrated on {row['calibration_pairs']} wordings of "
         f"other questions; the chunk with the answer found: {row['recall']:.0%} without the cache, "
         f"{row['cached_recall']:.0%} with it"
     )

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.demo import manual
-from benchmarks.demo.calibrate import MAX_FALSE_HITS, calibrated
+from benchmarks.demo.corpus import MAX_FALSE_HITS, calibrated
 from benchmarks.demo.questions import Question, calibration_questions, questions, workload
 from ragcachekit.commands.embedding import MiniLM
 

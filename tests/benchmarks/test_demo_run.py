@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.demo import first_token
 from benchmarks.demo import run as demo
-from benchmarks.demo.answers import PART
 from benchmarks.demo.corpus import Settings
 from benchmarks.demo.engines import LIBRARY
 from benchmarks.demo.first_token import STATES
+from benchmarks.demo.score import PART
 from ragcachekit.commands.sample_model import sample_model
 
 SMALL = Settings(

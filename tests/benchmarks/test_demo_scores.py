@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.demo import first_token, plot, query_hits, show
-from benchmarks.demo.answers import PART, Answered
 from benchmarks.demo.query_hits import Lookup
-from benchmarks.demo.score import contains, quality, wilson
+from benchmarks.demo.score import PART, Answered, contains, quality, wilson
 from ragcachekit.commands.bench.report import BenchReport
 
 ONE = {
@@ -111,7 +110,7 @@ def report():
     }
     slower = {state: {**one, "ttft_ms": one["ttft_ms"] + 100} for state, one in timed.items()}
     queries = query_hits.row([lookup(0, None, (1,), (1,)), lookup(0, 0, (1,), (1,))], EVIDENCE)
-    calibrated = {"tolerance": 0.05, "different_pairs": 60, "embed_ms": 9.0}
+    calibrated = {"tolerance": 0.05, "calibration_pairs": 60, "embed_ms": 9.0}
     sweep = {
         "part": query_hits.SWEEP,
         "tolerance": 0.1,
