@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.demo.score import KINDS
-from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.questions import KINDS, held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.commands.bench.fidelity.engines import FULL, needs_neighbours
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import eviction, families, kernels, planner, store, world
+from benchmarks.cli import demo, eviction, families, kernels, planner, store, world
 from ragcachekit.cli.console import Commands
 
 
@@ -21,11 +21,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="What RagCacheKit claims, measured: the sample world and its reader, simulations, kernels.",
+    help="What RagCacheKit claims, measured: a demo, the sample world and its reader, simulations, kernels.",
 )
 app.callback()(root)
 for command in (
-    *(world.demo, world.fidelity, world.query_cache, world.budget),
+    *(demo.demo, world.fidelity, world.query_cache, world.budget),
     *(eviction.eviction, planner.planner, store.store, kernels.kernels, families.families),
 ):
     app.command()(command)

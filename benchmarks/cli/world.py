@@ -1,8 +1,7 @@
-"""demo, fidelity, query-cache and budget: the reader over the sample world."""
+"""fidelity, query-cache and budget: the reader over the sample world."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,26 +21,6 @@ from ragcachekit.cli.options import (
     names,
     numbers,
 )
-
-
-def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A minute: shows that all works, its figures mean nothing.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="All of the standard library's manual, not about 1,000 chunks.")
-    ] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for JSON, plot and embeddings.")] = Path(
-        "demo-out"
-    ),
-) -> None:
-    """Two tables and a plot: answers of a small trained model, and speed on real documents."""
-    if quick and full:
-        raise ValueError("give --quick or --full, not both")
-    from benchmarks.demo import run as module
-
-    quiet_loading()
-    module.run(out=out, quick=quick, full_manual=full)
 
 
 def fidelity(

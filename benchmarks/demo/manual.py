@@ -18,7 +18,7 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_CHUNKS = 1000
@@ -36,14 +36,8 @@ SKIPPED = frozenset(
 
 SUBMODULES = (
     *("asyncio.queues", "asyncio.subprocess", "collections.abc", "concurrent.futures", "email.message"),
-    *(
-        "html.parser",
-        "http.client",
-        "http.cookies",
-        "http.server",
-        "importlib.metadata",
-        "importlib.resources",
-    ),
+    *("html.parser", "http.client", "http.cookies", "http.server"),
+    *("importlib.metadata", "importlib.resources"),
     *("json.decoder", "logging.config", "logging.handlers", "multiprocessing.pool", "os.path"),
     *("unittest.mock", "urllib.parse", "urllib.request", "wsgiref.simple_server", "xml.dom.minidom"),
     *("xml.etree.ElementTree", "xml.sax.handler", "zoneinfo"),
@@ -62,16 +56,9 @@ _SECONDS = 300
 
 @dataclass(frozen=True)
 class ManualChunk:
-    """A piece of one module's documentation.
+    """A piece of one module's documentation; ``number`` is its place there, from 0.
 
-    Attributes
-    ----------
-    module : str
-        Dotted name of the module.
-    number : int
-        Its place in the module's documentation, from 0.
-    text : str
-        The module's name on the first line, then the piece.
+    ``text`` has the module's dotted name on the first line, then the piece.
     """
 
     module: str
@@ -85,33 +72,23 @@ def chunks(
     full: bool = False,
     limit: int = DEFAULT_CHUNKS,
     size: int = MAX_WORDPIECES,
+    names: Sequence[str] = (),
 ) -> tuple[ManualChunk, ...]:
     """Return the manual in chunks, in the order of modules and their texts.
 
     The same Python with the same tokenizer gives the same chunks.
 
-    Parameters
-    ----------
-    count
-        Number of wordpieces of a text, special tokens included. It is asked about paragraphs, lines and
-        words; what these count for, added up, must be no less than what they count for together.
-    full
-        All of it; else the first chunks of every module, in turn up to `limit`.
-    limit
-        Greatest number of chunks, unless `full`.
-    size
-        Greatest number of wordpieces of a chunk.
+    ``count`` gives the wordpieces of a text, special tokens included. It is asked about paragraphs, lines
+    and words; what these count for, added up, must be no less than what they count for together. ``full``
+    takes everything; else the first chunks of every module, in turn up to ``limit``. ``size`` is the most
+    wordpieces of a chunk. ``names`` are the modules; default all.
 
-    Raises
-    ------
-    RuntimeError
-        If the documentation could not be rendered.
-    ValueError
-        If `limit` or `size` is too small for anything.
+    Raises RuntimeError if the documentation could not be rendered, ValueError if ``limit`` or ``size`` is too
+    small for anything.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
-    modules = [cut(module, text, count, size) for module, text in pages()]
+    modules = [cut(module, text, count, size) for module, text in pages(*names)]
     found = [list(one) for one in modules] if full else _first_of_each(modules, limit)
     # Some modules say the same twice.
     return tuple({chunk.text: chunk for of_module in found for chunk in of_module}.values())

@@ -3,103 +3,107 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from numpy.typing import NDArray
-from pydantic import SkipValidation
+from pydantic import PrivateAttr, SkipValidation
+from tqdm.auto import tqdm
 
 from benchmarks.demo import manual
 from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.registry import open_index
 
-RETRIEVED = 40
-"""Chunks that are searched for; as many of the best as fit go into the prompt."""
+CHUNK, SEARCH = "chunk", "search"
+"""Metadata of a found document: its place among the texts, and the number of the search that found it."""
+
+
+class RememberedEmbeddings(Embeddings):
+    """Other ``Embeddings``, and the vectors of questions that were embedded beforehand.
+
+    Questions are asked several times here, and embedding is measured apart from the search.
+    """
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        self._embeddings = embeddings
+        self._known: dict[str, list[float]] = {}
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """As LangChain asks for it; nothing is remembered."""
+        return self._embeddings.embed_documents(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        """As LangChain asks for it."""
+        known = self._known.get(text)
+        return known if known is not None else self._embeddings.embed_query(text)
+
+    def remember(self, texts: Sequence[str], progress: bool = False) -> None:
+        """Embed questions one by one now, so that asking for them later takes no time."""
+        for text in tqdm(texts, desc="embedding questions", unit="text", disable=not progress):
+            self._known[text] = self._embeddings.embed_query(text)
 
 
 class ManualRetriever(BaseRetriever):
-    """Searches the chunks by embedding; returns the nearest, without those that would not fit any more.
+    """Returns the ``k`` chunks nearest to a question.
 
-    Attributes
-    ----------
-    embedder : MiniLM
-    index : VectorIndex
-        Its ids are places in ``texts``.
-    texts : tuple of str
-    room : int
-        Most tokens of all returned chunks together, as ``count`` counts them.
-    count : callable
+    ``index`` holds the places of ``texts`` as ids; larger ids are fillers. Every search has a number, so that
+    a document served from a query cache tells which search found it.
     """
 
-    embedder: SkipValidation[Any]
+    embeddings: SkipValidation[Any]
     index: SkipValidation[Any]
     texts: tuple[str, ...]
-    room: int
-    count: SkipValidation[Callable[[str], int]]
+    k: int
+    _searches: Any = PrivateAttr(default_factory=itertools.count)
 
     def cache_key_parts(self) -> int:
         """What results depend on: index and texts stay as they are."""
-        return self.room
+        return self.k
 
     def _get_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: CallbackManagerForRetrieverRun,
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
-        found = self.index.search(self.embedder.embed_query(query), min(RETRIEVED, len(self.texts)))
-        fitting: list[Document] = []
-        left = self.room
-        for number in found.ids:
-            text = self.texts[int(number)]
-            tokens = self.count(text)
-            if tokens <= left:
-                left -= tokens
-                fitting.append(Document(text, id=str(number)))
-        return fitting
+        number = next(self._searches)
+        found = self.index.search(self.embeddings.embed_query(query), self.k)
+        return [
+            Document(self.texts[place], id=str(place), metadata={CHUNK: place, SEARCH: number})
+            for place in map(int, found.ids)
+            if place < len(self.texts)
+        ]
 
 
-def manual_texts(tokenizer: Any, full: bool, limit: int = manual.DEFAULT_CHUNKS) -> tuple[str, ...]:
-    """The manual's chunks of at most 256 wordpieces of ``tokenizer``, special ones included."""
+def manual_texts(tokenizer: Any, limit: int | None, size: int, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """The first ``limit`` chunks of at most ``size`` wordpieces, of all modules or of those in ``names``."""
 
     def count(text: str) -> int:
         return len(tokenizer(text, truncation=False, verbose=False).input_ids)
 
-    return tuple(chunk.text for chunk in manual.chunks(count, full=full, limit=limit))
+    found = manual.chunks(count, full=limit is None, limit=limit or 1, size=size, names=names)
+    return tuple(chunk.text for chunk in found)
 
 
-def manual_retriever(
-    embedder: MiniLM, texts: tuple[str, ...], room: int, cache_dir: Path, progress: bool = False
-) -> ManualRetriever:
-    """A LangChain retriever over a Faiss index of the texts, whose results have at most ``room`` tokens.
+def manual_index(rows: NDArray[np.float32], vectors: int, seed: int) -> VectorIndex:
+    """A flat Faiss index of ``rows`` ``[n, dim]`` and so many random unit vectors that it holds ``vectors``.
 
-    Raises
-    ------
-    ValueError
-        If there are no texts, or a chunk may not fit.
+    A flat search reads every vector, whatever it holds. In hundreds of dimensions random vectors lie far from
+    every question, so the fillers cost time and are not found.
     """
-    if not texts:
-        raise ValueError("there are no texts to search in")
-    if room < manual.MAX_WORDPIECES:
-        raise ValueError(f"room must be at least {manual.MAX_WORDPIECES} tokens, one chunk, got {room}")
-    rows = cached_embeddings(embedder, texts, cache_dir, progress)
     index = open_index("faiss-flat", rows.shape[1])
-    index.add(range(len(texts)), rows)
-    return ManualRetriever(
-        embedder=embedder, index=index, texts=texts, room=room, count=bare_count(embedder.tokenizer)
-    )
-
-
-def bare_count(tokenizer: Any) -> Callable[[str], int]:
-    """Tokens of a text without special ones."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    index.add(range(len(rows)), rows)
+    more = max(0, vectors - len(rows))
+    fillers = np.random.default_rng(seed).standard_normal((more, rows.shape[1]), dtype=np.float32)
+    index.add(range(len(rows), len(rows) + more), fillers)
+    return index
 
 
 def cached_embeddings(

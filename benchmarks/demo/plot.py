@@ -1,105 +1,126 @@
-"""The demo's one plot: what stayed right, and how much sooner the first token came."""
+"""The demo's one picture: first-token times, quality and the query cache, side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.demo.score import ALL
-from ragcachekit.commands.bench.report import BenchReport
+from benchmarks.demo import first_token, query_hits
+from ragcachekit.commands.bench.report import BenchReport, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    "full": "#4d4d4d",
-    "lego:2 on similar:1": "#2a9d6f",
-    "deep:0.1": "#8e5ea2",
-    "lego:16": "#1b6ca8",
-    "lego:4": "#6fa8dc",
-    "reuse": "#e08e45",
-    "lego0": "#c9b458",
+FULL, CACHED, WRONG, PALE, INK = "#5f6b7a", "#1f8a70", "#d1495b", "#a9d6c9", "#22303c"
+STATES = {
+    "full": "full prefill,\nno cache",
+    "cold": "first time,\nnothing cached yet",
+    "host": "chunks in memory",
+    "disk": "chunks on disk",
+    "restart": "after a restart,\nchunks on disk",
 }
-OTHER = "#9b9b9b"
-TYPES = {"a": "(a) one chunk", "b": '(b) "This person ..."', "c": "(c) two articles", ALL: "all"}
 
 
-def draw(answers: BenchReport, speed: BenchReport, path: Path) -> None:
-    """Write the plot as an image; the name's ending says which kind."""
+def draw(report: BenchReport, path: Path) -> None:
+    """Write the picture; the name's ending says which kind."""
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
-    figure = Figure(figsize=(12.5, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    _answers(left, answers)
-    _speed(right, speed)
-    for axes in (left, right):
+    quality, queries = report.part("quality").rows[0], report.part(query_hits.PART).rows[0]
+    figure = Figure(figsize=(17, 6), facecolor="white")
+    panels = figure.subplots(1, 3)
+    figure.subplots_adjust(left=0.085, right=0.985, top=0.72, bottom=0.15, wspace=0.38)
+    _first_token(panels[0], report.part(first_token.PART).rows)
+    _quality(panels[1], quality)
+    _queries(panels[2], queries, report.part(query_hits.SWEEP).rows)
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-
-
-def _answers(axes: Axes, answers: BenchReport) -> None:
-    rows = [row for row in answers.rows if row["part"] == "policy"]
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    width = 0.82 / len(policies)
-    for number, policy in enumerate(policies):
-        found = {row["question_type"]: row for row in rows if row["policy"] == policy}
-        shares = [found[kind]["exact_match"] for kind in TYPES]
-        errors = [
-            [found[kind]["exact_match"] - found[kind]["low"] for kind in TYPES],
-            [found[kind]["high"] - found[kind]["exact_match"] for kind in TYPES],
-        ]
-        places = [at + (number - (len(policies) - 1) / 2) * width for at in range(len(TYPES))]
-        axes.bar(places, shares, width * 0.92, color=COLOURS.get(policy, OTHER), label=_label(found[ALL]))
-        # An interval of a share of 1 reaches below it only; rounding must not make that negative.
-        bars = [[max(0.0, error) for error in side] for side in errors]
-        axes.errorbar(places, shares, bars, fmt="none", ecolor="#222222", elinewidth=0.8, capsize=1.5)
-    axes.set_xticks(range(len(TYPES)), list(TYPES.values()))
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("exact match")
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    n = next(row["n"] for row in rows if row["question_type"] == ALL)
-    axes.set_title(f"Answers: trained reader, sample corpus, {n} questions (95 % intervals)", fontsize=10)
-    axes.legend(
-        ncols=min(5, len(policies)),
-        fontsize=8,
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.08),
+        axes.tick_params(length=0, labelsize=10)
+        axes.set_axisbelow(True)
+    used = machine()
+    figure.suptitle(
+        f"SmolLM2-135M-Instruct answers {quality['n']} questions from the documentation of Python's standard "
+        f"library.  Policy {quality['policy']}, encoder {quality['encoder']};  {used['processor']}, "
+        f"threads: {used['threads']}",
+        **{"fontsize": 11.5, "color": FULL, "x": 0.012, "y": 0.97, "ha": "left"},
     )
+    figure.savefig(path, dpi=130)
 
 
-def _label(row: dict[str, Any]) -> str:
-    return f"{row['policy']}\n{row['tokens_reused']:.0%} reused"
+def _title(axes: Axes, question: str, detail: str) -> None:
+    axes.set_title(question, fontsize=15, fontweight="bold", color=INK, loc="left", pad=46)
+    axes.text(0, 1.03, detail, transform=axes.transAxes, fontsize=10, color=FULL, linespacing=1.4)
 
 
-def _speed(axes: Axes, speed: BenchReport) -> None:
-    rows = list(reversed(speed.rows))
-    milliseconds = [row["ttft_ms"] for row in rows]
-    axes.barh(range(len(rows)), milliseconds, 0.7, color=[COLOURS.get(row["policy"], OTHER) for row in rows])
-    for at, row in enumerate(rows):
-        axes.plot([row["ttft_ms_min"], row["ttft_ms_max"]], [at, at], color="#222222", linewidth=0.8)
-        end = max(row["ttft_ms_max"], row["ttft_ms"])
-        axes.annotate(
-            f"{row['ttft_ms']:,.0f} ms  ({row['speedup']:.{2 if row['speedup'] < 2 else 1}f}x)",
-            (end, at),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-        )
-    axes.set_yticks(range(len(rows)), [speed_label(row) for row in rows])
+def _first_token(axes: Axes, rows: tuple[dict[str, Any], ...]) -> None:
+    found = {row["state"]: row for row in rows}
+    for place, state in enumerate(STATES):
+        row = found[state]
+        axes.barh(place, row["ttft_ms"], 0.62, color=FULL if state in ("full", "cold") else CACHED)
+        axes.plot([row["ttft_ms_min"], row["ttft_ms_max"]], [place, place], color=INK, linewidth=1.2)
+        times = "" if state in ("full", "cold") else f"  ({row['speedup']:.1f}x)"
+        at = max(row["ttft_ms_max"], row["ttft_ms"]) * 1.02
+        axes.text(at, place, f" {row['ttft_ms']:,.0f} ms{times}", va="center", fontsize=11, color=INK)
+    axes.set_yticks(range(len(STATES)), list(STATES.values()))
+    axes.invert_yaxis()
     axes.set_xlim(0, 1.32 * max(row["ttft_ms_max"] for row in rows))
-    axes.set_xlabel("time to first token in ms")
+    axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    tokens = max(row["prompt_tokens"] for row in rows)
-    axes.set_title(f"Speed: Python's manual, prompts of ~{tokens:,} tokens\n{speed.model}", fontsize=10)
+    warm = found["host"]
+    detail = (
+        f"Time to the first token: median and range of {warm['n']} prompts,\n"
+        f"about {warm['prompt_tokens']:.0f} tokens each, {warm['reused_tokens']:.0f} of them reused"
+    )
+    _title(axes, "How soon does the answer begin?", detail)
 
 
-def speed_label(row: dict[str, Any]) -> str:
-    """Policy, and where its chunks were."""
-    if row["policy"] == "full":
-        return "full"
-    where = "nothing cached" if row["state"] == "cold" else f"warm, {row['tier']}"
-    return f"{row['policy']}\n{where}"
+def _quality(axes: Axes, row: Mapping[str, Any]) -> None:
+    n = row["n"]
+    bars = {
+        "right answer,\nfull prefill": ("full_right", n, FULL),
+        "right answer,\nboth caches": ("cached_right", n, CACHED),
+        "the same text,\nword for word": ("same", n, PALE),
+        "words shared\n(F1)": ("f1", None, PALE),
+    }
+    for place, (name, whole, colour) in enumerate(bars.values()):
+        share, low, high = row[name] / (whole or 1), row[f"{name}_low"], row[f"{name}_high"]
+        axes.barh(place, share, 0.62, color=colour)
+        axes.plot([low, high], [place, place], color=INK, linewidth=1.2)
+        label = f"{row[name]} of {n}" if whole else f"{share:.2f}"
+        axes.text(max(share, high) + 0.02, place, label, va="center", fontsize=11, color=INK)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.22)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_xlabel(
+        f"first token: KL from full {row['kl']:.2f} ({row['kl_low']:.2f}-{row['kl_high']:.2f}) nats\n"
+        f"loss of full's answer: {row['full_loss']:.2f}, with caches {row['cached_loss']:.2f} nats per token"
+    )
+    axes.grid(axis="x", alpha=0.25)
+    detail = "Right: the known answer stands in the text. The two lower bars\ncompare both caches with full."
+    _title(axes, "Are the answers still the same?", f"{detail} 95 % intervals")
+
+
+def _queries(axes: Axes, row: Mapping[str, Any], sweep: tuple[dict[str, Any], ...]) -> None:
+    chosen = dict(row)
+    shown = sorted([*sweep, chosen], key=lambda one: one["tolerance"])
+    for place, one in enumerate(shown):
+        axes.bar(place, one["right"], 0.7, color=CACHED if one is chosen else PALE)
+        axes.bar(place, one["wrong"], 0.7, bottom=one["right"], color=WRONG)
+        label = f"{one['hits']}" + (f"\n{one['wrong']} wrong" if one["wrong"] else "")
+        top = one["hits"] + row["n"] / 100
+        axes.text(place, top, label, ha="center", va="bottom", fontsize=10, color=INK)
+    names = [
+        f"{one['tolerance']:.3f}\ncalibrated" if one is chosen else f"{one['tolerance']:g}" for one in shown
+    ]
+    axes.set_xticks(range(len(shown)), names)
+    axes.set_ylim(0, row["n"])
+    axes.set_xlabel("tolerance: greatest cosine distance of a hit")
+    axes.set_ylabel(f"searches saved, of {row['n']}")
+    axes.grid(axis="y", alpha=0.25)
+    hit = "-" if row["hit_ms"] is None else f"{row['hit_ms']:.1f}"
+    detail = (
+        f"Every question in four wordings; a search takes {row['search_ms']:.1f} ms,\n"
+        f"a hit {hit} ms. At the calibrated tolerance {row['wrong']} hits are wrong"
+    )
+    _title(axes, "How many searches are saved?", detail)

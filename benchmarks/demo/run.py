@@ -1,156 +1,110 @@
-"""``python -m benchmarks demo``: a LangChain chain with both caches on, and how much sooner it answers."""
+"""``python -m benchmarks demo``: SmolLM2 answers from Python's documentation, with caches and in full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from transformers import AutoModelForCausalLM
 
-from benchmarks.demo import answers as demo_answers
-from benchmarks.demo import plot as demo_plot
-from benchmarks.demo import speed as demo_speed
-from benchmarks.demo.answers import CHAIN
-from benchmarks.demo.score import ALL, KINDS
-from ragcachekit.cli.console import show
-from ragcachekit.commands.bench.report import BenchReport, table
-from ragcachekit.commands.embedding import MiniLM
+import ragcachekit
+from benchmarks.demo import corpus, first_token, plot, query_hits, show
+from benchmarks.demo.answers import Answering, answer
+from benchmarks.demo.chain import build_chain
+from benchmarks.demo.corpus import Corpus, Settings
+from benchmarks.demo.engines import LIBRARY, main_engine
+from benchmarks.demo.manual_search import CHUNK
+from benchmarks.demo.questions import Question
+from benchmarks.demo.score import PART, Answered, quality
+from benchmarks.demo.work import Work
+from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.reading_prompt import prompt_for
+from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
 
-ANSWERS, SPEED, PLOT = "answers.json", "speed.json", "demo.png"
-SPEED_COLUMNS = (
-    "policy",
-    "state",
-    "tier",
-    "prompt_tokens",
-    "recompute_ratio",
-    "ttft_ms",
-    "ttft_ms_min",
-    "ttft_ms_max",
-    "speedup",
-    "runs",
-)
-RETRIEVAL_COLUMNS = (
-    "query_cache",
-    "evidence_recall",
-    "retrieval_ms",
-    "hit_ms",
-    "miss_ms",
-    "embed_ms",
-    "total_ms",
-    "n",
-)
+RESULTS, WORK, PICTURE = "demo.json", "work.jsonl", "demo.png"
 
 
-def run(*, out: Path, quick: bool = False, full_manual: bool = False, seed: int = 0) -> None:
-    """Run both parts, print their tables, and write two JSON files and a plot.
+def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
+    """Run the demo, print what it finds, and write ``demo.json`` and ``demo.png`` to the folder ``out``.
 
-    Parameters
-    ----------
-    out : path
-        Folder for ``answers.json``, ``speed.json``, ``demo.png`` and the cached embeddings.
-    quick : bool
-        Few questions and short prompts: shows that all works, its figures mean nothing.
-    full_manual : bool
-        All of the standard library's manual instead of about 1,000 chunks.
-    seed : int
-        Of the corpus, the questions and the random weights.
+    Results per question go to ``work.jsonl`` as they come, from which an interrupted demo continues.
 
-    Raises
-    ------
-    RagCacheError
-        The library's answers are not the model's own where they must be: no figures then.
-    OSError
-        ``out`` cannot be written.
+    Raises RagCacheError if the library's answers are not the model's own where they must be, or the
+    documentation answers no question; OSError if ``out`` cannot be written.
     """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    embedder = MiniLM()
-    show("[bold]Answers[/]: a small trained reader over the sample corpus, through a LangChain chain")
-    sizes = demo_answers.QUICK if quick else None
-    answers = demo_answers.run(embedder, sizes=sizes, seed=seed, progress=True)
-    answers.write_json(out / ANSWERS)
-    show_answers(answers)
-    show("\n[bold]Speed[/]: the manual of Python's standard library, timing only")
-    speed = demo_speed.run(
-        full_manual=full_manual,
-        quick=quick,
-        cache_dir=out / "cache",
-        embedder=embedder,
-        seed=seed,
-        progress=True,
+    begun = time.monotonic()
+    model, kv = Path(resolve_model(settings.model)), out / "kv"
+    read = corpus.read(settings, out / "cache", progress)
+    show.corpus(len(read.texts), settings.vectors, read.asked, read.missing)
+    if not read.asked:
+        raise RagCacheError("the documentation of this Python answers none of the questions; use another one")
+    with main_engine(model, kv) as rag, Work(out / WORK, _header(settings, read)) as work:
+        queries, retriever = _queries(read, rag, progress)
+        answered = _answers(settings, read, rag, model, retriever, work, progress)
+        timed = first_token.time_all(rag, answered[: settings.timed], read.texts, work, model, kv, progress)
+    rows = [{"part": PART, **asdict(one)} for one in answered]
+    rows += [*first_token.rows(timed), quality(answered, settings.seed), *queries]
+    report = BenchReport("demo", settings.model, settings.seed, tuple(rows))
+    report.write_json(out / RESULTS)
+    show.answers(answered)
+    show.figures(report)
+    plot.draw(report, out / PICTURE)
+    show.end(time.monotonic() - begun, out, (RESULTS, PICTURE))
+    return report
+
+
+def _queries(read: Corpus, rag: RagCache, progress: bool) -> tuple[list[dict[str, Any]], RagCacheRetriever]:
+    """All wordings through the query cache: its rows, and the retriever with what it holds then."""
+    retriever = RagCacheRetriever.wrap(
+        read.retriever, embeddings=read.embeddings, cache=rag, tolerance=read.calibration.tolerance
     )
-    speed.write_json(out / SPEED)
-    show(speed.table(f"Time to first token, {speed.model}", SPEED_COLUMNS))
-    demo_plot.draw(answers, speed, out / PLOT)
-    show(f"\n{summary(answers, speed)}\nWrote {ANSWERS}, {SPEED} and {PLOT} to {out}")
+    lookups = query_hits.replay(read.retriever, retriever, read.wordings, progress)
+    calibrated = {
+        "tolerance": read.calibration.tolerance,
+        "calibration_pairs": read.calibration.different_pairs,
+    }
+    rows = [query_hits.row(lookups, read.evidence, embed_ms=read.embed_ms, **calibrated)]
+    return [*rows, *query_hits.sweep(lookups, read.wordings, read.embeddings, read.evidence)], retriever
 
 
-def show_answers(answers: BenchReport) -> None:
-    """Print exact match by policy, what the query cache did, and what retrieval took."""
-    show(answers_table(answers))
-    for line in answers_lines(answers):
-        show(line)
-    show(table("Retrieval in ms (medians)", _part(answers, "retrieval"), RETRIEVAL_COLUMNS))
+def _answers(
+    settings: Settings,
+    read: Corpus,
+    rag: RagCache,
+    model: Path,
+    retriever: RagCacheRetriever,
+    work: Work,
+    progress: bool,
+) -> list[Answered]:
+    left = [question for question in read.asked if work.get(PART, question.text) is None]
+    if left:
+        places = {place for question in left for place in _found(retriever, question)}
+        before = prompt_for(rag.tokenizer).before
+        rag.encode([read.texts[place] for place in sorted(places)], system=before, progress=progress)
+        # A second copy, which the library never touches: the answers of full are checked against it.
+        own = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).eval()
+        answering = Answering(rag, own, settings.max_tokens)
+        chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
+        usual = {question.text: _found(read.retriever, question) for question in left}
+        answer(answering, left, usual, read.texts, chain, work, progress)
+    return [Answered.of(work.results[PART, question.text]) for question in read.asked]
 
 
-def answers_table(answers: BenchReport) -> Table:
-    """Exact match in per cent by question type, one line per policy, the cached chain last."""
-    asked, (queries,) = _part(answers, "policy"), _part(answers, "query-cache")
-    lines = []
-    for policy in dict.fromkeys(row["policy"] for row in asked):
-        found = {row["question_type"]: row for row in asked if row["policy"] == policy}
-        lines.append(_line(policy, found) | _spent(found[ALL]["tokens_reused"], found[ALL]["ratio_spent"]))
-    chain = {row["question_type"]: row for row in _part(answers, "chain")}
-    name = f"{chain[ALL]['policy']} + query cache"
-    lines.append(_line(name, chain) | _spent(queries["tokens_reused"], queries["ratio_spent"]))
-    return table("Exact match in % (95 % interval), by what the question needs", lines)
+def _header(settings: Settings, read: Corpus) -> dict[str, Any]:
+    """What must be the same for results to go together; more requests may be timed."""
+    asked = [asdict(question) for question in read.asked]
+    described = [asdict(replace(settings, timed=0)), LIBRARY, read.texts, asked, read.calibration.tolerance]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return {"version": ragcachekit.__version__, "settings": digest}
 
 
-def answers_lines(answers: BenchReport) -> Iterator[str]:
-    """The query cache and the check, in words."""
-    (queries,), (check,) = _part(answers, "query-cache"), _part(answers, "check")
-    yield (
-        f"Query cache: {queries['hits']} of {queries['n']} lookups hit ({queries['hit_rate']:.1%}); "
-        f"{queries['wrong_hits']} wrong hits (on another question's entry), "
-        f"{queries['harmful_hits']} of them without a needed chunk."
-    )
-    yield (
-        f"  Tolerance {queries['tolerance']:.3f} (cosine), calibrated on {queries['calibration_pairs']} "
-        f"pairs of other questions, at most {queries['max_false_hit_rate']:.0%} false hits among them."
-    )
-    yield (
-        f"Check: full through the library = the model's own generate, token for token, on "
-        f"{check['n'] - check['mismatches']} of {check['n']} questions."
-    )
-
-
-def summary(answers: BenchReport, speed: BenchReport) -> str:
-    """One line on what was shown, from the rows."""
-    (queries,) = _part(answers, "query-cache")
-    match = {r["policy"]: r["exact_match"] for r in _part(answers, "policy") if r["question_type"] == ALL}
-    warm = {r["policy"]: r["speedup"] for r in speed.rows if r["state"] == "warm" and r["tier"] == "host"}
-    matches = ", ".join(f"{match[name]:.1%} with {name}" for name in ("full", CHAIN, "reuse"))
-    times = " and ".join(f"{times:.1f}x with {name}" for name, times in warm.items())
-    return (
-        f"Shown: {queries['hit_rate']:.0%} of the questions needed no search "
-        f"({queries['wrong_hits']} wrong hits, {queries['harmful_hits']} of them harmful); "
-        f"answers right: {matches}; first token sooner: {times}."
-    )
-
-
-def _part(answers: BenchReport, name: str) -> list[dict[str, Any]]:
-    return [row for row in answers.rows if row["part"] == name]
-
-
-def _line(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    cells = {kind: _cell(found[kind]) for kind in (*KINDS, ALL) if kind in found}
-    return {"policy": name, **cells, "questions": found[ALL]["questions"], "asked": found[ALL]["n"]}
-
-
-def _spent(reused: float, ratio: float) -> dict[str, str]:
-    return {"tokens_reused": f"{reused:.1%}", "recomputed": f"{ratio:.1%}"}
-
-
-def _cell(row: dict[str, Any]) -> str:
-    return f"{100 * row['exact_match']:.1f} ({100 * row['low']:.0f}-{100 * row['high']:.0f})"
+def _found(retriever: Any, question: Question) -> Sequence[int]:
+    return [document.metadata[CHUNK] for document in retriever.invoke(question.text)]

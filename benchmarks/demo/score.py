@@ -1,101 +1,87 @@
-"""How the demo's answers are scored: exact match with intervals, and what the query cache got wrong."""
+"""How the demo's answers are scored: the known answer in them, and means with 95 % intervals."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from typing import Any, Self
 
-import numpy as np
-
-from benchmarks.demo.chain import Asked, Wording
 from ragcachekit.commands.bench.resample import Bootstrap
 
-KINDS = ("a", "b", "c")
-ALL = "all"
+PART = "answer"
+MEANS = ("f1", "kl", "full_loss", "cached_loss")
+SHARES = ("full_right", "cached_right", "same")
 
 
 @dataclass(frozen=True)
-class Score:
-    """Exact match over questions of one type, with a 95 % interval.
+class Answered:
+    """One question; plain values.
 
-    Where every question stands for itself the interval is Wilson's; where it was put in several
-    wordings, whose answers hang together, it is a bootstrap over questions.
+    ``full`` and ``cached`` are answers, ``chunks`` and ``cached_chunks`` what was retrieved for them. ``kl``
+    is KL(full || cached) of the first token in nats. ``full_loss`` and ``cached_loss`` are nats per token of
+    full's answer, after full's prompt in full and after the cached prompt.
     """
 
-    question_type: str
-    exact_match: float
-    low: float
-    high: float
-    n: int
-    questions: int
+    question: str
+    known: str
+    full: str
+    cached: str
+    full_right: bool
+    cached_right: bool
+    same: bool
+    f1: float
+    kl: float
+    full_loss: float
+    cached_loss: float
+    chunks: tuple[int, ...]
+    cached_chunks: tuple[int, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    recompute_ratio: float
+    policy: str
+    encoder: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Of the values that a work file holds."""
+        places = {name: tuple(values[name]) for name in ("chunks", "cached_chunks")}
+        return cls(**{**values, **places})
 
 
-@dataclass(frozen=True)
-class Hits:
-    """What the query cache returned.
-
-    Attributes
-    ----------
-    lookups, hits : int
-    wrong_hits : int
-        Hits on an entry that another question made.
-    harmful_hits : int
-        Those among them that left out a chunk which the answer needs; the rest did no harm.
-    """
-
-    lookups: int
-    hits: int
-    wrong_hits: int
-    harmful_hits: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits / lookups."""
-        return self.hits / self.lookups if self.lookups else 0.0
+def contains(answer: str, known: str) -> bool:
+    """Whether the known answer stands in ``answer`` as whole words, in any case and with any blanks."""
+    wanted = r"\s+".join(map(re.escape, known.lower().split()))
+    return re.search(rf"(?<!\w){wanted}(?!\w)", answer.lower()) is not None
 
 
-def scores(asked: Sequence[Asked], seed: int = 0) -> list[Score]:
-    """One score per question type that occurs, and one over all."""
-    out = []
-    for kind in (*KINDS, ALL):
-        chosen = [a for a in asked if kind in (ALL, a.wording.question.kind)]
-        if chosen:
-            out.append(_score(kind, chosen, seed))
-    return out
-
-
-def count_hits(asked: Sequence[Asked]) -> Hits:
-    """Tell hits from misses by the number of the search: the first question to show it made it."""
-    makers: dict[int, Wording] = {}
-    hits = wrong = harmful = 0
-    for one in asked:
-        if one.search not in makers:
-            makers[one.search] = one.wording
-            continue
-        hits += 1
-        if makers[one.search].question != one.wording.question:
-            wrong += 1
-            harmful += not one.has_evidence
-    return Hits(len(asked), hits, wrong, harmful)
-
-
-def evidence_recall(asked: Sequence[Asked]) -> float:
-    """Share of questions for which every needed chunk was retrieved."""
-    return fmean(one.has_evidence for one in asked)
-
-
-def tokens_reused(asked: Sequence[Asked]) -> float:
-    """Share of prompt tokens whose KV was reused, exactly or approximately."""
-    links = [one.report["link"] for one in asked]
-    reused = sum(link["exact_tokens"] + link["approximate_tokens"] for link in links)
-    return float(reused / sum(link["prompt_tokens"] for link in links))
-
-
-def recompute_ratio(asked: Sequence[Asked]) -> float:
-    """Mean share of the cached rows that were recomputed."""
-    return fmean(one.report["link"]["recompute_ratio"] for one in asked)
+def quality(answered: Sequence[Answered], seed: int) -> dict[str, Any]:
+    """One row: means with bootstrap intervals, counts with Wilson's, and the share of tokens reused."""
+    bootstrap, n = Bootstrap(len(answered), seed), len(answered)
+    found: dict[str, Any] = {"part": "quality", "n": n}
+    for name in MEANS:
+        values = [getattr(one, name) for one in answered]
+        low, high = bootstrap.of_mean(values)
+        found |= {name: sum(values) / n, f"{name}_low": low, f"{name}_high": high}
+    for name in SHARES:
+        right = sum(getattr(one, name) for one in answered)
+        low, high = wilson(right, n)
+        found |= {name: right, f"{name}_low": low, f"{name}_high": high}
+    loss = [one.cached_loss - one.full_loss for one in answered]
+    low, high = bootstrap.of_mean(loss)
+    return {
+        **found,
+        "loss_added": sum(loss) / n,
+        "loss_added_low": low,
+        "loss_added_high": high,
+        "other_chunks": sum(one.chunks != one.cached_chunks for one in answered),
+        "tokens_reused": sum(one.reused_tokens for one in answered)
+        / sum(one.prompt_tokens for one in answered),
+        "recompute_ratio": sum(one.recompute_ratio for one in answered) / n,
+        "policy": answered[0].policy,
+        "encoder": answered[0].encoder,
+    }
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -106,26 +92,3 @@ def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
     middle = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
-
-
-def bootstrap(groups: Sequence[Sequence[bool]], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of the mean when whole groups are drawn again."""
-    columns = np.array([(sum(group), len(group)) for group in groups], dtype=float)
-    found = Bootstrap(len(groups), seed).interval(columns, lambda sums: sums[:, 0] / sums[:, 1])
-    if found is None:
-        raise ValueError("a group is empty")
-    return found
-
-
-def _score(kind: str, asked: Sequence[Asked], seed: int) -> Score:
-    groups: Mapping[str, list[bool]] = _by_question(asked)
-    right, n = sum(one.right for one in asked), len(asked)
-    low, high = wilson(right, n) if len(groups) == n else bootstrap(list(groups.values()), seed)
-    return Score(kind, right / n, low, high, n, len(groups))
-
-
-def _by_question(asked: Sequence[Asked]) -> dict[str, list[bool]]:
-    groups: dict[str, list[bool]] = {}
-    for one in asked:
-        groups.setdefault(one.wording.question.text, []).append(one.right)
-    return groups

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.demo.calibrate import choose_questions
-from benchmarks.demo.score import KINDS
 from benchmarks.world.world import TRAINING_SEEDS, Article, Question, World, make_world
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 
+KINDS = ("a", "b", "c")
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
 
 
@@ -36,6 +35,25 @@ def world_questions(seed: int, per_type: int) -> list[WorldQuestion]:
     world = held_out_world(seed)
     questions = choose_questions(world, per_type * len(KINDS), rng)
     return [world_question(q, shuffled(world, q, ARTICLES, rng)) for q in questions]
+
+
+def choose_questions(world: World, number: int, rng: random.Random) -> list[Question]:
+    """``number`` questions, as many of each kind as can be, in random order.
+
+    Raises
+    ------
+    ValueError
+        If the world has too few of a kind.
+    """
+    chosen = []
+    for at, kind in enumerate(KINDS):
+        pool = [question for question in world.questions if question.kind == kind]
+        wanted = number // len(KINDS) + (at < number % len(KINDS))
+        if not 1 <= wanted <= len(pool):
+            raise ValueError(f"cannot take {wanted} questions of kind {kind} from {len(pool)}")
+        chosen += rng.sample(pool, wanted)
+    rng.shuffle(chosen)
+    return chosen
 
 
 def held_out_world(seed: int) -> World:

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.demo.calibrate import choose_questions
-from benchmarks.demo.score import KINDS
-from benchmarks.world.questions import ARTICLES, WorldQuestion, held_out_world, shuffled, world_question
+from benchmarks.world.questions import (
+    ARTICLES,
+    KINDS,
+    WorldQuestion,
+    choose_questions,
+    held_out_world,
+    shuffled,
+    world_question,
+)
 from benchmarks.world.world import SEPARATOR, Article, Question, World
 from ragcachekit.commands.bench.fidelity.rows import Results, Row, quality_rows
 

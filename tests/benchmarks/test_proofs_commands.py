@@ -1,10 +1,12 @@
 """python -m benchmarks: demo, query-cache and a help text for every command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.cli import app
+from benchmarks.demo.corpus import QUICK, Settings
 from benchmarks.world.world import make_world
 
 
@@ -53,17 +55,13 @@ def test_too_many_questions_are_refused(proofs, one_minilm, small_world):
 
 @pytest.mark.parametrize(
     ("arguments", "given"),
-    [
-        ((), {"quick": False, "full_manual": False}),
-        (("--quick",), {"quick": True, "full_manual": False}),
-        (("--full",), {"quick": False, "full_manual": True}),
-    ],
+    [((), Settings()), (("--quick",), QUICK), (("--full",), replace(Settings(), chunks=None))],
 )
 def test_demo_hands_its_options_on(proofs, monkeypatch, tmp_path, arguments, given):
     heard = []
-    monkeypatch.setattr("benchmarks.demo.run.run", lambda **options: heard.append(options))
+    monkeypatch.setattr("benchmarks.demo.run.run", lambda *options: heard.append(options))
     assert proofs("demo", "--out", tmp_path, *arguments).exit_code == 0
-    assert heard == [{"out": tmp_path, **given}]
+    assert heard == [(given, tmp_path)]
 
 
 def test_demo_is_quick_or_full(proofs):

@@ -1,10 +1,12 @@
 """The sample world: repeatable, unambiguous, and answerable from the chunks that it names."""
 
+import random
 import re
 from collections import Counter
 
 import pytest
 
+from benchmarks.world.questions import choose_questions
 from benchmarks.world.world import (
     INSTRUCTION,
     PREFIXES,
@@ -107,3 +109,11 @@ def test_the_prompt_holds_the_instruction_and_the_chunks_in_order() -> None:
         {"role": "system", "content": f"{INSTRUCTION}\n\nOne."},
         {"role": "user", "content": "Why?"},
     ]
+
+
+def test_questions_are_chosen_evenly_by_kind(world: World) -> None:
+    questions = choose_questions(world, 10, random.Random(1))
+    assert sorted(question.kind for question in questions) == ["a"] * 4 + ["b"] * 3 + ["c"] * 3
+    assert questions == choose_questions(world, 10, random.Random(1))
+    with pytest.raises(ValueError, match="kind a"):
+        choose_questions(world, 10_000, random.Random(1))

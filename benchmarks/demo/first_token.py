@@ -1,0 +1,102 @@
+"""Times to the first token of the same prompts: in full, with nothing cached, from memory, from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from benchmarks.demo.chain import messages
+from benchmarks.demo.engines import COLD, DISK, HOST, RESTART, timed_engines
+from benchmarks.demo.score import Answered
+from benchmarks.demo.work import Work
+from ragcachekit.commands.bench.timing import ONE_TOKEN
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+
+PART = "first token"
+FULL = "full"
+STATES = (FULL, COLD, HOST, DISK, RESTART)
+_SOURCES: dict[str, set[str]] = {
+    FULL: set(),
+    COLD: {"computed"},
+    HOST: {"host"},
+    DISK: {"disk"},
+    RESTART: {"disk", "host"},
+}
+
+
+def time_all(
+    rag: RagCache,
+    answered: Sequence[Answered],
+    texts: Sequence[str],
+    work: Work,
+    folder: Path,
+    kv: Path,
+    progress: bool,
+) -> list[dict[str, Any]]:
+    """Per question its figures by state, of :data:`STATES`; those that ``work`` holds are not timed again.
+
+    ``rag`` has answered the questions; its model lies in ``folder``, its chunk KV in ``kv``. RagCacheError if
+    a prompt's chunks came from anywhere else than the state says.
+    """
+    left = [one for one in answered if work.get(PART, one.question) is None]
+    if left:
+        for one in left:  # a continued demo has them on disk only, or nowhere
+            rag.generate(_prompt(one, texts), **ONE_TOKEN)
+        rag.flush()
+        with timed_engines(folder, kv, rag) as engines:
+            for one in tqdm(left, "first tokens", unit="question", disable=not progress):
+                for engine in engines.values():
+                    engine.register([texts[place] for place in one.cached_chunks])
+                work.put(PART, one.question, _timed(engines, _prompt(one, texts)))
+    return [work.results[PART, one.question] for one in answered]
+
+
+def rows(timed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per state: medians, least and greatest milliseconds, and the speed-up over ``full``."""
+    out = []
+    full_ms = median(one[FULL]["ttft_ms"] for one in timed)
+    for state in STATES:
+        times = [one[state]["ttft_ms"] for one in timed]
+        middle = {
+            name: median(one[state][name] for one in timed) for name in ("prompt_tokens", "reused_tokens")
+        }
+        out.append(
+            {
+                "part": PART,
+                "state": state,
+                "ttft_ms": median(times),
+                "ttft_ms_min": min(times),
+                "ttft_ms_max": max(times),
+                "speedup": full_ms / median(times),
+                **middle,
+                "recompute_ratio": median(one[state]["recompute_ratio"] for one in timed),
+                "n": len(times),
+            }
+        )
+    return out
+
+
+def _prompt(one: Answered, texts: Sequence[str]) -> list[dict[str, Any]]:
+    return messages([texts[place] for place in one.cached_chunks], one.question)
+
+
+def _timed(engines: Mapping[str, RagCache], prompt: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for state in STATES:
+        engine, policy = (engines[HOST], "full") if state == FULL else (engines[state], None)
+        report = engine.generate(prompt, policy=policy, **ONE_TOKEN).report
+        sources = {use.source for use in report.link.uses}
+        if not sources <= _SOURCES[state] or (state != FULL and not sources):
+            raise RagCacheError(f"{state}: chunks came from {sorted(sources)} ({report.link})")
+        found[state] = {
+            "ttft_ms": report.ttft_ms,
+            "prompt_tokens": report.link.prompt_tokens,
+            "reused_tokens": report.link.reused_tokens,
+            "recompute_ratio": report.link.recompute_ratio,
+        }
+    return found

@@ -1,0 +1,63 @@
+"""The demo's questions: written by hand, and answered by the documentation of this Python."""
+
+import re
+
+import pytest
+
+from benchmarks.demo import manual
+from benchmarks.demo.corpus import MAX_FALSE_HITS, calibrated
+from benchmarks.demo.questions import Question, calibration_questions, questions, workload
+from ragcachekit.commands.embedding import MiniLM
+
+ALL = questions()
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return dict(manual.pages(*sorted({question.module for question in ALL})))
+
+
+def test_there_are_thirty_in_four_wordings_each():
+    assert len(ALL) == 30
+    wordings = [text for question in ALL for text in question.wordings]
+    assert len(set(wordings)) == 120
+    assert all(text.endswith("?") for text in wordings)
+
+
+@pytest.mark.parametrize("question", ALL, ids=[question.text for question in ALL])
+def test_the_answer_stands_in_the_documentation(question, pages):
+    assert question.answer in question.sentence
+    if question.module not in pages:
+        pytest.skip(f"this Python has no module {question.module}")
+    page = re.sub(r"\s+", " ", pages[question.module])
+    if question.sentence not in page:
+        pytest.skip(f"the documentation of {question.module} in this Python says it in other words")
+    assert question.evidence([pages[question.module]]) == {0}
+
+
+def test_most_answers_stand_in_the_documentation(pages):
+    found = [q for q in ALL if q.module in pages and q.evidence([pages[q.module]])]
+    assert len(found) >= 24
+
+
+def test_evidence_is_every_chunk_with_the_sentence():
+    question = Question("m", "an answer is here", "answer", ("?",))
+    texts = ["m\nan  answer\n   is here now", "an answer", "nothing", "so an answer is here"]
+    assert question.evidence(texts) == {0, 3}
+    assert question.evidence(["an answer"]) == frozenset()
+
+
+def test_the_workload_is_every_wording_shuffled_by_its_seed():
+    found = workload(ALL, 1)
+    assert found == workload(ALL, 1) != workload(ALL, 2)
+    assert sorted(found) == sorted((place, text) for place, q in enumerate(ALL) for text in q.wordings)
+
+
+def test_the_tolerance_is_calibrated_on_other_questions():
+    others = calibration_questions()
+    asked = {text for question in ALL for text in question.wordings}
+    assert not asked & {text for pair in others for text in pair}
+    found = calibrated(others, MiniLM())
+    assert found.different_pairs == 2 * found.same_pairs == 2 * len(others)
+    assert found.false_hit_rate <= MAX_FALSE_HITS
+    assert 0 < found.tolerance < 0.2

@@ -1,0 +1,132 @@
+"""The demo's retrieval and chain, with a handful of chunks and embeddings that count words."""
+
+import re
+import zlib
+
+import numpy as np
+import pytest
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import GenericFakeChatModel
+from langchain_core.messages import AIMessage
+
+from benchmarks.demo import manual_search
+from benchmarks.demo.chain import ask, build_chain, messages
+from benchmarks.demo.manual_search import CHUNK, SEARCH, ManualRetriever, RememberedEmbeddings
+from langchain_ragcachekit import RagCacheRetriever
+
+TEXTS = tuple(
+    f"{topic}\nThis page is about the {topic}." for topic in ("csv file", "thread pool", "date time")
+)
+
+
+class CountedWords(Embeddings):
+    """Hashed counts of words; ``embedded`` texts so far."""
+
+    embedded = 0
+
+    def embed(self, texts, *, progress=False):
+        self.embedded += len(texts)
+        rows = np.full((len(texts), 64), 0.01, np.float32)
+        for row, text in zip(rows, texts, strict=True):
+            for word in re.findall(r"\w+", text.lower()):
+                row[zlib.crc32(word.encode()) % 64] += 1
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    def embed_documents(self, texts):
+        return self.embed(texts).tolist()
+
+    def embed_query(self, text):
+        return self.embed([text])[0].tolist()
+
+
+def retriever(vectors=0, k=2):
+    embeddings = CountedWords()
+    index = manual_search.manual_index(embeddings.embed(TEXTS), vectors, seed=0)
+    return ManualRetriever(embeddings=embeddings, index=index, texts=TEXTS, k=k)
+
+
+def test_the_nearest_chunks_come_first_and_searches_are_numbered():
+    found = retriever()
+    first, second = found.invoke("the thread pool"), found.invoke("a csv file")
+    assert [document.page_content for document in (first[0], second[0])] == [TEXTS[1], TEXTS[0]]
+    assert [document.metadata for document in first] == [
+        {CHUNK: int(document.id), SEARCH: 0} for document in first
+    ]
+    assert {document.metadata[SEARCH] for document in second} == {1}
+    assert len(first) == 2
+
+
+def test_fillers_enlarge_the_index_and_are_not_found():
+    found = retriever(vectors=500, k=3)
+    assert len(found.index) == 500
+    documents = found.invoke("the thread pool")
+    assert documents[0].page_content == TEXTS[1]
+    assert all(document.page_content in TEXTS for document in documents)
+
+
+def test_a_remembered_question_is_not_embedded_again():
+    inner = CountedWords()
+    known = RememberedEmbeddings(inner)
+    known.remember(["Where?"])
+    assert known.embed_query("Where?") == CountedWords().embed_query("Where?")
+    assert inner.embedded == 1
+
+
+def test_the_chain_sends_these_messages_and_shows_what_it_retrieved():
+    plain = retriever()
+    cached = RagCacheRetriever.wrap(plain, embeddings=plain.embeddings)
+    report = {"ragcachekit": {"link": {}}}
+    chat = GenericFakeChatModel(
+        messages=iter(AIMessage(content="so", response_metadata=report) for _ in range(2))
+    )
+    first, second = (ask(build_chain(cached, chat), "the thread pool") for _ in range(2))
+    assert first.answer == "so"
+    assert first.chunks == second.chunks
+    assert first.chunks[0] == 1
+    assert list(first.messages) == messages([TEXTS[place] for place in first.chunks], "the thread pool")
+    assert first.messages[1] == {"role": "user", "content": "the thread pool"}
+    assert first.report == {"link": {}}
+
+
+def test_texts_are_those_of_the_named_modules():
+    def tokenizer(text, **options):
+        return type("Tokens", (), {"input_ids": text.split()})
+
+    found = manual_search.manual_texts(tokenizer, 6, 60, ("heapq", "bisect"))
+    assert {text.splitlines()[0] for text in found} == {"heapq", "bisect"}
+    assert len(found) == 6
+    assert max(len(text.split()) for text in found) <= 60
+    everything = manual_search.manual_texts(tokenizer, None, 60, ("bisect",))
+    assert "\n".join(everything).count("bisect_left") >= 1
+
+
+def test_embeddings_are_kept_by_content(tmp_path):
+    embedder = CountedWords()
+    rows = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
+    again = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
+    assert embedder.embedded == len(TEXTS)
+    assert np.array_equal(rows, again)
+    manual_search.cached_embeddings(embedder, TEXTS[:-1], tmp_path)
+    assert embedder.embedded == 2 * len(TEXTS) - 1
+    assert len(list(tmp_path.glob("*"))) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path, rows: path.write_bytes(path.read_bytes()[:100]),
+        lambda path, rows: path.write_bytes(b""),
+        lambda path, rows: np.save(path, rows[:-1]),
+        lambda path, rows: np.save(path, rows * np.nan),
+        lambda path, rows: np.save(path, np.array([{"a": 1}], object), allow_pickle=True),
+    ],
+    ids=["cut", "empty", "rows missing", "nan", "pickled"],
+)
+def test_a_damaged_file_of_embeddings_is_computed_again(tmp_path, damage):
+    embedder = CountedWords()
+    rows = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
+    (path,) = tmp_path.glob("*.npy")
+    damage(path, rows)
+    assert np.array_equal(manual_search.cached_embeddings(embedder, TEXTS, tmp_path), rows)
+    assert embedder.embedded == 2 * len(TEXTS)
+    assert np.array_equal(np.load(path), rows)
