@@ -7,6 +7,7 @@ contexts is nearer to the KV that the chunk will have there than any one of them
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -26,18 +27,43 @@ class AverageEncoder:
     def __init__(self, in_prompts: InPromptEncoder) -> None:
         self._in_prompts = in_prompts
 
-    def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
-        """Yield every item with its KV, keys without RoPE, and the ``sensitivity`` of its tokens."""
-        for _, block in groupby(items, _chunks_of):
-            yield from self._together({item.token_ids: item for item in block})
+    def encode(
+        self, items: Iterable[Missing], plain: Iterable[Missing] = ()
+    ) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Yield every item with its KV, keys without RoPE, and the ``sensitivity`` of its tokens.
 
-    def _together(self, items: dict[Ids, Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
+        ``plain`` are the same chunks behind the system text alone, as :func:`takes_along` found them.
+        """
+        alone = {(item.token_ids, item.encoding.behind): item for item in plain}
+        for _, block in groupby(items, _chunks_of):
+            yield from self._together({item.token_ids: item for item in block}, alone)
+
+    def _together(
+        self, items: dict[Ids, Missing], alone: dict[tuple[Ids, Ids], Missing]
+    ) -> Iterator[tuple[Missing, ChunkKV]]:
         means = {ids: _Mean() for ids in items}
-        samples = [sample for item in items.values() for sample in _samples(item)]
+        samples = (
+            _behind(item, group)
+            for (ids, item) in items.items()
+            for group in _groups(item, (ids, item.encoding.behind) in alone)
+        )
         for sample, kv in self._in_prompts.encode(samples):
+            own = items[sample.token_ids]
+            if sample.encoding.behind == own.encoding.behind:
+                plain = alone.pop((own.token_ids, own.encoding.behind), None)
+                if plain is not None:
+                    yield plain, replace(kv, sums={"attended": kv.sums["attended"]})
+                if () not in _encoding(own).groups:
+                    continue
             means[sample.token_ids].add(kv)
         for ids, item in items.items():
             yield item, means.pop(ids).result()
+
+
+def takes_along(items: Iterable[Missing], plain: Iterable[Missing]) -> list[Missing]:
+    """Those of ``plain`` that the forwards for ``items`` compute as well: each chunk stands first in one."""
+    firsts = {(item.token_ids, item.encoding.behind) for item in items}
+    return [item for item in plain if (item.token_ids, item.encoding.behind) in firsts]
 
 
 class _Mean:
@@ -75,14 +101,19 @@ def _chunks_of(item: Missing) -> frozenset[Ids]:
     return frozenset((item.token_ids, *_encoding(item).neighbours))
 
 
-def _samples(item: Missing) -> Iterator[Missing]:
-    """The item behind each of its contexts in turn."""
+def _groups(item: Missing, is_plain: bool) -> Iterable[tuple[Ids, ...]]:
+    """The groups of chunks to encode it behind; ``is_plain``: behind none as well."""
+    groups = _encoding(item).groups
+    return dict.fromkeys(((), *groups)) if is_plain else groups
+
+
+def _behind(item: Missing, group: tuple[Ids, ...]) -> Missing:
+    """The item as the forward of a prompt computes it after these chunks."""
     encoding = _encoding(item)
-    start = [len(encoding.behind)] if encoding.behind else []
-    for group in encoding.groups:
-        lengths = (*start, *(len(ids) + len(encoding.joint) for ids in group))
-        behind = InPromptEncoding(encoding.name, encoding.context(group), segments=lengths)
-        yield Missing(item.key, item.token_ids, behind)
+    lengths = [len(ids) + len(encoding.joint) for ids in group]
+    lengths = [len(encoding.behind), *lengths] if encoding.behind else lengths
+    rows = InPromptEncoding(encoding.name, encoding.context(group), segments=tuple(lengths))
+    return Missing(item.key, item.token_ids, rows)
 
 
 def _encoding(item: Missing) -> AverageEncoding:

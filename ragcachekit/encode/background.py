@@ -9,7 +9,7 @@ from dataclasses import replace
 from threading import Lock
 
 from ragcachekit.background import Background
-from ragcachekit.encode.averages import AverageEncoder
+from ragcachekit.encode.averages import AverageEncoder, takes_along
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.miss_counts import MissCounts
@@ -122,11 +122,14 @@ class BackgroundEncoder:
                 in_prompts.append(item)
             else:
                 groups[item.encoding].append(item)
-        for encoding, group in groups.items():
+        along = takes_along(averages, [item for group in groups.values() for item in group])
+        taken = {item.key for item in along}
+        for encoding, together in groups.items():
+            group = [item for item in together if item.key not in taken]
             for index, kv in self._encoder.encode([item.token_ids for item in group], encoding):
                 yield group[index], kv
         yield from self._neighbours.encode(neighbours)
-        yield from self._averages.encode(averages)
+        yield from self._averages.encode(averages, along)
         yield from self._in_prompts.encode(in_prompts)
 
     def later(self, missing: Iterable[Missing]) -> None:
