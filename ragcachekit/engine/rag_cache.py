@@ -42,8 +42,8 @@ class RagCache(ChunkMethods):
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``impact:0.1``, ``query:0.15``,
-        ``lego:4+query:0.1``, ... (an unknown name lists all); or the F1 that may be lost, ``budget:0.01``,
-        by the last ``ragcachekit calibrate``.
+        ``lego:4+query:0.1``, ... (an unknown name lists all); or what may be lost, ``budget:0.05``, by
+        the last ``ragcachekit calibrate``.
     encoder : str, optional
         What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
         ``in-prompt``; default is the policy's own, else ``standalone``.
@@ -110,7 +110,7 @@ class RagCache(ChunkMethods):
 
     @property
     def policy(self) -> str:
-        """Name of the default policy; ``budget:0.01 -> lego:4`` for one that was calibrated."""
+        """Name of the default policy; ``budget:0.05 -> lego:4`` for one that was calibrated."""
         return self._components.budgets.resolve(self._policy, self.namespace).label
 
     def stats(self) -> tuple[StoreStats, ...]:
