@@ -30,7 +30,7 @@ from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.budgets.calibration import Calibration, read_record
 
 PER_TYPE = 3
-ASKED = {"max_new_tokens": 16, "do_sample": False}
+ASKED = {"max_new_tokens": 3, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def asked_by_judge(folder: Path, questions_file: Path, judge: Judge, **changes: 
         policies=("reuse",),
         quality="judge",
         budget=0.9,
-        max_new_tokens=16,
+        max_new_tokens=3,
         cache_dir=folder,
         namespace="judged",
         **changes,
@@ -286,7 +286,7 @@ def calibrated_rows(folder: Path, questions_file: Path) -> tuple[Calibration, di
     record, report = calibrate.run(
         CalibrateSettings(
             READER,
-            max_new_tokens=16,
+            max_new_tokens=3,
             questions=questions_file,
             policies=("lego:8", "reuse"),
             budget=0.99,
