@@ -1,52 +1,59 @@
-"""Does a quality budget hold? Calibrated on some questions about the sample world, measured on others."""
+"""Does a quality budget hold? Calibrated on a few questions about the sample world, checked on the others."""
 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from benchmarks.world.questions import KINDS, held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.commands.bench.fidelity.engines import FULL, needs_neighbours
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.commands.calibrate.measure import Panel, Scores
-from ragcachekit.commands.calibrate.run import CalibrateSettings, calibrated
-from ragcachekit.commands.own_questions import Sample
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.commands.calibrate.losses import Loss, Panel
+from ragcachekit.commands.calibrate.race import ROUND, WITHIN, Bounds, decision, race
+from ragcachekit.commands.calibrate.run import candidates
+from ragcachekit.encode.neighbours import PrecedingChunks
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.budgets.budget import Budget
-from ragcachekit.policies.budgets.calibration import Calibration, write_record
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is calibrated and measured.
+    """What is measured and how often it is calibrated.
 
     Attributes
     ----------
     budgets : tuple of float
+        Nats per token of the answer.
     encoders : tuple of str
         ``similar:n`` gets the chunks before in the article as neighbours.
     policies : tuple of str
         Candidates; default: those of this version.
-    calibrate_on, measure_on : int
-        Questions; no question is in both.
+    questions : int
+        Asked of every candidate, once.
+    calibrate_on : int
+        Questions of one calibration, at most, drawn from them; the others check it.
+    repeats : int
+        Calibrations per budget.
     seed : int
-        Of the sample world and the bootstrap.
+        Of the sample world, the draws and the bootstrap.
     """
 
-    budgets: tuple[float, ...] = (0.01, 0.02, 0.05)
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
     encoders: tuple[str, ...] = ("standalone", "similar:1")
     policies: tuple[str, ...] = ()
-    calibrate_on: int = 200
-    measure_on: int = 500
+    questions: int = 150
+    calibrate_on: int = 30
+    repeats: int = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,17 +61,19 @@ class CheckSettings:
             raise ValueError("give at least one budget and one encoder")
         for budget in self.budgets:
             Budget(budget)
+        if not ROUND <= self.calibrate_on < self.questions:
+            raise ValueError(f"calibrate on at least {ROUND} questions, and on fewer than are asked in all")
 
 
 def run(settings: CheckSettings | None = None, *, progress: bool = False) -> BenchReport:
-    """Calibrate every encoder, then answer other questions under ``policy="budget:x"`` and under full.
+    """Ask every candidate every question, then calibrate on many draws of them.
 
     Returns
     -------
     BenchReport
-        One row per encoder and budget: ``chosen``; ``loss_calibrated`` with its bound ``upper`` on the
-        first questions; ``loss`` with ``low`` and ``high`` (95 %, bootstrap, paired) on the others;
-        ``held``: whether that loss is within the budget. And the curve, ``part`` = ``curve``.
+        One row per encoder and budget: ``held`` is the share of calibrations whose policy lost at most the
+        budget on the questions that were not drawn (``full`` loses nothing); ``chosen`` counts policies.
+        And the mean losses, ``part`` = ``losses``.
 
     Raises
     ------
@@ -72,123 +81,89 @@ def run(settings: CheckSettings | None = None, *, progress: bool = False) -> Ben
         For bad budgets, encoders or policies, or more questions than the world has.
     """
     chosen = settings or CheckSettings()
-    per_type = -(-(chosen.calibrate_on + chosen.measure_on) // len(KINDS))
-    questions = world_questions(chosen.seed, per_type)  # in random order
-    first = questions[: chosen.calibrate_on]
-    others = questions[chosen.calibrate_on : chosen.calibrate_on + chosen.measure_on]
-    near = PrecedingChunks(article.chunks for article in held_out_world(chosen.seed).articles)
-    rows: list[dict[str, Any]] = []
-    with one_thread(), tempfile.TemporaryDirectory(prefix="ragcachekit-budget-") as folder:
-        model, tokenizer = load_model(READER, "cpu")
-        for encoder in chosen.encoders:
-            check = _Check(chosen, encoder, near, model, tokenizer, Path(folder), progress)
-            rows += check.rows(first, others)
+    rows: list[Row] = []
+    for encoder in chosen.encoders:
+        policies = candidates(chosen.policies, encoder)
+        table = _table(chosen, encoder, policies, progress)
+        rows += [
+            _row(chosen, encoder, policies, table, budget)
+            for budget in tqdm(chosen.budgets, desc=f"calibrating, {encoder}", disable=not progress)
+        ]
+        rows += [
+            {
+                "part": "losses",
+                "encoder": encoder,
+                "policy": policy,
+                "ratio_spent": float(np.mean([loss.ratio for loss in column])),
+                "kl": float(np.mean([loss.kl for loss in column])),
+                "kl_p90": float(np.quantile([loss.kl for loss in column], 0.9)),
+                "kl_max": max(loss.kl for loss in column),
+                "n": len(column),
+            }
+            for policy, column in zip(policies, zip(*table, strict=True), strict=True)
+        ]
     return BenchReport("budget", READER_NAME, chosen.seed, tuple(rows))
 
 
-class _Check:
-    """One encoder."""
-
-    def __init__(
-        self,
-        settings: CheckSettings,
-        encoder: str,
-        near: Neighbours,
-        model: Any,
-        tokenizer: Any,
-        folder: Path,
-        progress: bool,
-    ) -> None:
-        self._settings, self._encoder = settings, encoder
-        self._near = near
-        self._model, self._tokenizer = model, tokenizer
-        self._folder, self._progress = folder, progress
-
-    def rows(
-        self, first: Sequence[FidelityQuestion], others: Sequence[FidelityQuestion]
-    ) -> list[dict[str, Any]]:
-        record = self._calibrated(first)
-        write_record(self._folder, record)
-        panel = Panel(self._model, self._tokenizer, others, **self._options())
-        try:
-            full = panel.scores(FULL.policy)
-            known: dict[str, Scores] = {FULL.policy: full}
-            budgets = [self._row(record, budget, panel, full, known) for budget in self._settings.budgets]
-        finally:
-            panel.close()
-        return [*budgets, *self._curve(record)]
-
-    def _calibrated(self, questions: Sequence[FidelityQuestion]) -> Calibration:
-        settings = CalibrateSettings(
-            READER,
-            encoder=self._encoder,
-            budget=self._settings.budgets[0],
-            policies=self._settings.policies,
-            seed=self._settings.seed,
+def _table(
+    settings: CheckSettings, encoder: str, policies: Sequence[str], progress: bool
+) -> list[list[Loss]]:
+    """Losses ``[questions][policies]``."""
+    per_type = -(-settings.questions // len(KINDS))
+    questions = world_questions(settings.seed, per_type)[: settings.questions]
+    near = PrecedingChunks(article.chunks for article in held_out_world(settings.seed).articles)
+    with one_thread(), tempfile.TemporaryDirectory(prefix="ragcachekit-budget-") as folder:
+        model, tokenizer = load_model(READER, "cpu")
+        panel = Panel(
+            model,
+            tokenizer,
+            questions,
+            encoder=encoder,
+            neighbours=near if needs_neighbours(encoder) else None,
             max_new_tokens=ANSWER_TOKENS,
-            cache_dir=self._folder,
+            cache_dir=folder,
         )
-        sample = Sample(tuple(questions))
-        model, tokenizer = self._model, self._tokenizer
-        return calibrated(settings, model, tokenizer, sample, lambda: self._near, progress=self._progress)
-
-    def _row(
-        self, record: Calibration, budget: float, panel: Panel, full: Scores, known: dict[str, Scores]
-    ) -> dict[str, Any]:
-        """Measured under the budget's own name: the engine reads the record as a user's would."""
-        point = record.cheapest(budget)
-        if point.policy not in known:
-            known[point.policy] = panel.scores(f"budget:{budget:g}")
-        found = known[point.policy]
-        loss = full.f1 - found.f1
-        low, high = Bootstrap(len(loss), self._settings.seed).of_mean(loss)
-        return {
-            "part": "budget",
-            "encoder": self._encoder,
-            "budget": budget,
-            "chosen": point.policy,
-            "loss_calibrated": point.loss,
-            "upper": point.upper,
-            "n_calibrated": record.n,
-            "f1_full": float(np.mean(full.f1)),
-            "f1": float(np.mean(found.f1)),
-            "loss": float(np.mean(loss)),
-            "low": low,
-            "high": high,
-            "ratio_spent": float(np.mean(found.ratio)),
-            "held": bool(np.mean(loss) <= budget),
-            "n": len(loss),
-        }
-
-    def _curve(self, record: Calibration) -> list[dict[str, Any]]:
-        return [
-            {
-                "part": "curve",
-                "encoder": self._encoder,
-                "policy": point.policy,
-                "ratio_spent": point.ratio,
-                "f1": point.f1,
-                "loss": point.loss,
-                "doubt": point.doubt,
-                "upper": point.upper,
-                "n": record.n,
-            }
-            for point in record.curve
-        ]
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "encoder": self._encoder,
-            "neighbours": self._near if needs_neighbours(self._encoder) else None,
-            "max_new_tokens": ANSWER_TOKENS,
-            "cache_dir": self._folder,
-            "progress": self._progress,
-        }
+        numbers = tqdm(range(len(questions)), desc=encoder, unit="question", disable=not progress)
+        with closing(panel):
+            return [list(panel.losses(at, policies)) for at in numbers]
 
 
-def parts(report: BenchReport) -> dict[str, BenchReport]:
-    """The report's parts by name, for one table each."""
-    names = dict.fromkeys(row["part"] for row in report.rows)
+def _row(
+    settings: CheckSettings, encoder: str, policies: Sequence[str], table: list[list[Loss]], budget: float
+) -> Row:
+    rng, bounds = np.random.default_rng(settings.seed), Bounds(settings.seed)
+    losses = np.array([[loss.loss for loss in row] for row in table])
+    column = {policy: at for at, policy in enumerate(policies)}
+    names, lost, asked, answers, ratios = (
+        Counter[str](),
+        list[float](),
+        list[int](),
+        list[int](),
+        list[float](),
+    )
+    for _ in range(settings.repeats):
+        order = rng.permutation(len(table))
+        drawn, others = order[: settings.calibrate_on].tolist(), order[settings.calibrate_on :]
+        found = race(
+            lambda at, racing: [table[at][column[name]] for name in racing], policies, drawn, budget, bounds
+        )
+        within = [one for one in found if decision(one, found, budget) == WITHIN]
+        name = min(within, key=lambda one: one.cost).policy if within else FULL.policy
+        names[name] += 1
+        lost.append(float(losses[others, column[name]].mean()) if within else 0.0)
+        ratios.append(within[0].mean("ratio") if within else 1.0)
+        asked.append(max(len(one.losses) for one in found))
+        answers.append(sum(len(one.losses) for one in found))
     return {
-        name: replace(report, rows=tuple(row for row in report.rows if row["part"] == name)) for name in names
+        "part": "budget",
+        "encoder": encoder,
+        "budget": budget,
+        "held": float(np.mean(np.array(lost) <= budget)),
+        "loss": float(np.mean(lost)),
+        "loss_p90": float(np.quantile(lost, 0.9)),
+        "ratio_spent": float(np.mean(ratios)),
+        "asked": float(np.mean(asked)),
+        "answers": float(np.mean(answers)),
+        "chosen": ", ".join(f"{name} {count}" for name, count in names.most_common()),
+        "repeats": settings.repeats,
     }

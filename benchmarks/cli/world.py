@@ -96,15 +96,16 @@ def query_cache(
 
 
 def budget(
-    budgets: Annotated[str, typer.Option("--budgets", help="With commas between.")] = "0.01,0.02,0.05",
+    budgets: Annotated[str, typer.Option("--budgets", help="With commas between.")] = "0.05,0.1,0.2,0.4",
     encoders: Encoders = "standalone,similar:1",
     policies: Policies = None,
-    calibrate_on: Annotated[int, typer.Option("--calibrate-on", min=1, help="Questions.")] = 200,
-    measure_on: Annotated[int, typer.Option("--measure-on", min=1, help="Other questions.")] = 500,
+    questions: Annotated[int, typer.Option(min=1, help="Asked of every candidate.")] = 150,
+    calibrate_on: Annotated[int, typer.Option("--calibrate-on", help="Questions of a calibration.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Calibrations.")] = 200,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Whether quality budgets hold: calibrated on questions about the sample world, measured on others."""
+    """Whether quality budgets hold: calibrated on some questions, checked on others."""
     from benchmarks import budget as module
 
     quiet_loading()
@@ -112,13 +113,12 @@ def budget(
         budgets=numbers("--budgets", budgets),
         encoders=names(encoders),
         policies=names(policies),
+        questions=questions,
         calibrate_on=calibrate_on,
-        measure_on=measure_on,
+        repeats=repeats,
         seed=seed,
     )
     report = module.run(settings, progress=True)
-    found = module.parts(report)
-    columns = [name for name in found["budget"].rows[0] if name not in ("part", "f1_full", "f1")]
-    show(found["budget"].table(f"Budgets, measured on other questions: {report.model}", columns))
-    show(found["curve"].table("The curves that were calibrated", list(found["curve"].rows[0])[1:]))
+    show(report.part("budget").table(f"Budgets, checked on other questions: {report.model}"))
+    show(report.part("losses").table("Loss per question, nats per token of full's answer"))
     written(report, json)

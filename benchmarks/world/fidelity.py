@@ -10,9 +10,9 @@ from benchmarks.world.questions import WorldQuestion, held_out_world, world_ques
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from benchmarks.world.sweeps import sweep_questions, sweep_rows
 from ragcachekit.commands.bench.fidelity import run as shipped
-from ragcachekit.commands.bench.fidelity.run import DOCUMENT, FidelitySettings
+from ragcachekit.commands.bench.fidelity.run import FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.own_questions import Sample, neighbours_of
+from ragcachekit.commands.own_questions import DOCUMENT, Sample, neighbours_of
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 
 _PER_TYPE, _PER_TYPE_SWEEP = 100, 20
@@ -56,7 +56,7 @@ def run(
     """As :func:`ragcachekit.commands.bench.fidelity.run.run`; with rows by layer, or by cell of a sweep."""
     chosen = settings or WorldFidelitySettings()
     chosen = replace(chosen, policies=chosen.policies or _POLICIES)  # the reader's prompts cost little
-    chosen.check(documents=True)
+    chosen.check()
     questions = _questions(chosen)
 
     def near() -> Neighbours:

@@ -102,8 +102,8 @@ def estimate(
     log: Annotated[
         str,
         typer.Option(
-            help='Questions, one per line: plain, or {"query": ..., "docs": [...]}; '
-            "docs are texts or file#number, what your retriever returned."
+            help='Questions, one per line: plain, or {"question": ..., "chunks": [...]}; '
+            "chunks are texts or file#number, what your retriever returned."
         ),
     ],
     corpus: opt.CorpusDir,
@@ -123,7 +123,10 @@ def estimate(
     json: opt.Json = None,
     plot: opt.Plot = None,
 ) -> None:
-    """Will it help me? Hit rates, KV bytes and times to first token for your log, and what to do."""
+    """Will it save time? Hit rates, KV bytes and times to first token for your log, and what to do.
+
+    It says what is known about the quality of answers: `calibrate` measures it.
+    """
     from ragcachekit.commands.estimate.log import read_log
 
     read_log(log)

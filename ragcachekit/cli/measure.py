@@ -47,32 +47,36 @@ def calibrate(
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
     encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
-    neighbours: Annotated[
-        str, typer.Option(help="Of similar:n: similar (all-MiniLM) or preceding (in file).")
-    ] = "similar",
-    budget: Annotated[float, typer.Option(help="F1 that may be lost against full.")] = 0.01,
+    neighbours: Neighbours = "document",
+    quality: Annotated[
+        str,
+        typer.Option(help="What may be lost: kl, answer-loss, gold-loss (nats per token), contains, f1."),
+    ] = "kl",
+    budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
-    probes: opt.Probes = 200,
+    probes: opt.Probes = 30,
     chunk_tokens: opt.ChunkTokens = 200,
     cache: opt.CacheDir = None,
     seed: opt.Seed = 0,
-    max_new_tokens: opt.MaxNewTokens = 64,
+    max_new_tokens: opt.MaxNewTokens = 24,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     json: opt.Json = None,
 ) -> None:
-    """Find the cheapest policy that loses no more than a budget, and store it for policy="budget:x"."""
+    """Find the cheapest policy that surely loses no more than a budget, and store it for policy="budget:x".
+
+    Questions need no right answers for kl and answer-loss, which compare with full's own answers.
+    """
     from ragcachekit.commands.calibrate import run as module
 
     quiet_loading()
     settings = opt.settings_of(
         module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
     )
-    record = module.run(settings, progress=True)
-    report = module.report(record, model)
-    columns = ("policy", "ratio_spent", "f1", "loss", "doubt", "upper", "within", "chosen")
-    show(report.table(f"F1 lost against full, {record.n} questions ({record.quality})", columns))
+    record, report = module.run(settings, progress=True)
+    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "answer_loss", "gold_loss", "decision")
+    show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
     typer.echo(module.summary(record))
     note(f"stored for namespace {record.namespace!r} in {settings.folder}")
     written(report, json)

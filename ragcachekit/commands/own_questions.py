@@ -17,18 +17,19 @@ from ragcachekit.commands.estimate.log import read_log
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
 
-ANSWERS, AGREEMENT = "answers", "agreement"
+QUESTIONS, PROBES = "questions", "probes"
+EMBEDDING, DOCUMENT = "embedding", "document"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Questions, how their answers are judged, and the corpus if there is one.
+    """Questions, of one ``kind`` (a user's, or probes made from a corpus), and the corpus if there is one.
 
     ``documents`` are the chunks of each document, in order, where that is known.
     """
 
     questions: tuple[FidelityQuestion, ...]
-    quality: str = ANSWERS
+    kind: str = QUESTIONS
     corpus: Corpus | None = None
 
     @property
@@ -68,8 +69,11 @@ class Asking:
         """The cache folder."""
         return CacheFolder.at(self.cache_dir).path
 
-    def sample(self) -> Sample:
-        """Read the questions, or make probes; ValueError or CorpusError without either."""
+    def sample(self, *, answered: bool = True) -> Sample:
+        """Read the questions (``answered``: each with a right answer), or make probes.
+
+        Raises ValueError or CorpusError without either.
+        """
         if self.dataset is not None:
             return Sample(draw_questions(self.dataset, self.sampling))
         if self.questions is None and self.corpus is None:
@@ -79,13 +83,24 @@ class Asking:
             tokenizer = load_tokenizer(self.model)
             corpus = read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer)
         if self.questions is not None:
-            return Sample(tuple(read_questions(self.questions)), ANSWERS, corpus)
+            return Sample(tuple(read_questions(self.questions, answered=answered)), QUESTIONS, corpus)
         assert corpus is not None
-        return Sample(tuple(probes(corpus.chunks, self.probes, self.seed)), AGREEMENT, corpus)
+        return Sample(tuple(probes(corpus.chunks, self.probes, self.seed)), PROBES, corpus)
+
+
+def check_neighbours(name: str, sample: Sample | None = None) -> None:
+    """ValueError for an unknown source of neighbours, or for ``document`` if ``sample`` has no documents."""
+    if name not in (EMBEDDING, DOCUMENT):
+        raise ValueError(f"unknown neighbours {name!r}; known: {EMBEDDING}, {DOCUMENT}")
+    if name == DOCUMENT and sample is not None and not sample.documents:
+        raise ValueError(
+            "nothing says what stands before a chunk: give --corpus, a --dataset with documents (squad), "
+            'or questions with their "document"; or use embedding'
+        )
 
 
 def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours:
-    """Neighbours for ``similar:n``: preceding chunks in the corpus's files, or the nearest by MiniLM."""
+    """Neighbours for ``similar:n``: the chunks before in their document, or the nearest by MiniLM."""
     if preceding and sample.documents:
         return PrecedingChunks(sample.documents)
     from ragcachekit.commands.embedding import MiniLM  # an extra, and needed here only
@@ -102,7 +117,7 @@ def workload(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progre
     """
     from ragcachekit.commands.embedding import MiniLM  # an extra
 
-    asked = [query.query for query in read_log(log)]
+    asked = [query.question for query in read_log(log)]
     chunks = read_corpus(corpus, chunk_tokens=chunk_tokens).texts
     embedder = MiniLM()
     questions = embedder.embed(asked, progress=progress)

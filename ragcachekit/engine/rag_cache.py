@@ -47,7 +47,7 @@ class RagCache(TuneMethods):
         ``lego:4+query:0.1``, ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
         background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
-        or ``"never"``). Or the F1 that may be lost, ``budget:0.01``, by the last ``ragcachekit calibrate``.
+        or ``"never"``). Or what may be lost, ``budget:0.1``, by the last ``ragcachekit calibrate``.
     encoder : str, optional
         What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
         ``in-prompt``; default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy

@@ -26,7 +26,7 @@ class PromptRequest:
     wanted: tuple[Wanted, ...] = ()  # cacheable segments after the beginning
     beginning: PrefixMatch | None = None  # in the knowledge tree, if there is one
     fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
-    label: str = ""  # name of the policy in the report, if not its own (budget:0.01 -> lego:4)
+    label: str = ""  # name of the policy in the report, if not its own (budget:0.05 -> lego:4)
     notes: tuple[str, ...] = ()  # for the report
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came

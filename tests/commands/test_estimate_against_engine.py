@@ -33,7 +33,7 @@ def log(world, tmp_path):
     questions = [question.text for question in world.questions[:12]]
     asked = [questions[turn % (1 + turn % 12)] for turn in range(24)]
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps({"query": query}) + "\n" for query in asked))
+    path.write_text("".join(json.dumps({"question": query}) + "\n" for query in asked))
     return path
 
 
@@ -85,7 +85,7 @@ def really(log, corpus, reader, one_minilm, tmp_path, monkeypatch):
             session = AskSession(rag, CorpusSearch(settings, chunks, lambda _: None), 1)
             tiers = []
             for line in log.read_text().splitlines():
-                report = session.ask(json.loads(line)["query"]).report["link"]
+                report = session.ask(json.loads(line)["question"]).report["link"]
                 rag.flush()
                 uses = [*([report["prefix"]] if report["prefix"] else []), *report["chunks"]]
                 tiers.append(tuple(use["source"] for use in uses))

@@ -49,7 +49,7 @@ def chunks(corpus):
 
 def test_a_log_that_repeats_itself_is_helped(estimate, rows, chunks, tmp_path):
     long = [" ".join(c.text for c in chunks[i : i + 8]) for i in (0, 8)]
-    lines = [{"query": f"Question {n % 3}?", "docs": long} for n in range(12)]
+    lines = [{"question": f"Question {n % 3}?", "chunks": long} for n in range(12)]
     result = estimate(lines, "--plot", tmp_path / "out.png", "--policy", "lego:4")
     assert result.exit_code == 0, result.output
     (advice,) = rows("advice")
@@ -81,12 +81,12 @@ def test_every_row_adds_up(estimate, rows):
 def once(chunks):
     """Every chunk in one prompt, eight in each."""
     names = [f"{c.source}#{c.number}" for c in chunks]
-    return [{"query": f"Question {n}?", "docs": names[n : n + 8]} for n in range(0, len(names) - 7, 8)]
+    return [{"question": f"Question {n}?", "chunks": names[n : n + 8]} for n in range(0, len(names) - 7, 8)]
 
 
 def test_chunks_that_never_come_back_are_not_helped(estimate, rows, chunks):
     texts = [f"Note {n}. {chunk.text}" for n, chunk in enumerate(chunks[:16])]
-    result = estimate([{"query": "Why?", "docs": texts[:8]}, {"query": "Who?", "docs": texts[8:]}])
+    result = estimate([{"question": "Why?", "chunks": texts[:8]}, {"question": "Who?", "chunks": texts[8:]}])
     assert result.exit_code == 0
     (advice,) = rows("advice")
     assert (advice["helps"], advice["store"], advice["precompute"]) == (False, None, False)
@@ -105,8 +105,8 @@ def test_all_of_a_corpus_once_is_helped_by_precompute_only(estimate, rows, chunk
 
 
 def test_a_name_is_the_text_that_it_stands_for(estimate, rows, chunks):
-    named = [{"query": "Why?", "docs": [f"{c.source}#{c.number}" for c in chunks[:3]]}] * 2
-    given = [{"query": "Why?", "docs": [c.text for c in chunks[:3]]}] * 2
+    named = [{"question": "Why?", "chunks": [f"{c.source}#{c.number}" for c in chunks[:3]]}] * 2
+    given = [{"question": "Why?", "chunks": [c.text for c in chunks[:3]]}] * 2
     estimate(named)
     first = rows("log"), rows("tiers")
     estimate(given)
@@ -122,7 +122,7 @@ def test_near_questions_are_answered_by_the_query_cache(estimate, rows):
 
 def test_no_embedding_where_the_log_names_all_documents(estimate, chunks, monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", None)
-    result = estimate([{"query": "Why?", "docs": [chunk.text for chunk in chunks[:3]]}] * 2)
+    result = estimate([{"question": "Why?", "chunks": [chunk.text for chunk in chunks[:3]]}] * 2)
     assert result.exit_code == 0, result.output
 
 
@@ -139,12 +139,12 @@ def test_prefills_are_measured_and_the_rest_is_said_to_be_assumed(estimate, rows
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["fine", '{"query": 3}'], 'line 2: "query" must be'),
+        (["fine", '{"question": 3}'], 'line 2: "question" must be'),
         (
-            [{"query": "Why?", "docs": ["nowhere.txt#0"]}],
+            [{"question": "Why?", "chunks": ["nowhere.txt#0"]}],
             "line 1 of the log: the corpus has no chunk nowhere",
         ),
-        ([{"query": "Why?", "docs": ["word " * 6000]}], "line 1 of the log: the prompt has"),
+        ([{"question": "Why?", "chunks": ["word " * 6000]}], "line 1 of the log: the prompt has"),
         ([], "holds no question"),
     ],
 )

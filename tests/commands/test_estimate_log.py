@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ragcachekit.commands.estimate.log import LoggedQuery, read_log
+from ragcachekit.commands.estimate.log import LoggedQuestion, read_log
 
 
 @pytest.fixture
@@ -18,26 +18,26 @@ def log(tmp_path):
 
 
 def test_questions_as_objects_and_as_they_stand(log):
-    path = log({"query": "Where?", "docs": ["a.txt#0", "Some text."], "user": "me"}, "", "Why?")
+    path = log({"question": "Where?", "chunks": ["a.txt#0", "Some text."], "user": "me"}, "", "Why?")
     assert read_log(path) == (
-        LoggedQuery(1, "Where?", ("a.txt#0", "Some text.")),
-        LoggedQuery(3, "Why?"),
+        LoggedQuestion(1, "Where?", ("a.txt#0", "Some text.")),
+        LoggedQuestion(3, "Why?"),
     )
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
-    (tmp_path / "log").write_bytes(b'\xef\xbb\xbf{"query": "Where?"}\r\n')
-    assert read_log(tmp_path / "log") == (LoggedQuery(1, "Where?"),)
+    (tmp_path / "log").write_bytes(b'\xef\xbb\xbf{"question": "Where?"}\r\n')
+    assert read_log(tmp_path / "log") == (LoggedQuestion(1, "Where?"),)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"query": "a"', "no JSON"),
-        ({"question": "a"}, '"query" must be'),
-        ({"query": ""}, '"query" must be'),
-        ({"query": "a", "docs": "b"}, '"docs" must be'),
-        ({"query": "a", "docs": [1]}, '"docs" must be'),
+        ('{"question": "a"', "no JSON"),
+        ({"query": "a"}, '"question" must be'),
+        ({"question": ""}, '"question" must be'),
+        ({"question": "a", "chunks": "b"}, '"chunks" must be'),
+        ({"question": "a", "chunks": [1]}, '"chunks" must be'),
     ],
 )
 def test_a_bad_line_is_named(log, line, message):

@@ -26,11 +26,11 @@ from ragcachekit.policies.registry import known_policies, open_policy
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 CURVE = (
-    CurvePoint("reuse", 0.0, 0.7, 0.28, 0.2, 0.31),
-    CurvePoint("lego:4", 0.1, 0.95, 0.03, 0.02, 0.045),
-    CurvePoint("query:0.2", 0.2, 0.979, 0.001, 0.002, 0.008),
-    CurvePoint("lego:32", 0.5, 0.98, 0.0, 0.001, 0.006),
-    CurvePoint("full", 1.0, 0.98, 0.0, 0.0, 0.0),
+    CurvePoint("reuse", 0.0, 0.28, 0.31, 8),
+    CurvePoint("lego:4", 0.1, 0.03, 0.045, 400),
+    CurvePoint("query:0.2", 0.2, 0.001, 0.008, 400),
+    CurvePoint("lego:32", 0.5, 0.0, 0.006, 400),
+    CurvePoint("full", 1.0, 0.0, 0.0, 400),
 )
 
 
@@ -40,11 +40,10 @@ def record(**changes):
         "namespace": "acme/docs",
         "encoder": "standalone",
         "budget": 0.01,
-        "policy": "query:0.2",
-        "ratio": 0.2,
+        "quality": "kl",
         "curve": CURVE,
         "n": 400,
-        "quality": "answers",
+        "sample": "questions",
         "seed": 0,
         "versions": {"ragcachekit": "0.1.0"},
         "date": "2026-01-01T00:00:00+00:00",
@@ -62,7 +61,7 @@ def budgets(folder, encoder="standalone", fingerprint="f" * 64):
 def test_a_budget_is_a_policy_by_name():
     assert open_policy("budget:0.01") == Budget(0.01)
     assert open_policy("budget:0.025").name == "budget:0.025"
-    assert "budget:0.01" in known_policies()
+    assert "budget:0.05" in known_policies()
 
 
 @pytest.mark.parametrize("name", ["budget", "budget:", "budget:x", "budget:0", "budget:1", "budget:-0.1"])
@@ -72,7 +71,7 @@ def test_bad_budgets(name):
 
 
 def test_not_a_number_is_no_budget():
-    with pytest.raises(ValueError, match="loss of F1"):
+    with pytest.raises(ValueError, match="nats per answer token"):
         Budget(float("nan"))
 
 
@@ -120,7 +119,7 @@ def test_a_record_comes_back_as_it_was(tmp_path, caplog):
     assert path == record_path(tmp_path, "f" * 64, "acme/docs")
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
     assert caplog.records == []
 
 
@@ -156,7 +155,8 @@ def point(**values):
 
 
 DAMAGE = {
-    "schema": changed(schema=2),
+    "schema": changed(schema=3),
+    "the old rule": changed(schema=1),
     "no object": lambda found: [found],
     "missing": lambda found: {k: v for k, v in found.items() if k != "encoder"},
     "curve": changed(curve={}),
@@ -164,7 +164,6 @@ DAMAGE = {
     "point": point(upper="0.1"),
     "not finite": point(upper=float("nan")),
     "no full": lambda found: {**found, "curve": found["curve"][:-1]},
-    "policy": changed(policy="magic:3"),
     "a policy of another version in the curve": point(policy="future:3"),
     "a budget in the curve": point(policy="budget:0.5"),
     "a policy of another encoder in the curve": point(policy="lego0"),
@@ -182,7 +181,7 @@ def test_a_foreign_or_damaged_record_counts_as_none(tmp_path, caplog, how):
     assert "is not used" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"schema": 1' + b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"schema": 2' + b"[" * 100_000])
 def test_a_torn_record_counts_as_none(tmp_path, caplog, content):
     write_record(tmp_path, record()).write_bytes(content)
     assert read_record(tmp_path, "f" * 64, "acme/docs") is None
@@ -196,9 +195,9 @@ def test_a_record_that_others_can_write_is_not_used(tmp_path, caplog):
 
 
 def test_whole_numbers_are_numbers():
-    found = {"schema": 1, **asdict(record()), "ratio": 0}
+    found = {"schema": 2, **asdict(record()), "budget": 0}
     found["curve"] = [asdict(p) for p in CURVE]
-    assert _parsed(found).ratio == 0
+    assert _parsed(found).budget == 0
 
 
 # -- what a budget stands for -------------------------------------------------------------------------
@@ -230,7 +229,7 @@ def test_any_budget_is_read_off_the_curve(tmp_path, caplog, name, policy):
             "acme/docs",
             "calibrated for the encoder standalone, and this one is system",
         ),
-        ("budget:0.001", "standalone", "acme/docs", "none of the candidates calibrated on 400 questions"),
+        ("budget:0.001", "standalone", "acme/docs", "no candidate calibrated on 400 questions"),
     ],
 )
 def test_full_and_one_warning_where_nothing_is_sure(tmp_path, caplog, name, encoder, namespace, why):
@@ -277,8 +276,7 @@ def asked(rag, **options):
 
 @pytest.mark.parametrize("policy", ["lego:4", "query:0.2", "cacheblend:0.3", "reuse"])
 def test_the_engine_answers_with_the_calibrated_policy(engine, caplog, policy):
-    curve = (CurvePoint(policy, 0.1, 0.98, 0.0, 0.0, 0.005), CURVE[-1])
-    engine.store(policy=policy, curve=curve)
+    engine.store(curve=(CurvePoint(policy, 0.1, 0.0, 0.005, 400), CURVE[-1]))
     rag = engine()
     answer, own = asked(rag), asked(rag, policy=policy)
     assert answer.token_ids == own.token_ids

@@ -25,27 +25,33 @@ _ASK = {
 def probes(chunks: Sequence[CorpusChunk], number: int, seed: int) -> list[FidelityQuestion]:
     """Up to ``number`` questions, each about a sentence of one chunk, half of them of either kind.
 
-    The prompt holds that chunk, preceded by the one before it in its document, among random others.
+    The prompt holds that chunk, preceded by the one before it in its document, among chunks of other
+    questions, so that few chunks are encoded.
 
     Raises CorpusError if no chunk holds a sentence of eight words or more.
     """
     rng = random.Random(seed)
     places = [(texts, at) for texts in documents(chunks) for at in range(len(texts))]
     rng.shuffle(places)
-    everything = [texts[at] for texts, at in places]
-    out: list[FidelityQuestion] = []
+    drawn: list[tuple[list[str], list[str]]] = []
     for texts, at in places:
-        if len(out) == number:
+        if len(drawn) == number:
             break
         sentences = [s for s in _SENTENCE.split(texts[at]) if _LEAST_WORDS <= len(s.split()) <= _MOST_WORDS]
         if sentences:
-            kind = CLOZE if len(out) % 2 else CONTINUATION
-            question, answer = _asked(kind, rng.choice(sentences).split(), rng)
-            out.append(FidelityQuestion(question, _prompt(texts, at, everything, rng), answer, kind))
-    if not out:
+            drawn.append((list(texts[max(0, at - 1) : at + 1]), rng.choice(sentences).split()))
+    if not drawn:
         raise CorpusError(
             f"no chunk holds a sentence of {_LEAST_WORDS} words to ask about; give your own --questions"
         )
+    everything = list(dict.fromkeys(text for group, _ in drawn for text in group))
+    if len(everything) < CHUNKS:
+        everything = [texts[at] for texts, at in places]
+    out: list[FidelityQuestion] = []
+    for group, words in drawn:
+        kind = CLOZE if len(out) % 2 else CONTINUATION
+        question, answer = _asked(kind, words, rng)
+        out.append(FidelityQuestion(question, _prompt(group, everything, rng), answer, kind))
     return out
 
 
@@ -58,8 +64,7 @@ def _asked(kind: str, words: list[str], rng: random.Random) -> tuple[str, str]:
     return _ASK[kind].format(" ".join([*words[:start], "____", *words[start + 2 :]])), " ".join(blank)
 
 
-def _prompt(texts: Sequence[str], at: int, everything: Sequence[str], rng: random.Random) -> tuple[str, ...]:
-    group = list(texts[max(0, at - 1) : at + 1])
+def _prompt(group: Sequence[str], everything: Sequence[str], rng: random.Random) -> tuple[str, ...]:
     pool = [text for text in everything if text not in group]
     others = rng.sample(pool, min(CHUNKS - len(group), len(pool)))
     place = rng.randint(0, len(others))

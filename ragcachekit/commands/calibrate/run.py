@@ -2,75 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from ragcachekit.commands.bench.fidelity.engines import needs_neighbours
+import numpy as np
+
+from ragcachekit.commands.bench.fidelity.engines import FULL, needs_neighbours
 from ragcachekit.commands.bench.report import BenchReport, versions
-from ragcachekit.commands.calibrate.measure import Panel, candidates, measured_curve, needed
+from ragcachekit.commands.calibrate.losses import (
+    JUDGE,
+    KL,
+    NEED_ANSWERS,
+    QUALITIES,
+    SCORED,
+    Judge,
+    Panel,
+)
+from ragcachekit.commands.calibrate.race import ROUND, Bounds, Candidate, decision, race
 from ragcachekit.commands.checks import check_writable
-from ragcachekit.commands.own_questions import AGREEMENT, Asking, Sample, neighbours_of
+from ragcachekit.commands.own_questions import DOCUMENT, Asking, Sample, check_neighbours, neighbours_of
 from ragcachekit.commands.workspace import check_dtype, load_checked
 from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.pretrained import weights_folder
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.budgets.budget import Budget
-from ragcachekit.policies.budgets.calibration import Calibration, write_record
+from ragcachekit.policies.budgets.calibration import Calibration, CurvePoint, write_record
+from ragcachekit.policies.registry import open_policy
 
-SIMILAR, PRECEDING = "similar", "preceding"
+REUSE = "reuse"
+"""Always measured: what it loses shows how much there is to lose."""
+
+CANDIDATES = (
+    *(REUSE, "lego:4", "lego:16"),
+    *("impact:0.05", "impact:0.1", "impact:0.2", "impact:0.3"),
+    *("deep:0.3", "deep:0.5"),
+)
+"""Policies measured by default."""
+
+LEAST_SCORE = 0.1
+"""Least mean score of ``full``; below it most of the score is chance."""
 
 
 @dataclass(frozen=True)
 class CalibrateSettings(Asking):
     """What is calibrated, and on what; the record goes to the cache folder.
 
-    ``neighbours`` of ``similar:n`` are ``similar`` (all-MiniLM-L6-v2) or ``preceding`` (the chunks before in
-    the file); ``budget`` is F1 that may be lost, absolute; ``policies`` are the candidates.
+    ``budget`` is what may be lost, in the unit of ``quality``: nats per token (``kl``, ``answer-loss``,
+    ``gold-loss``) or shares of a score (``contains``, ``f1``, ``judge``); ``policies`` are the candidates.
     """
 
     encoder: str = "standalone"
-    neighbours: str = SIMILAR
-    budget: float = 0.01
+    neighbours: str = DOCUMENT
+    quality: str = KL
+    budget: float = 0.1
     namespace: str = "default"
+    probes: int = 30
+    max_new_tokens: int = 24
 
     def __post_init__(self) -> None:
         Budget(self.budget)
         check_dtype(self.dtype)
+        check_neighbours(self.neighbours)
         if not self.namespace:
             raise ValueError("the namespace is empty; leave it out for 'default'")
-        if self.neighbours not in (SIMILAR, PRECEDING):
-            raise ValueError(f"neighbours are 'similar' or 'preceding', not {self.neighbours!r}")
-        if self.neighbours == PRECEDING and self.corpus is None:
-            raise ValueError("give --corpus: a chunk's predecessors are those of its file")
+        if self.quality not in (*QUALITIES, JUDGE):
+            raise ValueError(f"unknown quality {self.quality!r}; known: {', '.join(QUALITIES)}")
 
 
-def run(settings: CalibrateSettings, *, progress: bool = False) -> Calibration:
-    """Measure the curve and store the record, for engines loaded from files and made around a model.
+def candidates(names: Iterable[str], encoder: str) -> list[str]:
+    """Policies to measure over ``encoder``: ``reuse``, and those named or the default ones, without ``full``.
 
-    Returned is the record as it was stored for a model loaded by ``RagCache.from_pretrained``.
+    Raises ValueError for an unknown policy, or one that is defined over another encoder.
+    """
+    out = [REUSE]
+    for name in tuple(names) or CANDIDATES:
+        policy = open_policy(name)
+        if policy.encoder not in (None, encoder):
+            raise ValueError(
+                f"policy {name} is defined over encoder {policy.encoder}, and this calibration is for "
+                f"{encoder}; give --encoder {policy.encoder} or leave {name} out"
+            )
+        if policy.reads_cache:
+            out.append(policy.name)
+    return list(dict.fromkeys(out))
+
+
+def run(
+    settings: CalibrateSettings, *, judge: Judge | None = None, progress: bool = False
+) -> tuple[Calibration, BenchReport]:
+    """Measure the candidates and store the record, for engines loaded from files and made around a model.
+
+    ``judge`` scores answers for the quality ``judge``. Returned are the record as it was stored for a model
+    loaded by ``RagCache.from_pretrained``, and a row per candidate.
 
     Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
-    the model, the cache folder or a prompt cannot be used, or ``full`` answers (nearly) nothing right.
+    the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
     """
     check_writable(settings.folder)
-    sample = settings.sample()
+    sample = settings.sample(answered=settings.quality in NEED_ANSWERS)
+    if needs_neighbours(settings.encoder):
+        check_neighbours(settings.neighbours, sample)
+    check_sample(settings, sample, judge)
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
 
-    near = partial(neighbours_of, sample, settings.neighbours == PRECEDING, progress)
-    record = calibrated(settings, model, tokenizer, sample, near, progress=progress)
+    near = partial(neighbours_of, sample, settings.neighbours == DOCUMENT, progress)
+    record, rows = calibrated(settings, model, tokenizer, sample, near, judge=judge, progress=progress)
     source = weights_folder(settings.model)
     loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
     # The same weights have two fingerprints: by their files, and in memory.
     by_files = replace(record, fingerprint=loaded.digest)
     for one in (record, by_files):
         write_record(settings.folder, one)
-    return by_files
+    return by_files, BenchReport("calibrate", settings.model, settings.seed, tuple(rows))
+
+
+def check_sample(settings: CalibrateSettings, sample: Sample, judge: Judge | None = None) -> None:
+    """ValueError for fewer questions than one round, or a judge that is missing or not asked for."""
+    if len(sample.questions) < ROUND:
+        raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
+    if (judge is not None) != (settings.quality == JUDGE):
+        raise ValueError(
+            'a judge and quality="judge" go together; run(settings, judge=...) takes the function'
+        )
 
 
 def calibrated(
@@ -80,76 +140,110 @@ def calibrated(
     sample: Sample,
     neighbours: Callable[[], Neighbours],
     *,
+    judge: Judge | None = None,
     progress: bool = False,
-) -> Calibration:
-    """Measure a model in memory; ``neighbours`` gives those of ``similar:n``. Nothing is stored."""
+) -> tuple[Calibration, list[dict[str, Any]]]:
+    """Measure a model in memory, with a row per candidate; ``neighbours`` gives those of ``similar:n``.
+
+    Nothing is stored.
+    """
     encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
-    policies = candidates(settings.policies, encoder)
+    policies, budget = candidates(settings.policies, encoder), settings.budget
+    scored = settings.quality in SCORED
+    order = np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist()
     panel = Panel(
         model,
         tokenizer,
         sample.questions,
         encoder=encoder,
-        agreement=sample.quality == AGREEMENT,
+        quality=settings.quality,
+        judge=judge,
         neighbours=neighbours() if needs_neighbours(encoder) else None,
         max_new_tokens=settings.max_new_tokens,
         cache_dir=settings.cache_dir,
-        progress=progress,
     )
     with closing(panel):
-        curve = measured_curve(panel, policies, settings.seed, settings.budget)
+        found = race(
+            panel.losses,
+            policies,
+            order,
+            budget,
+            Bounds(settings.seed),
+            worst=float(scored),
+            progress=progress,
+        )
+    if scored:
+        _check_score(found, settings)
+    curve = [
+        CurvePoint(one.policy, one.mean("ratio"), one.mean("loss"), one.upper, len(one.losses))
+        for one in found
+    ]
+    asked = max(point.n for point in curve)
     record = Calibration(
         fingerprint=panel.fingerprint,
         namespace=settings.namespace,
         encoder=encoder,
-        budget=settings.budget,
-        policy="full",
-        ratio=1.0,
-        curve=curve,
-        n=len(sample.questions),
-        quality=sample.quality,
+        quality=settings.quality,
+        budget=budget,
+        curve=(*sorted(curve, key=lambda point: (point.ratio, point.upper)), full_point(asked)),
+        n=asked,
+        sample=sample.kind,
         seed=settings.seed,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    chosen = record.cheapest(settings.budget)
-    return replace(record, policy=chosen.policy, ratio=chosen.ratio)
+    return record, [_row(record, one, decision(one, found, budget)) for one in found]
 
 
-def report(record: Calibration, model: str) -> BenchReport:
-    """Rows of the curve; ``chosen`` marks the policy of the budget."""
-    rows = [
-        {
-            "policy": point.policy,
-            "encoder": record.encoder,
-            "ratio_spent": point.ratio,
-            "f1": point.f1,
-            "loss": point.loss,
-            "doubt": point.doubt,
-            "upper": point.upper,
-            "within": point.upper <= record.budget,
-            "chosen": point.policy == record.policy,
-            "budget": record.budget,
-            "quality": record.quality,
-            "namespace": record.namespace,
-            "n": record.n,
-        }
-        for point in record.curve
-    ]
-    return BenchReport("calibrate", model, record.seed, tuple(rows))
+def full_point(asked: int) -> CurvePoint:
+    """The point of ``full``, which loses nothing."""
+    return CurvePoint(FULL.policy, 1.0, 0.0, 0.0, asked)
+
+
+def _check_score(found: list[Candidate], settings: CalibrateSettings) -> None:
+    """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
+    longest = max(found, key=lambda one: len(one.losses))
+    mean = longest.mean("score")
+    if mean < max(LEAST_SCORE, settings.budget):
+        raise RagCacheError(
+            f"no budget is stored: a full prefill scores (nearly) nothing ({settings.quality} {mean:.3f} on "
+            f"{len(longest.losses)} questions), so that nothing can be lost against it; use the quality kl, "
+            "which compares with full's own answers"
+        )
+
+
+def _row(record: Calibration, found: Candidate, decided: str) -> dict[str, Any]:
+    return {
+        "policy": found.policy,
+        "encoder": record.encoder,
+        "ratio_spent": found.mean("ratio"),
+        "loss": found.mean("loss"),
+        "upper": found.upper,
+        "kl": found.mean("kl"),
+        "answer_loss": found.mean("answer"),
+        "gold_loss": found.mean("gold"),
+        "n": len(found.losses),
+        "decision": decided,
+        "chosen": found.policy == record.cheapest(record.budget).policy,
+        "budget": record.budget,
+        "quality": record.quality,
+        "namespace": record.namespace,
+    }
 
 
 def summary(record: Calibration) -> str:
     """What was chosen and how sure it is, in a sentence or two."""
     chosen = record.cheapest(record.budget)
-    least = needed(record.budget)
-    if chosen.policy == "full" and record.n < least:
+    if chosen.policy != FULL.policy:
         return (
-            f"budget:{record.budget:g} -> full: {record.n} questions cannot show so small a loss; give at "
-            f"least {least}, or a larger budget"
+            f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: {record.quality} loss "
+            f"{chosen.loss:.4f}, surely at most {chosen.upper:.4f} (90 %), ratio spent {chosen.ratio:.3f}, "
+            f"{chosen.n} questions"
         )
+    best = min((point for point in record.curve if point.policy != FULL.policy), key=lambda p: p.upper)
+    more = "more questions or " if best.loss < record.budget else ""
     return (
-        f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: F1 {chosen.f1:.3f}, loss "
-        f"{chosen.loss:+.4f} (upper bound {chosen.upper:.4f}), ratio spent {chosen.ratio:.3f}, "
-        f"{record.n} questions"
+        f"budget:{record.budget:g} -> full: no candidate is surely within it after {record.n} questions; "
+        f"nearest is {best.policy}, {best.loss:.4f}, surely at most {best.upper:.4f}; "
+        f"give {more}a larger budget"
     )

@@ -12,19 +12,19 @@ from ragcachekit.errors import RagCacheError
 
 
 @dataclass(frozen=True)
-class LoggedQuery:
-    """One question; ``docs`` are what the user's retriever returned, ``file#number`` or the text itself."""
+class LoggedQuestion:
+    """One question; ``chunks`` are what the user's retriever returned, ``file#number`` or the text itself."""
 
     line: int
-    query: str
-    docs: tuple[str, ...] | None = None
+    question: str
+    chunks: tuple[str, ...] | None = None
 
 
-def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
+def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuestion, ...]:
     """Read a log with one question per line, as plain text or as JSON.
 
-    A JSON object has ``query`` and optionally ``docs``, a list of ``file#number`` or texts; other fields
-    are ignored, and so are empty lines.
+    A JSON object has ``question`` and optionally ``chunks``, a list of ``file#number`` or texts; other fields
+    are ignored, and so are empty lines. So a file of ``--questions`` is a log too.
 
     Raises ValueError for a bad line, with its number, or a log without questions; RagCacheError if the file
     cannot be read.
@@ -43,22 +43,22 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuery, ...]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not queries:
-        raise ValueError(f'{path} holds no question; write one per line, or {{"query": "..."}} per line')
+        raise ValueError(f'{path} holds no question; write one per line, or {{"question": "..."}} per line')
     return tuple(queries)
 
 
-def _query(number: int, text: str) -> LoggedQuery:
+def _query(number: int, text: str) -> LoggedQuestion:
     if not text.startswith("{"):
-        return LoggedQuery(number, text)
+        return LoggedQuestion(number, text)
     try:
         found: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from error
-    query, docs = found.get("query"), found.get("docs")
-    if not isinstance(query, str) or not query.strip():
-        raise ValueError('"query" must be the question, a text that is not empty')
-    if docs is None:
-        return LoggedQuery(number, query)
-    if not isinstance(docs, list) or not all(isinstance(doc, str) and doc.strip() for doc in docs):
-        raise ValueError('"docs" must be a list of texts or of "file#number"')
-    return LoggedQuery(number, query, tuple(docs))
+    question, chunks = found.get("question"), found.get("chunks")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError('"question" must be the question, a text that is not empty')
+    if chunks is None:
+        return LoggedQuestion(number, question)
+    if not isinstance(chunks, list) or not all(isinstance(chunk, str) and chunk.strip() for chunk in chunks):
+        raise ValueError('"chunks" must be a list of texts or of "file#number"')
+    return LoggedQuestion(number, question, tuple(chunks))

@@ -45,17 +45,31 @@ def advice(estimate: Estimate) -> Row:
     speedup, times = full / chosen.mean, f"{duration(full)} to {duration(chosen.mean)}"
     if speedup < LEAST_SPEEDUP:
         text = f"it will not help you: the mean time to the first token would go from {times}"
-        return {"helps": False, "speedup": speedup, "store": None, "precompute": False, "text": text}
+        return {
+            "helps": False,
+            "speedup": speedup,
+            "store": None,
+            "precompute": False,
+            "text": text,
+            "quality": estimate.quality,
+        }
     pays, store = chosen is ahead, _store_config(estimate.log, chosen)
     only = ", but only if you run precompute first" if pays and full < LEAST_SPEEDUP * disk.mean else ""
     text = (
-        f"it will help you{only}:\n"
+        f"it will save you time{only}:\n"
         f"the mean time to the first token falls from {times}, {speedup:.1f} times as quick\n"
         f"RagCache(..., policy={estimate.settings.policy!r}, store={store})\n"
         f"precompute {'pays' if pays else 'is not needed'}: it takes about {duration(encoding)} "
-        f"and saves {duration(max(saved, 0))} over this log"
+        f"and saves {duration(max(saved, 0))} over this log\n{estimate.quality}"
     )
-    return {"helps": True, "speedup": speedup, "store": store, "precompute": pays, "text": text}
+    return {
+        "helps": True,
+        "speedup": speedup,
+        "store": store,
+        "precompute": pays,
+        "text": text,
+        "quality": estimate.quality,
+    }
 
 
 def _simplest(outcomes: list[Outcome]) -> Outcome:

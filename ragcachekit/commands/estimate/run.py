@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
 from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.estimate.log import LoggedQuery, read_log
+from ragcachekit.commands.estimate.log import LoggedQuestion, read_log
+from ragcachekit.commands.estimate.quality import quality_of
 from ragcachekit.commands.estimate.replay import Request, Served, Tiers, Use, replay
 from ragcachekit.commands.estimate.speed import Speeds, speeds_of
 from ragcachekit.commands.own_files import one_token
@@ -98,12 +99,16 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """The outcome of every replay, and counts, shares, median tokens, bytes and seconds of the log."""
+    """The outcome of every replay, and counts, shares, median tokens, bytes and seconds of the log.
+
+    ``quality`` says in a line what is known about the answers.
+    """
 
     settings: EstimateSettings
     log: Row
     outcomes: tuple[Outcome, ...]
     notes: tuple[str, ...]
+    quality: str
 
 
 def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool = False) -> Estimate:
@@ -142,27 +147,28 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     notes = [*corpus.notes, speeds.note]
     if fallbacks := [request.fallback for request in requests if request.fallback]:
         notes.append(f"{len(fallbacks)} prompts cannot be taken apart into chunks ({fallbacks[0]})")
-    return Estimate(settings, figures, tuple(outcomes), tuple(notes))
+    quality = quality_of(settings, model, tokenizer)
+    return Estimate(settings, figures, tuple(outcomes), tuple(notes), quality)
 
 
 def _retrieved(
-    settings: EstimateSettings, log: Sequence[LoggedQuery], corpus: Corpus, say: Say
+    settings: EstimateSettings, log: Sequence[LoggedQuestion], corpus: Corpus, say: Say
 ) -> Iterator[tuple[str, ...]]:
     """Texts for every question, as its line names them or as ``ask`` finds them."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its documents.
-    search = CorpusSearch(settings, corpus, say) if any(query.docs is None for query in log) else None
+    search = CorpusSearch(settings, corpus, say) if any(query.chunks is None for query in log) else None
     for query in log:
-        if search is not None and query.docs is None:
-            yield tuple(chunk.text for chunk in search(query.query).documents)
+        if search is not None and query.chunks is None:
+            yield tuple(chunk.text for chunk in search(query.question).documents)
             continue
-        for doc in query.docs or ():
+        for doc in query.chunks or ():
             if doc not in named and _CHUNK_NAME.fullmatch(doc):
                 raise ValueError(
                     f"line {query.line} of the log: the corpus has no chunk {doc}; numbers count a file's "
                     "chunks from 0, as `ask` names its sources, and depend on --chunk-tokens"
                 )
-        yield tuple(named.get(doc, doc) for doc in query.docs or ())
+        yield tuple(named.get(doc, doc) for doc in query.chunks or ())
 
 
 def _request(
@@ -170,12 +176,12 @@ def _request(
     planner: PromptPlanner,
     prompt: ReadingPrompt,
     token: ChunkKV,
-    query: LoggedQuery,
+    query: LoggedQuestion,
     texts: tuple[str, ...],
 ) -> Request:
     """What a plan over an empty store misses is all that the prompt could use."""
     planner.registry.add(settings.namespace, texts)
-    filled, policy = prompt.filled(SEPARATOR.join(texts), query.query), open_policy(settings.policy)
+    filled, policy = prompt.filled(SEPARATOR.join(texts), query.question), open_policy(settings.policy)
     try:
         request = planner.request(filled, settings.namespace, policy)
     except PromptTooLong as error:
@@ -193,7 +199,7 @@ def _request(
 
 
 def _figures(
-    log: Sequence[LoggedQuery],
+    log: Sequence[LoggedQuestion],
     requests: Sequence[Request],
     corpus: Sequence[Missing],
     token_bytes: int,
@@ -204,7 +210,7 @@ def _figures(
     tokens = [request.tokens for request in requests]
     return {
         "questions": len(log),
-        "repeated": len(log) - len({query.query for query in log}),
+        "repeated": len(log) - len({query.question for query in log}),
         "prompt_tokens": float(np.median(tokens)),
         "chunk_token_share": sum(use.tokens for use in uses) / sum(tokens),
         "chunk_uses": len(uses),

@@ -11,7 +11,10 @@ from ragcachekit.policies.base import PlacedChunk
 
 @dataclass(frozen=True)
 class Budget:
-    """``budget:0.01``: the cheapest calibrated policy that loses at most 0.01 of mean F1 against ``full``.
+    """``budget:0.05``: the cheapest calibrated policy that loses at most 0.05 on average against ``full``.
+
+    The unit is that of the calibration: nats per token of the answer (KL divergence), unless another quality
+    was asked for.
 
     The engine replaces it by that policy (:class:`~ragcachekit.policies.budgets.calibration.Budgets`).
     """
@@ -22,7 +25,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.loss < 1.0:
-            raise ValueError(f"budget:x needs a loss of F1 0 < x < 1, such as 0.01, got {self.loss:g}")
+            raise ValueError(
+                f"budget:x needs a loss 0 < x < 1 (nats per answer token), such as 0.05, got {self.loss:g}"
+            )
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from ragcachekit.policies.registry import open_policy
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 FULL = "full"
 
 _TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it stands for"
@@ -31,10 +31,9 @@ class CurvePoint:
 
     policy: str
     ratio: float  # recomputed / cached rows, mean over the questions
-    f1: float  # mean
-    loss: float  # mean F1 of full minus f1, paired by question
-    doubt: float  # probability lost by the first token of full's answer, mean
-    upper: float  # the higher of the one-sided 90 % upper bounds of loss and doubt
+    loss: float  # against full, mean
+    upper: float  # one-sided 90 % upper bound of that mean
+    n: int  # questions that it was asked
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,11 @@ class Calibration:
     fingerprint: str
     namespace: str
     encoder: str
-    budget: float
-    policy: str  # the cheapest candidate within the budget
-    ratio: float  # of that candidate
+    quality: str  # what losses are in: kl (nats per token of the answer), ...
+    budget: float  # that the race was about
     curve: tuple[CurvePoint, ...]  # all candidates by ratio; full is the last
-    n: int  # questions
-    quality: str  # answers (F1 against right answers) or agreement (generated probes, full's answer)
+    n: int  # questions asked
+    sample: str  # questions, or probes made from a corpus
     seed: int  # of probes and bootstrap
     versions: dict[str, str]
     date: str  # ISO 8601, UTC
@@ -97,7 +95,7 @@ def _parsed(found: Any) -> Calibration:
     record = Calibration(**found, curve=curve)
     if not all(math.isfinite(point.ratio + point.upper) for point in curve):
         raise ValueError("its curve is not finite")
-    for name in (record.policy, *(point.policy for point in curve)):
+    for name in (point.policy for point in curve):
         policy = open_policy(name)
         if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
             raise ValueError(f"{name} is no policy that chunks encoded {record.encoder} can have")
@@ -107,7 +105,7 @@ def _parsed(found: Any) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The concrete policy of a request, with its name in the report (``budget:0.01 -> lego:4``).
+    """The concrete policy of a request, with its name in the report (``budget:0.05 -> lego:4``).
 
     ``fallback`` is the reason for a prefill in full, if any.
     """
@@ -153,7 +151,7 @@ class Budgets:
         elif record.encoder != self._encoder:
             why = f"it was calibrated for the encoder {record.encoder}, and this one is {self._encoder}"
         elif (found := record.cheapest(budget.loss).policy) == FULL:
-            why = f"none of the candidates calibrated on {record.n} questions is surely within it"
+            why = f"no candidate calibrated on {record.n} questions ({record.quality}) is surely within it"
         if why is not None:
             log.warning("%s: %s; %s", budget.name, why, _TODO)
         notes = (f"{budget.name}: {why}",) if why is not None else ()

@@ -46,10 +46,11 @@ def digest(questions: Sequence[FidelityQuestion]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
+def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[FidelityQuestion]:
     """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
 
-    A line may have a ``"type"``, and as ``"document"`` the chunks of the document that its chunks come from.
+    Not ``answered``: the answer may be missing. A line may have a ``"type"``, and as ``"document"`` the
+    chunks of the document that its chunks come from.
 
     Raises ValueError for a bad line (with its number) or a file without questions; OSError.
     """
@@ -58,7 +59,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    out.append(_parsed(line))
+                    out.append(_parsed(line, answered))
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
     if not out:
@@ -66,25 +67,27 @@ def read_questions(path: str | os.PathLike[str]) -> list[FidelityQuestion]:
     return out
 
 
-def _parsed(line: str) -> FidelityQuestion:
+def _parsed(line: str, answered: bool) -> FidelityQuestion:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(found, dict):
         raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
-    if missing := [name for name in ("question", "chunks", "answer") if name not in found]:
+    needed = ("question", "chunks", *(["answer"] if answered else []))
+    if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{', '.join(map(repr, missing))} missing")
     chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
     if not isinstance(chunks, list) or not chunks:
         raise TypeError("'chunks' must be a list of texts, at least one")
     if not isinstance(document, list) or not all(isinstance(text, str) for text in document):
         raise TypeError("'document' must be the list of its chunks, in order")
-    texts = {"question": found["question"], "answer": found["answer"]}
+    texts = {name: found[name] for name in ("question", "answer") if name in found}
     texts |= {f"chunk {number}": chunk for number, chunk in enumerate(chunks, 1)}
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise TypeError(f"{name} must be a text that is not empty")
     if not isinstance(kind, str) or kind == "all":
         raise TypeError("'type' must be a text other than 'all'")
-    return FidelityQuestion(found["question"], tuple(chunks), found["answer"], kind, document=tuple(document))
+    answer = found.get("answer", "")
+    return FidelityQuestion(found["question"], tuple(chunks), answer, kind, document=tuple(document))

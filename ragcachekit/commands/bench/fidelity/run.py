@@ -28,7 +28,14 @@ from ragcachekit.commands.bench.fidelity.prompts import ASK, STYLES, FidelityPro
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest
 from ragcachekit.commands.bench.fidelity.rows import Results, quality_rows
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.own_questions import Asking, neighbours_of
+from ragcachekit.commands.own_questions import (
+    DOCUMENT,
+    EMBEDDING,
+    Asking,
+    Sample,
+    check_neighbours,
+    neighbours_of,
+)
 from ragcachekit.commands.workspace import check_dtype, load_checked
 from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import PromptTooLong, RagCacheError
@@ -43,7 +50,6 @@ POLICIES = (
     *(f"{kind}:{r}" for kind in ("deep", "impact") for r in (0.05, 0.1, 0.15, 0.3)),
     *("craft:0.1", "craft:0.3", "craft-focused:0.6"),  # over standalone half of it is spent
 )
-EMBEDDING, DOCUMENT = "embedding", "document"
 
 
 @dataclass(frozen=True)
@@ -60,20 +66,14 @@ class FidelitySettings(Asking):
     neighbours: str = EMBEDDING
     prompt: str = ASK
 
-    def check(self, documents: bool) -> None:
-        """ValueError for unknown names, or neighbours of a document where no ``documents`` are given."""
+    def check(self, sample: Sample | None = None) -> None:
+        """ValueError for unknown names, or neighbours of a document where ``sample`` has none."""
         check_dtype(self.dtype)
         for name in self.policies:
             open_policy(name)
-        if self.neighbours not in (EMBEDDING, DOCUMENT):
-            raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
         if self.prompt not in STYLES:
             raise ValueError(f"unknown prompt {self.prompt!r}; known: {', '.join(STYLES)}")
-        if self.neighbours == DOCUMENT and not documents:
-            raise ValueError(
-                "nothing says what stands before a chunk: give --corpus, a --dataset with documents (squad), "
-                'or questions with their "document"; or use embedding'
-            )
+        check_neighbours(self.neighbours, sample)
 
 
 def run(
@@ -90,9 +90,9 @@ def run(
 
     Raises ValueError, CorpusError for bad settings or questions, before any work; else as :func:`ask`.
     """
-    settings.check(documents=True)  # before a corpus is read
+    settings.check()  # before a corpus is read
     sample = settings.sample()
-    settings.check(documents=bool(sample.documents))
+    settings.check(sample)
     near = partial(neighbours_of, sample, settings.neighbours == DOCUMENT, progress)
     results = ask(settings, sample.questions, near, work=work, progress=progress)
     return report(settings, sample.questions, results)
