@@ -40,7 +40,8 @@ class Companions:
     def of(self, namespace: str, text: str) -> tuple[str, ...]:
         """The other chunks of its block, those that follow it first."""
         with self._lock:
-            return self._near.get(namespace, {}).get(text.strip(), ())
+            near = self._near.get(namespace)
+            return near.get(text.strip(), ()) if near is not None else ()
 
     def forget(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         """Drop chunks (None: all) from the namespace, as companions too."""

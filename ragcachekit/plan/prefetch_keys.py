@@ -110,10 +110,10 @@ def prefetch_keys(
             key = KVKey(fingerprint, namespace, chunk, key.encoding, key.context)
         fits = variants.ranked(key, before) if encodings.name == IN_PROMPT else []
         if encodings.averages:
-            mean = variants.averages.find(replace(key, context=(chunk_id(system, namespace),)))
+            behind = (chunk_id(system, namespace),)
+            mean = variants.averages.find(replace(key, context=behind))
             is_first = len(before) == bool(system)
-            context = (chunk_id(system, namespace),) if system else ()
-            plain = replace(key, encoding=behind_text(system).name, context=context)
+            plain = replace(key, encoding=behind_text(system).name, context=behind if system else ())
             key = plain if mean is None or is_first else mean
         keys.append(fits[0].key if fits else key)
         before.append(key.chunk_id)

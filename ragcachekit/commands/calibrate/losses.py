@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Way
+from ragcachekit.commands.bench.fidelity.engines import Engines, Way
 from ragcachekit.commands.bench.fidelity.measure import Reference
 from ragcachekit.commands.bench.fidelity.metrics import divergence, loss_per_token, token_f1, words
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
@@ -88,12 +88,12 @@ class Panel:
         question = self._questions[at]
         prompt = self._maker.prompt(question)
         gold = self._maker.answer_ids(question.answer) if question.answer else ()
-        full, right, score = Reference.of(self._engines, prompt, gold), "", 0.0
+        full, score = Reference.of(self._engines, prompt, gold), 0.0
         if self._judge is not None:
-            right = self._engines.answer(prompt, FULL).text.strip()
+            right = full.answer.text.strip()
             score = self._score(question, right, right)
         for policy in policies:
-            yield self._loss(question, prompt, Way(policy, self._encoder), full, right, score)
+            yield self._loss(question, prompt, Way(policy, self._encoder), full, score)
 
     def close(self) -> None:
         """Close the engines."""
@@ -105,25 +105,29 @@ class Panel:
         prompt: FidelityPrompt,
         way: Way,
         full: Reference,
-        right: str,
         score: float,
     ) -> Loss:
         self._engines.encode(question, prompt, way)
         if prompt.before not in self._begun:  # an answer stores the text before the chunks
             self._begun.add(prompt.before)
             self._engines.answer(prompt, way)
-        found, report = self._engines.prefilled(prompt, way, (full.answer, full.gold))
+        right, gold_ids, ids = full.answer.text.strip(), full.gold, full.answer.token_ids
+        if self._quality in (KL, ANSWER, GOLD):
+            text, (found, report) = "", self._engines.prefilled(prompt, way, (ids, gold_ids))
+        else:
+            compared = self._engines.compared(prompt, way, ids, gold_ids)
+            text, found, report = compared.text.strip(), compared.prefilled, compared.report
         if report.fallback:
             raise RagCacheError(f"{way} fell back to a full prefill ({report.fallback}): nothing to measure")
-        of_full, of_way = full.prefilled.log_probs, found.log_probs
+        of_full, of_way = full.answer.prefilled.log_probs, found.log_probs
         kl = divergence(of_full[0], of_way[0])
         answer, gold = (
             loss_per_token(other, tokens) - loss_per_token(one, tokens)
-            for one, other, tokens in zip(of_full, of_way, (full.answer, full.gold), strict=True)
+            for one, other, tokens in zip(of_full, of_way, (ids, gold_ids), strict=True)
         )
         lost = {KL: kl, ANSWER: answer, GOLD: gold}.get(self._quality)
         if lost is None:
-            lost = score - self._score(question, self._engines.answer(prompt, way).text.strip(), right)
+            lost = score - self._score(question, text, right)
         return Loss(lost, kl, answer, gold, score, report.recompute_ratio)
 
     def _score(self, question: FidelityQuestion, answer: str, right: str) -> float:
