@@ -24,7 +24,7 @@ def ask(
         list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
     model: opt.Model = "",
-    policy: opt.Policy = "lego:16",
+    policy: opt.Policy = "impact:0.1",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,
@@ -56,7 +56,7 @@ def ask(
 def precompute(
     corpus: opt.CorpusDir,
     model: opt.Model = "",
-    policy: opt.Policy = "lego:16",
+    policy: opt.Policy = "impact:0.1",
     encoder: opt.Encoder = None,
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",
@@ -108,7 +108,7 @@ def estimate(
     ],
     corpus: opt.CorpusDir,
     model: opt.Model = "",
-    policy: opt.Policy = "lego:16",
+    policy: opt.Policy = "impact:0.1",
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,

@@ -26,6 +26,10 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.null import NullStore
 
 
+DEFAULT_POLICY = "impact:0.1"
+"""Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""
+
+
 @dataclass(frozen=True)
 class OwnFiles:
     """Settings of ``ask``, ``precompute`` and ``estimate``, checked before anything is loaded.
@@ -37,7 +41,7 @@ class OwnFiles:
 
     corpus: str
     model: str
-    policy: str = "lego:16"
+    policy: str = DEFAULT_POLICY
     encoder: str | None = None
     cache: str | None = None
     namespace: str = "default"
@@ -50,6 +54,11 @@ class OwnFiles:
         open_policy(self.policy)
         check_dtype(self.dtype)
         at_least_1(self, "chunk_tokens")
+
+    @property
+    def chunk_encoder(self) -> str | None:
+        """The encoder that was given, or that goes with the default policy; None for the policy's own."""
+        return self.encoder or ("system" if self.policy == DEFAULT_POLICY else None)
 
     @property
     def folder(self) -> CacheFolder:
@@ -88,7 +97,7 @@ class OwnFiles:
                 resolve_model(self.model),
                 device=self.device,
                 policy=self.policy,
-                encoder=self.encoder,
+                encoder=self.chunk_encoder,
                 neighbours=self._neighbours(corpus),
                 store=store,
                 namespace=self.namespace,
@@ -106,13 +115,13 @@ class OwnFiles:
             rope=describe_rope(model),
             store=NullStore(),
             fingerprint=fingerprint,
-            encoder=self.encoder,
+            encoder=self.chunk_encoder,
             neighbours=self._neighbours(corpus),
         )
 
     def _neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""
-        if not (self.encoder or open_policy(self.policy).encoder or "").startswith("similar"):
+        if not (self.chunk_encoder or open_policy(self.policy).encoder or "").startswith("similar"):
             return None
         return {self.namespace: PrecedingChunks(documents(corpus.chunks))}
 

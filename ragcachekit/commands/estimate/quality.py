@@ -16,7 +16,7 @@ from ragcachekit.policies.registry import open_policy
 def quality_of(settings: OwnFiles, model: Any, tokenizer: Any) -> str:
     """One line: what the policy was measured to lose, with the record's path, or how to measure it."""
     policy = open_policy(settings.policy)
-    encoder = settings.encoder or policy.encoder or "standalone"
+    encoder = settings.chunk_encoder or policy.encoder or "standalone"
     encoder = Encodings(encoder, describe_rope(model), tokenizer.bos_token_id).name
     folder, record = settings.folder.path, None
     if (folder / "calibrations").is_dir():  # else spare the digest of the weights

@@ -62,7 +62,7 @@ class EstimateSettings(AskSettings):
                 f"estimate cannot say how many rows policy {policy.name} computes without running the model; "
                 "give lego:k, deep:r, query:r, heavy:r, random:r or reuse, at the ratio that you expect"
             )
-        if (self.encoder or "").partition(":")[0] in ("similar", "in-prompt"):
+        if (self.encoder or "").partition(":")[0] in ("similar", "average", "in-prompt"):
             raise ValueError(
                 f"estimate does not replay encoder {self.encoder!r}; give standalone, sinks:n or system "
                 "(same sizes)"
