@@ -25,7 +25,6 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.null import NullStore
 
-
 DEFAULT_POLICY = "impact:0.1"
 """Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""
 

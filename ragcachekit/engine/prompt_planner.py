@@ -148,8 +148,17 @@ class PromptPlanner(PromptSegmenter):
         policy: SelectionPolicy,
         namespace: str,
     ) -> PromptRequest:
-        """A tokenised prompt whose entries are in ``store`` alone; ``texts`` are its chunks' by their ids."""
-        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, []))
+        """A tokenised prompt whose entries are in ``store`` alone; ``texts`` are its chunks' by their ids.
+
+        Chunks that were registered by this very prompt would be behind each other in its order, and means of
+        them nearly exact: they are taken in reverse.
+        """
+
+        def near(ids: Ids) -> Sequence[Ids]:
+            found = self._near(texts.get(ids), namespace, [])
+            return found[::-1] if encodings.averages else found
+
+        encodings = self.encodings(policy, near)
         return PromptRequest.of(segments, policy, encodings, Fetch(store), self._fingerprint, namespace)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:

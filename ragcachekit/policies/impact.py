@@ -20,8 +20,9 @@ class TokenImpact(RatioPolicy):
 
     A token's impact is its attention from the last :data:`ROWS` rows of the question, under one softmax over
     all keys, times its sensitivity, summed over layers. The sensitivity is the norm of the difference of its
-    values between two encodings of its chunk; attention alone counts where a chunk lacks it. The first token
-    of every chunk comes first, as in :class:`~ragcachekit.policies.deep.Deep`.
+    values between encodings of its chunk (``average:n``, ``similar:n``). Tokens of chunks without it count as
+    the mean of the others in each layer; without any, attention alone counts. The first token of every chunk
+    comes first, as in :class:`~ragcachekit.policies.deep.Deep`.
     """
 
     kind = "impact"
@@ -33,10 +34,21 @@ class TokenImpact(RatioPolicy):
         count = share(self.ratio, len(positions))
         first = [chunk.start for chunk in chunks if not chunk.is_exact][:count]
         weights = torch.stack(tuple(attention))[:, positions]
-        moved = [chunk.sums.get(SENSITIVITY) for chunk in chunks if not chunk.is_exact]
-        known = [sums for sums in moved if sums is not None and len(sums) == len(attention)]
-        if known and len(known) == len(moved):
-            weights = weights * torch.cat(known, dim=1)
+        weights = weights * _sensitivities([chunk for chunk in chunks if not chunk.is_exact], len(attention))
         scores = dict(zip(positions, weights.sum(0).tolist(), strict=True))
         rest = sorted(set(positions) - set(first))
         return first + top(rest, torch.tensor([scores[p] for p in rest]), count - len(first))
+
+
+def _sensitivities(chunks: Sequence[PlacedChunk], layers: int) -> torch.Tensor:
+    """``[layers, tokens]`` of all ``chunks``; 1 if none of them has any."""
+    found = [chunk.sums.get(SENSITIVITY) for chunk in chunks]
+    known = [sums for sums in found if sums is not None and len(sums) == layers]
+    if not known:
+        return torch.ones(layers, sum(chunk.tokens for chunk in chunks))
+    mean = torch.cat(known, dim=1).mean(1, keepdim=True)
+    filled = (
+        sums if sums is not None and len(sums) == layers else mean.expand(-1, chunk.tokens)
+        for chunk, sums in zip(chunks, found, strict=True)
+    )
+    return torch.cat(list(filled), dim=1)
