@@ -45,7 +45,7 @@ _POLICIES: dict[str, _Named] = {
     "impact": _Named(lambda r: TokenImpact(float(r)), "impact:0.1"),
     "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
     "random": _Named(lambda r: Random(float(r)), "random:0.15"),
-    "budget": _Named(lambda x: Budget(float(x)), "budget:0.1"),
+    "budget": _Named(lambda x: Budget(float(x)), "budget:0.05"),
     "auto": _Named(lambda _: Auto()),
 }
 

@@ -228,7 +228,7 @@ class TestModelChangedUnderOurFeet:
 
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
-        rag = RagCache(model, cache_dir=tmp_path, cold="now")
+        rag = RagCache(model, cache_dir=tmp_path, policy="lego:16", cold="now")
         encode = rag._components.background_encoder._encoder.encode
 
         def changed_meanwhile(*args):

@@ -147,7 +147,7 @@ class TestEncodeAfter:
             assert self.encoded(rag, store, PROMPT) == [9, 25, 33]
 
     def test_now_and_encode_do_not_wait_for_a_second_miss(self, tmp_path):
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now") as rag:
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="reuse", cold="now") as rag:
             rag.generate(question(FACT), **ASKED)
             assert sorted(key.encoding for key in stored_in(rag)) == ["prefix", "standalone"]
             rag.encode([OTHER])
