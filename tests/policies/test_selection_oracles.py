@@ -179,7 +179,7 @@ class TestQuery:
         for layer, weights in enumerate(weights_of(name, ids, linked_columns(name, plan), question)):
             for p in total:
                 seen = sum(weights[row][:, p].sum() for row in question)
-                total[p] += seen * (sensitivity[p] if p in sensitivity else means)[layer]
+                total[p] += seen * sensitivity.get(p, means)[layer]
         count = math.ceil(0.2 * len(total) - 1e-9)
         first = [start for start, _ in spans(plan)]
         rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
