@@ -73,7 +73,8 @@ class _Mean:
         self._count = 0
 
     def add(self, kv: ChunkKV) -> None:
-        sides = [[tensor.float() for tensor in side] for side in (kv.keys, kv.values)]
+        # Copied: the means are updated in place, and the store may have the KV as another entry.
+        sides = [[t.to(torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
         if not self._count:
             self._dtypes = [[tensor.dtype for tensor in side] for side in (kv.keys, kv.values)]
             self._means = sides

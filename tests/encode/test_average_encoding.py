@@ -113,6 +113,25 @@ def test_the_entry_behind_the_system_text_alone_is_stored_as_well():
     assert len(item.key.context) == 3, "system text and both neighbours"
 
 
+def test_the_exact_entry_is_not_touched_by_the_mean_that_its_forward_went_into():
+    """Two chunks are each other's only neighbour: the KV behind the text alone counts for the mean too."""
+    other = {CHUNK: A, A: CHUNK}
+    ours = Encodings("average:3", described("llama"), 1, lambda ids: (other[ids],), JOINT)
+    items = []
+    for ids in (A, CHUNK):
+        encoding, context = ours.encoding(ids, SYSTEM)
+        items.append(Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding))
+    store = HostStore(1 << 26)
+    background_encoder("llama", store).now(items)
+    system = Encodings("system", described("llama"), 1)
+    encoding, context = system.encoding(CHUNK, SYSTEM)
+    kv = store.get(system.key(CHUNK, encoding, context, "model", "space", 0)).kv
+    keys, values = in_order("llama", ())
+    for layer in range(kv.layers):
+        assert off(kv.keys[layer], keys[layer]) <= 1e-5
+        assert off(kv.values[layer], values[layer]) <= 1e-5
+
+
 class TestNames:
     def wanted(self, *chunks, system=SYSTEM, **options):
         segments = [TokenSegment(system, False)] if system else []
