@@ -199,3 +199,16 @@ def test_prefetch_names_what_the_prompt_will_use(make, tmp_path):
     keys = planner.prefetch_keys([THREE, TWO, ONE], "default", rag._components.policy, BEFORE)
     assert [key.encoding for key in keys] == ["prefix", "system", "average:3", "average:3"]
     assert all(key in rag._components.store for key in keys[1:])
+
+
+def test_auto_finds_the_means_on_disk_after_a_restart_too(make, tmp_path):
+    options = {"policy": "auto", "encoder": None, "load": "always"}
+    options["store"] = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
+    with make(**options) as rag:
+        rag.encode(FACTS, system=BEFORE)
+    again = make(**options)
+    for text in (TWO, ONE, THREE):
+        again.register([text])
+    assert used(again.generate(PROMPT, **ASKED)) == [("disk", True), ("disk", False), ("disk", False)]
+    again.flush()
+    assert again.encoding_stats().missed_tokens == 0, "the means were found, and are not encoded again"
