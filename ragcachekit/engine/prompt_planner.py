@@ -104,7 +104,7 @@ class PromptPlanner(PromptSegmenter):
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
         if (replaced := self.variants.averages.add(key)) is not None:
-            self._store.discard(replaced)
+            self._store.evict(replaced)
 
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0

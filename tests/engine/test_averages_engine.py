@@ -212,3 +212,12 @@ def test_auto_finds_the_means_on_disk_after_a_restart_too(make, tmp_path):
     assert used(again.generate(PROMPT, **ASKED)) == [("disk", True), ("disk", False), ("disk", False)]
     again.flush()
     assert again.encoding_stats().missed_tokens == 0, "the means were found, and are not encoded again"
+
+
+def test_rows_that_a_mean_replaces_are_not_counted_as_damaged(make):
+    rag = make(cold="now")
+    rag.register(FACTS)
+    for _ in range(2):
+        rag.generate(PROMPT, **ASKED)
+    assert "sensitivity" in kv_of(rag, TWO).sums
+    assert [tier.damaged for tier in rag.stats()] == [0]
