@@ -40,6 +40,10 @@ class StoredAverages:
         with self._lock:
             return self._keys.get(_group(key))
 
+    def stored_for(self, key: KVKey) -> KVKey | None:
+        """What :meth:`add` would replace, or ``key`` itself; None for keys of other encoders."""
+        return self.find(key) if key.encoding.startswith(KIND) else None
+
     def discard(self, key: KVKey) -> None:
         """Remove an entry that the store has lost."""
         with self._lock:
