@@ -518,3 +518,13 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag._drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert rag._components.auto._seen.of("default") == ()
+
+
+def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
+    rag = make()
+    auto = rag._components.auto
+    rag.generate(prompt(0), **ONE)
+    auto._namespaces["default"].begun = True
+    rag.forget(texts=[TEXTS[0]])
+    auto._check_quietly("default")
+    assert not auto._namespaces["default"].begun
