@@ -528,3 +528,10 @@ def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
     rag.forget(texts=[TEXTS[0]])
     auto._check_quietly("default")
     assert not auto._namespaces["default"].begun
+
+
+def test_what_tune_was_given_is_the_text_to_encode_behind(make):
+    rag = make(encoder="system")
+    rag.tune(TEXTS, system=SYSTEM)
+    rag.encode(TEXTS)
+    assert {key.encoding for key in rag._components.store.keys()} == {"system"}

@@ -110,6 +110,8 @@ class AutoPolicies:
         """
         with self._lock:
             known = self._of(namespace)
+            if known.report is not None:  # by tune, or before many other namespaces
+                self._prompts.last_prompts.suggest(namespace, known.report.system)
             unknown = system is None and self._prompts.last_prompts.last(namespace) is None
             known.alone = self._encoder is None and (unknown or (known.alone and system is None))
         return self.resolve(namespace).policy
