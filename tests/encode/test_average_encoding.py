@@ -132,6 +132,19 @@ def test_the_exact_entry_is_not_touched_by_the_mean_that_its_forward_went_into()
         assert off(kv.values[layer], values[layer]) <= 1e-5
 
 
+def test_a_chunk_behind_two_texts_at_once():
+    """Two prompts of one batch, as with a date in the system text."""
+    ours, items = encodings(near=(A,)), []
+    for system in (SYSTEM, B):
+        encoding, context = ours.encoding(CHUNK, system)
+        items.append(Missing(ours.key(CHUNK, encoding, context, "model", "space", 0), CHUNK, encoding))
+    store = HostStore(1 << 26)
+    background_encoder("llama", store).now(items)
+    for item, system in zip(items, (SYSTEM, B), strict=True):
+        one, other = (in_order("llama", group, system)[1][-1] for group in ((), (A,)))
+        assert off(store.get(item.key).kv.values[-1], (one + other) / 2) <= 1e-5
+
+
 class TestNames:
     def wanted(self, *chunks, system=SYSTEM, **options):
         segments = [TokenSegment(system, False)] if system else []
