@@ -16,7 +16,8 @@ class Companions:
 
     A list is what a retriever found for one question, or what :meth:`RagCache.encode` was given. It is cut
     into blocks of at most :data:`BLOCK` chunks; those of one block stand behind each other, and share the
-    forwards that encode them. The least recently registered chunks are dropped first.
+    forwards that encode them. The least recently registered chunks are dropped first. Blanks at the end of a
+    text do not count; those at its beginning are part of the chunk, and of its id.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Companions:
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note a list of chunks, in the order of a document or of a search."""
-        unique = list(dict.fromkeys(text.strip() for text in texts))
+        unique = list(dict.fromkeys(text.rstrip() for text in texts))
         with self._lock:
             near = self._near.setdefault(namespace, OrderedDict())
             new = [text for text in unique if not near.get(text)]
@@ -41,7 +42,7 @@ class Companions:
         """The other chunks of its block, those that follow it first."""
         with self._lock:
             near = self._near.get(namespace)
-            return near.get(text.strip(), ()) if near is not None else ()
+            return near.get(text.rstrip(), ()) if near is not None else ()
 
     def forget(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         """Drop chunks (None: all) from the namespace, as companions too."""

@@ -191,7 +191,7 @@ class TestCompanions:
         found = Companions()
         found.observe("here", ["a", "b", "c", "d"])
         assert found.of("here", "c") == ("d", "a", "b")
-        assert found.of("here", " a\n") == ("b", "c", "d")
+        assert found.of("here", "a\n") == ("b", "c", "d")
         assert found.of("there", "c") == () == found.of("here", "e")
 
     def test_blocks_are_of_nearly_equal_size(self):

@@ -254,3 +254,10 @@ def test_the_mean_serves_chunks_whose_companions_are_not_known(make):
     start = len(ids_of(rag, BEFORE, ONE)) + len(rag._prompts.tokens.text("\n\n", first=False))
     for layer, mean in zip(linked.cache.layers, kv_of(rag, TWO).values, strict=True):
         assert off(layer.values[0, :, start : start + len(ids(TWO))], mean) < 1e-5
+
+
+def test_forgetting_a_chunk_that_begins_with_blanks_drops_what_stood_behind_it(make):
+    rag = make()
+    gone, _ = rag.encode([f"  {ONE}", TWO], system=BEFORE)
+    rag.forget([gone])
+    assert [key.encoding for key in rag._components.store.keys() if key.encoding == "average:3"] == []
