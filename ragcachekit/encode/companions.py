@@ -35,7 +35,8 @@ class Companions:
                     near[text] = near.get(text) or (*block[at + 1 :], *block[:at])
             for text in unique:
                 near.move_to_end(text)
-            while len(near) > REMEMBERED:
+            # A longer list is encoded after all of it was noted.
+            while len(near) > max(REMEMBERED, len(unique)):
                 near.popitem(last=False)
 
     def of(self, namespace: str, text: str) -> tuple[str, ...]:

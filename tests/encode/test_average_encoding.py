@@ -210,6 +210,14 @@ class TestCompanions:
         assert found.of("here", "a") == ("b",)
         assert found.of("here", "c") == ("b", "a"), "the only new one takes what is known"
 
+    def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
+        monkeypatch.setattr("ragcachekit.encode.companions.REMEMBERED", 4)
+        found = Companions()
+        found.observe("here", "abcdefgh")
+        assert all(found.of("here", text) for text in "abcdefgh")
+        found.observe("here", "xy")
+        assert [bool(found.of("here", text)) for text in "afghxy"] == [False, False, True, True, True, True]
+
     def test_what_is_forgotten_is_no_companion(self):
         found = Companions()
         found.observe("here", ["a", "b", "c"])
