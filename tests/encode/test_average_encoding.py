@@ -160,8 +160,7 @@ class TestNames:
         assert first.average.encoding == "average:3"
         assert first.average.context == (chunk_id(SYSTEM, "space"),)
         assert second.plain == first.key
-        assert second.in_place[1].behind == (*SYSTEM, *CHUNK)
-        assert second.in_place[0].context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
+        assert second.in_place.context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
         assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
 
     def test_without_a_system_text_the_first_is_alone(self):
@@ -171,7 +170,7 @@ class TestNames:
         assert first.average is None
         assert second.key.context[0] == chunk_id((), "space")
         assert second.plain == first.key
-        assert second.in_place[0].context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
+        assert second.in_place.context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
 
     def test_without_neighbours_it_is_the_plain_entry(self):
         _, _, second = self.wanted(A, B)
