@@ -240,3 +240,14 @@ def test_stored_means_are_found_whatever_is_behind_them():
     assert averages.find(key("s", "c")) == key("s", "a", "b")
     averages.forget("space", frozenset(["b"]))
     assert averages.find(key("s")) is None
+
+
+def test_stored_means_are_bounded(monkeypatch):
+    monkeypatch.setattr("ragcachekit.plan.stored_averages.MOST", 2)
+    keys = [KVKey("model", "space", chunk, "average:3", ("s",)) for chunk in "abc"]
+    averages = StoredAverages()
+    averages.add(keys[0])
+    averages.add(keys[1])
+    averages.find(keys[0])
+    averages.add(keys[2])
+    assert [averages.find(key) for key in keys] == [keys[0], None, keys[2]]
