@@ -11,7 +11,7 @@ from ragcachekit.types import KVKey
 KIND = "average:"
 
 MOST = 1 << 18
-"""Entries known in all namespaces together, about 250 MB; those found or stored least recently are dropped."""
+"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
 
 
 class StoredAverages:

@@ -534,4 +534,4 @@ def test_what_tune_was_given_is_the_text_to_encode_behind(make):
     rag = make(encoder="system")
     rag.tune(TEXTS, system=SYSTEM)
     rag.encode(TEXTS)
-    assert {key.encoding for key in rag._components.store.keys()} == {"system"}
+    assert {key.encoding for key in list(rag._components.store.keys())} == {"system"}

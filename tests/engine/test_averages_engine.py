@@ -260,4 +260,4 @@ def test_forgetting_a_chunk_that_begins_with_blanks_drops_what_stood_behind_it(m
     rag = make()
     gone, _ = rag.encode([f"  {ONE}", TWO], system=BEFORE)
     rag.forget([gone])
-    assert [key.encoding for key in rag._components.store.keys() if key.encoding == "average:3"] == []
+    assert [key.encoding for key in list(rag._components.store.keys()) if key.encoding == "average:3"] == []
