@@ -52,9 +52,10 @@ class Companions:
                 self._near.pop(namespace, None)
                 return
             near = self._near.get(namespace, OrderedDict())
-            gone = {
-                text for text in {*near, *(n for found in near.values() for n in found)} if is_forgotten(text)
-            }
+            known = {*near, *(text for found in near.values() for text in found)}
+        gone = {text for text in known if is_forgotten(text)}  # it tokenises: prompts go on meanwhile
+        with self._lock:
+            near = self._near.get(namespace, OrderedDict())
             kept = ((text, _without(found, gone)) for text, found in near.items() if text not in gone)
             self._near[namespace] = OrderedDict(kept)
 

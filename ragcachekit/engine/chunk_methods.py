@@ -237,9 +237,11 @@ class ChunkMethods:
                 return self._drop(namespace, ids)
             finally:  # also where a tier raised
                 with self._registering:
-                    forgets.add(namespace, ids, texts)
-                    self._prompts.forget(namespace, ids, texts)
-                    self._components.auto.forget(namespace, everything=ids is None)
+                    try:  # before the epoch: work that begins with the next one has no such neighbour
+                        self._prompts.forget(namespace, ids, texts)
+                    finally:
+                        forgets.add(namespace, ids, texts)
+                        self._components.auto.forget(namespace, everything=ids is None)
 
     def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
