@@ -35,7 +35,7 @@ class AverageEncoder:
         ``plain`` are the same chunks behind the system text alone, as :func:`takes_along` found them.
         """
         alone = {(item.token_ids, item.encoding.behind): item for item in plain}
-        for _, block in groupby(items, _chunks_of):
+        for _, block in groupby(items, _block_of):
             yield from self._together({item.token_ids: item for item in block}, alone)
 
     def _together(
@@ -73,7 +73,8 @@ class _Mean:
         self._count = 0
 
     def add(self, kv: ChunkKV) -> None:
-        sides = [[tensor.float() for tensor in side] for side in (kv.keys, kv.values)]
+        # Copied: the means are updated in place, and the store may have the KV as another entry.
+        sides = [[t.to(torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
         if not self._count:
             self._dtypes = [[tensor.dtype for tensor in side] for side in (kv.keys, kv.values)]
             self._means = sides
@@ -96,9 +97,9 @@ class _Mean:
         return ChunkKV(keys, values, None, {SENSITIVITY: moved})
 
 
-def _chunks_of(item: Missing) -> frozenset[Ids]:
-    """All chunks of its contexts and itself."""
-    return frozenset((item.token_ids, *_encoding(item).neighbours))
+def _block_of(item: Missing) -> tuple[Ids, frozenset[Ids]]:
+    """The system text, and all chunks of its contexts and itself."""
+    return item.encoding.behind, frozenset((item.token_ids, *_encoding(item).neighbours))
 
 
 def _groups(item: Missing, is_plain: bool) -> Iterable[tuple[Ids, ...]]:

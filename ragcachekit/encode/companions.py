@@ -16,7 +16,8 @@ class Companions:
 
     A list is what a retriever found for one question, or what :meth:`RagCache.encode` was given. It is cut
     into blocks of at most :data:`BLOCK` chunks; those of one block stand behind each other, and share the
-    forwards that encode them. The least recently registered chunks are dropped first.
+    forwards that encode them. The least recently registered chunks are dropped first. Blanks at the end of a
+    text do not count; those at its beginning are part of the chunk, and of its id.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Companions:
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note a list of chunks, in the order of a document or of a search."""
-        unique = list(dict.fromkeys(text.strip() for text in texts))
+        unique = list(dict.fromkeys(text.rstrip() for text in texts))
         with self._lock:
             near = self._near.setdefault(namespace, OrderedDict())
             new = [text for text in unique if not near.get(text)]
@@ -34,14 +35,15 @@ class Companions:
                     near[text] = near.get(text) or (*block[at + 1 :], *block[:at])
             for text in unique:
                 near.move_to_end(text)
-            while len(near) > REMEMBERED:
+            # A longer list is encoded after all of it was noted.
+            while len(near) > max(REMEMBERED, len(unique)):
                 near.popitem(last=False)
 
     def of(self, namespace: str, text: str) -> tuple[str, ...]:
         """The other chunks of its block, those that follow it first."""
         with self._lock:
             near = self._near.get(namespace)
-            return near.get(text.strip(), ()) if near is not None else ()
+            return near.get(text.rstrip(), ()) if near is not None else ()
 
     def forget(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         """Drop chunks (None: all) from the namespace, as companions too."""
@@ -50,9 +52,10 @@ class Companions:
                 self._near.pop(namespace, None)
                 return
             near = self._near.get(namespace, OrderedDict())
-            gone = {
-                text for text in {*near, *(n for found in near.values() for n in found)} if is_forgotten(text)
-            }
+            known = {*near, *(text for found in near.values() for text in found)}
+        gone = {text for text in known if is_forgotten(text)}  # it tokenises: prompts go on meanwhile
+        with self._lock:
+            near = self._near.get(namespace, OrderedDict())
             kept = ((text, _without(found, gone)) for text, found in near.items() if text not in gone)
             self._near[namespace] = OrderedDict(kept)
 

@@ -201,7 +201,6 @@ class TokenNeighbours:
     def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
         """Drop these chunks (None: all) from results until :meth:`register`."""
         is_one = None if ids is None else lambda text: chunk_id(self._tokenise(text), namespace) in ids
-        self._companions.forget(namespace, is_one)
         with self._lock:
             if ids is None:
                 self._returned[namespace] = set()
@@ -209,6 +208,7 @@ class TokenNeighbours:
             else:
                 self._forgotten.setdefault(namespace, set()).update(ids)
                 self._returned.get(namespace, set()).difference_update(ids)
+        self._companions.forget(namespace, is_one)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note chunks that belong together."""

@@ -170,7 +170,6 @@ class ChunkMethods:
             If a tier cannot confirm the deletion; all others have forgotten. Forget again.
         """
         where = self._checked(namespace)
-        self._components.auto.forget(where, everything=ids is None and texts is None)
         if ids is None and texts is None:
             self._forget_results(where, None)
             return self._forget(where, None, ())
@@ -238,8 +237,11 @@ class ChunkMethods:
                 return self._drop(namespace, ids)
             finally:  # also where a tier raised
                 with self._registering:
-                    forgets.add(namespace, ids, texts)
-                    self._prompts.forget(namespace, ids, texts)
+                    try:  # before the epoch: work that begins with the next one has no such neighbour
+                        self._prompts.forget(namespace, ids, texts)
+                    finally:
+                        forgets.add(namespace, ids, texts)
+                        self._components.auto.forget(namespace, everything=ids is None)
 
     def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""

@@ -109,7 +109,7 @@ class EngineComponents:
         encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
         if encodings.name == IN_PROMPT:
             recall(self.prompts.variants, self.store, self.fingerprint)
-        if encodings.averages:
+        if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
             self.prompts.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.prompts.neighbours:

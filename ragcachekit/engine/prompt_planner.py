@@ -12,7 +12,7 @@ from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.encoding import Ids
 from ragcachekit.model.identity.watch import ModelWatch
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, Missing
@@ -103,8 +103,12 @@ class PromptPlanner(PromptSegmenter):
         """Record that an entry is in the store."""
         if key.encoding.partition("@")[0] == IN_PROMPT:
             self.variants.add(key, kv)
-        if (replaced := self.variants.averages.add(key)) is not None:
-            self._store.discard(replaced)
+        averages = self.variants.averages
+        known = averages.stored_for(key)
+        if known not in (None, key) and SENSITIVITY not in kv.sums and known in self._store:
+            self._store.evict(key)  # a prompt's own rows, that came after a mean or other rows
+        elif (replaced := averages.add(key)) is not None:
+            self._store.evict(replaced)
 
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0

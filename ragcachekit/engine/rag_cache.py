@@ -310,10 +310,10 @@ class RagCache(TuneMethods):
     def _check_auto(self, plans: Sequence[LinkPlan]) -> None:
         parts = self._components
         for request in (plan.request for plan in plans):
-            if (
-                request is not None and request.epoch == parts.forgets.now()
-            ):  # else it may hold a forgotten chunk
-                parts.auto.follow(request, self._cold == "background")
+            with self._registering:  # no forget ends meanwhile
+                # Of another epoch it may hold a forgotten chunk.
+                if request is not None and request.epoch == parts.forgets.now():
+                    parts.auto.follow(request, self._cold == "background")
 
     def _encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
         self._components.background_encoder.count(missed_tokens=sum(len(i.token_ids) for i in missed))

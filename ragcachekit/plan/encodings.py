@@ -40,8 +40,7 @@ class Wanted:
 
     ``before`` are the ids of all preceding segments, texts too, in order. Where the encoder is
     ``average:n``: ``average`` is the key of the chunk's mean KV behind any chunks, ``plain`` that of its KV
-    behind the system text alone, and ``in_place`` are key and encoding of the rows that this prompt computes
-    if it must.
+    behind the system text alone, and ``in_place`` that of the rows that this prompt computes if it must.
     """
 
     start: int
@@ -52,7 +51,7 @@ class Wanted:
     before: tuple[str, ...] = ()
     average: KVKey | None = None
     plain: KVKey | None = None
-    in_place: tuple[KVKey, Encoding] | None = None
+    in_place: KVKey | None = None
 
 
 class Encodings:
@@ -128,7 +127,7 @@ class Encodings:
                 exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and width == start)
                 want = Wanted(start, ids, key, encoding, exact, tuple(names))
                 if self.averages and segment.is_chunk and start:
-                    want = self._with_alternatives(want, system, length, before)
+                    want = self._with_alternatives(want, system, length)
                 yield want
             if ids:
                 before.append(ids)
@@ -160,8 +159,8 @@ class Encodings:
             context_ids = tuple(chunk_id(c, namespace) for c in context)
         return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, context_ids)
 
-    def _with_alternatives(self, want: Wanted, system: Ids, length: int, before: Sequence[Ids]) -> Wanted:
-        """What else may serve, and what the prompt's own rows are; ``before`` are the segments so far."""
+    def _with_alternatives(self, want: Wanted, system: Ids, length: int) -> Wanted:
+        """What else may serve, and the name of the prompt's own rows."""
         key, behind = want.key, chunk_id(system, want.key.namespace)
         want = replace(want, average=replace(key, encoding=self.name, context=(behind,)))
         if want.exact:
@@ -170,11 +169,9 @@ class Encodings:
             plain, context = behind_text(system), (system,) if system else ()
             own = self.key(want.token_ids, plain, context, key.fingerprint, key.namespace, length)
             want = replace(want, plain=own)
-        ids = tuple(token for part in before for token in part)
-        rows = InPromptEncoding(self.name, ids, segments=tuple(map(len, before)))
         # The system text stays first, even if it is empty.
         behind_these = (behind, *(want.before[1:] if system else want.before))
-        return replace(want, in_place=(replace(key, encoding=self.name, context=behind_these), rows))
+        return replace(want, in_place=replace(key, encoding=self.name, context=behind_these))
 
     def _encoding(
         self, chunk: Ids | None, start: int | None, system: Ids, before: Sequence[Ids]

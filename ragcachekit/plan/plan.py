@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ragcachekit.model.encoding import Ids, InPromptEncoding
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
@@ -35,10 +36,10 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     if request.beginning is not None:
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))
-    parts = _parts(request, decision, entries)
+    parts = _parts(request, decision, entries, ids)
     report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
-    useful |= {want.in_place[0] for want in request.wanted if want.in_place and want.key in useful}
+    useful |= {want.in_place for want in request.wanted if want.in_place and want.key in useful}
     plan = LinkPlan(
         ids,
         tuple(parts.pieces),
@@ -89,8 +90,9 @@ class _Parts:
     cold: list[PlacedChunk]
 
 
-def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | None]) -> _Parts:
+def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | None], ids: Ids) -> _Parts:
     """The looked-up segments in order; what was ``found`` and skipped is not missing."""
+    lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
     out, beginning = _Parts([], [], {}, [], []), request.beginning
     if beginning is not None:
         out.placed += beginning.placed
@@ -98,7 +100,10 @@ def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | N
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
     for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
         if stored is None or (entry is not None and entry.renew):
-            key, encoding = want.in_place if want.in_place and not entry else (want.key, want.encoding)
+            key, encoding = want.key, want.encoding
+            if want.in_place and not entry:  # made here: of all chunks it would take memory for nothing
+                key, segments = want.in_place, lengths[: len(want.before)]
+                encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=segments)
             out.missing[key] = Missing(key, want.token_ids, encoding, request.epoch)
         if entry is None:
             chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False)

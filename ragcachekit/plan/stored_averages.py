@@ -10,6 +10,9 @@ from ragcachekit.types import KVKey
 
 KIND = "average:"
 
+MOST = 1 << 18
+"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
+
 
 class StoredAverages:
     """Keys of stored entries by model, namespace, chunk and system text, the latest of each; thread safe.
@@ -26,8 +29,10 @@ class StoredAverages:
         if not key.encoding.startswith(KIND):
             return None
         with self._lock:
-            replaced = self._keys.get(_group(key))
+            replaced = self._keys.pop(_group(key), None)
             self._keys[_group(key)] = key
+            if len(self._keys) > MOST:  # a store does not tell what it evicts
+                del self._keys[next(iter(self._keys))]
         return replaced if replaced != key else None
 
     def recall(self, keys: Iterable[KVKey]) -> None:
@@ -38,7 +43,14 @@ class StoredAverages:
     def find(self, key: KVKey) -> KVKey | None:
         """A stored entry for the chunk of ``key`` and the system text that its context begins with."""
         with self._lock:
-            return self._keys.get(_group(key))
+            found = self._keys.pop(_group(key), None)
+            if found is not None:
+                self._keys[_group(key)] = found
+            return found
+
+    def stored_for(self, key: KVKey) -> KVKey | None:
+        """What :meth:`add` would replace, or ``key`` itself; None for keys of other encoders."""
+        return self.find(key) if key.encoding.startswith(KIND) else None
 
     def discard(self, key: KVKey) -> None:
         """Remove an entry that the store has lost."""

@@ -184,8 +184,9 @@ def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[E
             else:
                 pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
                 pool.used(entry.key, want.before)
-        elif entry is None:
-            entry = _average(want, fetch, pool.averages) or _plain(want, fetch)
+        elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
+            # A chunk whose companions are not known is named as behind the system text alone.
+            entry = _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
         out.append(entry)
     return out
 

@@ -113,6 +113,38 @@ def test_the_entry_behind_the_system_text_alone_is_stored_as_well():
     assert len(item.key.context) == 3, "system text and both neighbours"
 
 
+def test_the_exact_entry_is_not_touched_by_the_mean_that_its_forward_went_into():
+    """Two chunks are each other's only neighbour: the KV behind the text alone counts for the mean too."""
+    other = {CHUNK: A, A: CHUNK}
+    ours = Encodings("average:3", described("llama"), 1, lambda ids: (other[ids],), JOINT)
+    items = []
+    for ids in (A, CHUNK):
+        encoding, context = ours.encoding(ids, SYSTEM)
+        items.append(Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding))
+    store = HostStore(1 << 26)
+    background_encoder("llama", store).now(items)
+    system = Encodings("system", described("llama"), 1)
+    encoding, context = system.encoding(CHUNK, SYSTEM)
+    kv = store.get(system.key(CHUNK, encoding, context, "model", "space", 0)).kv
+    keys, values = in_order("llama", ())
+    for layer in range(kv.layers):
+        assert off(kv.keys[layer], keys[layer]) <= 1e-5
+        assert off(kv.values[layer], values[layer]) <= 1e-5
+
+
+def test_a_chunk_behind_two_texts_at_once():
+    """Two prompts of one batch, as with a date in the system text."""
+    ours, items = encodings(near=(A,)), []
+    for system in (SYSTEM, B):
+        encoding, context = ours.encoding(CHUNK, system)
+        items.append(Missing(ours.key(CHUNK, encoding, context, "model", "space", 0), CHUNK, encoding))
+    store = HostStore(1 << 26)
+    background_encoder("llama", store).now(items)
+    for item, system in zip(items, (SYSTEM, B), strict=True):
+        one, other = (in_order("llama", group, system)[1][-1] for group in ((), (A,)))
+        assert off(store.get(item.key).kv.values[-1], (one + other) / 2) <= 1e-5
+
+
 class TestNames:
     def wanted(self, *chunks, system=SYSTEM, **options):
         segments = [TokenSegment(system, False)] if system else []
@@ -128,8 +160,7 @@ class TestNames:
         assert first.average.encoding == "average:3"
         assert first.average.context == (chunk_id(SYSTEM, "space"),)
         assert second.plain == first.key
-        assert second.in_place[1].behind == (*SYSTEM, *CHUNK)
-        assert second.in_place[0].context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
+        assert second.in_place.context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
         assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
 
     def test_without_a_system_text_the_first_is_alone(self):
@@ -139,7 +170,7 @@ class TestNames:
         assert first.average is None
         assert second.key.context[0] == chunk_id((), "space")
         assert second.plain == first.key
-        assert second.in_place[0].context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
+        assert second.in_place.context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
 
     def test_without_neighbours_it_is_the_plain_entry(self):
         _, _, second = self.wanted(A, B)
@@ -159,7 +190,7 @@ class TestCompanions:
         found = Companions()
         found.observe("here", ["a", "b", "c", "d"])
         assert found.of("here", "c") == ("d", "a", "b")
-        assert found.of("here", " a\n") == ("b", "c", "d")
+        assert found.of("here", "a\n") == ("b", "c", "d")
         assert found.of("there", "c") == () == found.of("here", "e")
 
     def test_blocks_are_of_nearly_equal_size(self):
@@ -177,6 +208,14 @@ class TestCompanions:
         found.observe("here", ["c", "b", "a"])
         assert found.of("here", "a") == ("b",)
         assert found.of("here", "c") == ("b", "a"), "the only new one takes what is known"
+
+    def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
+        monkeypatch.setattr("ragcachekit.encode.companions.REMEMBERED", 4)
+        found = Companions()
+        found.observe("here", "abcdefgh")
+        assert all(found.of("here", text) for text in "abcdefgh")
+        found.observe("here", "xy")
+        assert [bool(found.of("here", text)) for text in "afghxy"] == [False, False, True, True, True, True]
 
     def test_what_is_forgotten_is_no_companion(self):
         found = Companions()
@@ -201,3 +240,14 @@ def test_stored_means_are_found_whatever_is_behind_them():
     assert averages.find(key("s", "c")) == key("s", "a", "b")
     averages.forget("space", frozenset(["b"]))
     assert averages.find(key("s")) is None
+
+
+def test_stored_means_are_bounded(monkeypatch):
+    monkeypatch.setattr("ragcachekit.plan.stored_averages.MOST", 2)
+    keys = [KVKey("model", "space", chunk, "average:3", ("s",)) for chunk in "abc"]
+    averages = StoredAverages()
+    averages.add(keys[0])
+    averages.add(keys[1])
+    averages.find(keys[0])
+    averages.add(keys[2])
+    assert [averages.find(key) for key in keys] == [keys[0], None, keys[2]]

@@ -503,3 +503,35 @@ def test_seen_prompts_are_bounded(monkeypatch):
     assert len(seen.of("a")) == 2
     seen.observe("b", made(1, 10))
     assert (len(seen.of("a")), len(seen.of("b"))) == (0, 2)
+
+
+def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
+    rag = make()
+    drop = rag._drop
+
+    def answered_meanwhile(*asked):
+        rag.generate(prompt(0), **ONE)
+        return drop(*asked)
+
+    rag._encode_missing = lambda *_: None  # waits for the forget
+    rag._components.capture.after = lambda _: frozenset()
+    rag._drop = answered_meanwhile
+    rag.forget(texts=[TEXTS[0]])
+    assert rag._components.auto._seen.of("default") == ()
+
+
+def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
+    rag = make()
+    auto = rag._components.auto
+    rag.generate(prompt(0), **ONE)
+    auto._namespaces["default"].begun = True
+    rag.forget(texts=[TEXTS[0]])
+    auto._check_quietly("default")
+    assert not auto._namespaces["default"].begun
+
+
+def test_what_tune_was_given_is_the_text_to_encode_behind(make):
+    rag = make(encoder="system")
+    rag.tune(TEXTS, system=SYSTEM)
+    rag.encode(TEXTS)
+    assert {key.encoding for key in list(rag._components.store.keys())} == {"system"}

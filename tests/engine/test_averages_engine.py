@@ -199,3 +199,65 @@ def test_prefetch_names_what_the_prompt_will_use(make, tmp_path):
     keys = planner.prefetch_keys([THREE, TWO, ONE], "default", rag._components.policy, BEFORE)
     assert [key.encoding for key in keys] == ["prefix", "system", "average:3", "average:3"]
     assert all(key in rag._components.store for key in keys[1:])
+
+
+def test_auto_finds_the_means_on_disk_after_a_restart_too(make, tmp_path):
+    options = {"policy": "auto", "encoder": None, "load": "always"}
+    options["store"] = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
+    with make(**options) as rag:
+        rag.encode(FACTS, system=BEFORE)
+    again = make(**options)
+    for text in (TWO, ONE, THREE):
+        again.register([text])
+    assert used(again.generate(PROMPT, **ASKED)) == [("disk", True), ("disk", False), ("disk", False)]
+    again.flush()
+    prefix = len(again._prompts.text_before(BEFORE))
+    assert again.encoding_stats().missed_tokens == prefix, "the means were found"
+
+
+def test_rows_that_a_mean_replaces_are_not_counted_as_damaged(make):
+    rag = make(cold="now")
+    rag.register(FACTS)
+    for _ in range(2):
+        rag.generate(PROMPT, **ASKED)
+    assert "sensitivity" in kv_of(rag, TWO).sums
+    assert [tier.damaged for tier in rag.stats()] == [0]
+
+
+def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
+    rag = make(cold="background")
+    rag.register(FACTS)
+    follow_up = rag._follow_up
+
+    def meanwhile(generated):
+        rag.encode(FACTS, system=BEFORE)
+        follow_up(generated)
+
+    rag._follow_up = meanwhile
+    rag.generate(PROMPT, **ASKED)
+    rag.flush()
+    assert "sensitivity" in kv_of(rag, TWO).sums
+
+
+def test_the_mean_serves_chunks_whose_companions_are_not_known(make):
+    rag = make()
+    rag.encode(FACTS, system=BEFORE)
+    ids = rag._prompts.chunk_ids
+    parts = [
+        Text(BEFORE),
+        Chunk(token_ids=ids(ONE)),
+        Text("\n\n"),
+        Chunk(token_ids=ids(TWO)),
+        Text("\nWhere?"),
+    ]
+    linked = rag.link(Prompt(parts))
+    start = len(ids_of(rag, BEFORE, ONE)) + len(rag._prompts.tokens.text("\n\n", first=False))
+    for layer, mean in zip(linked.cache.layers, kv_of(rag, TWO).values, strict=True):
+        assert off(layer.values[0, :, start : start + len(ids(TWO))], mean) < 1e-5
+
+
+def test_forgetting_a_chunk_that_begins_with_blanks_drops_what_stood_behind_it(make):
+    rag = make()
+    gone, _ = rag.encode([f"  {ONE}", TWO], system=BEFORE)
+    rag.forget([gone])
+    assert [key.encoding for key in list(rag._components.store.keys()) if key.encoding == "average:3"] == []

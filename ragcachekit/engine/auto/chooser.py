@@ -110,6 +110,8 @@ class AutoPolicies:
         """
         with self._lock:
             known = self._of(namespace)
+            if known.report is not None:  # by tune, or before many other namespaces
+                self._prompts.last_prompts.suggest(namespace, known.report.system)
             unknown = system is None and self._prompts.last_prompts.last(namespace) is None
             known.alone = self._encoder is None and (unknown or (known.alone and system is None))
         return self.resolve(namespace).policy
@@ -137,14 +139,15 @@ class AutoPolicies:
         if self._encoder == IN_PROMPT:
             raise ValueError("the encoder in-prompt has nothing to check: its chunks are exact at first")
         with self._lock:
-            self._of(namespace).begun = True
+            known = self._of(namespace)
+            known.begun = True
         seen = self._seen.of(namespace) if texts is None else ()
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.tells]
         if prompts is not None and not found:
             raise ValueError("none of the prompts has two chunks and text behind them")
         system = self._prompts.last_prompts.last(namespace) if system is None else system
         found = found or self._made(texts, system, namespace)
-        return self._checked(found, system or (), namespace, progress=progress)
+        return self._checked(found, system or (), namespace, known, progress=progress)
 
     def forget(self, namespace: str, *, everything: bool) -> None:
         """Drop the prompts of a namespace, and (``everything``) what was measured on it."""
@@ -195,11 +198,13 @@ class AutoPolicies:
         return [self._check.prompt(probe, system) for probe in probes(texts, PROMPTS)]
 
     def _check_quietly(self, namespace: str) -> None:
-        system = self._prompts.last_prompts.last(namespace)
-        prompts = self._seen.of(namespace)
-        if system is None or not prompts:  # forgotten meanwhile
-            return
-        report = self._checked(prompts, system, namespace, background=True)
+        with self._lock:
+            known, prompts = self._of(namespace), self._seen.of(namespace)
+            system = self._prompts.last_prompts.last(namespace)
+            if system is None or not prompts:  # forgotten meanwhile
+                known.begun = False
+                return
+        report = self._checked(prompts, system, namespace, known, background=True)
         log.info("namespace %r: auto -> %s on %s", namespace, report.policy, report.encoder)
 
     def _checked(
@@ -207,12 +212,11 @@ class AutoPolicies:
         prompts: Sequence[CheckPrompt],
         system: Ids,
         namespace: str,
+        known: _Namespace,
         *,
         background: bool = False,
         progress: bool = False,
     ) -> TuneReport:
-        with self._lock:
-            known = self._of(namespace)
         rows, results, seconds = self._check.run(
             prompts,
             self._policies,
