@@ -173,8 +173,8 @@ class TokenNeighbours:
             if not isinstance(source, Neighbours):
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
         self._sources = dict(sources)
-        self._companions = Companions()
         self._tokenise = lru_cache(REMEMBERED)(tokenise)
+        self._companions = Companions(lambda text, namespace: chunk_id(self._tokenise(text), namespace))
         self._lock = threading.Lock()
         self._forgotten: dict[str, set[str]] = {}
         self._returned: dict[str, set[str]] = {}  # since all chunks of the namespace were forgotten
@@ -200,7 +200,6 @@ class TokenNeighbours:
 
     def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
         """Drop these chunks (None: all) from results until :meth:`register`."""
-        is_one = None if ids is None else lambda text: chunk_id(self._tokenise(text), namespace) in ids
         with self._lock:
             if ids is None:
                 self._returned[namespace] = set()
@@ -208,7 +207,7 @@ class TokenNeighbours:
             else:
                 self._forgotten.setdefault(namespace, set()).update(ids)
                 self._returned.get(namespace, set()).difference_update(ids)
-        self._companions.forget(namespace, is_one)
+        self._companions.forget(namespace, ids)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note chunks that belong together."""

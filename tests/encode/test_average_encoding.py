@@ -187,21 +187,21 @@ class TestNames:
 
 class TestCompanions:
     def test_those_of_one_block_stand_behind_each_other(self):
-        found = Companions()
+        found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", ["a", "b", "c", "d"])
         assert found.of("here", "c") == ("d", "a", "b")
         assert found.of("here", "a\n") == ("b", "c", "d")
         assert found.of("there", "c") == () == found.of("here", "e")
 
     def test_blocks_are_of_nearly_equal_size(self):
-        found = Companions()
+        found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", "abcdefghi")
         assert found.of("here", "a") == ("b", "c")
         assert found.of("here", "e") == ("f", "d")
         assert found.of("here", "i") == ("g", "h")
 
     def test_companions_stay_those_of_the_first_list(self):
-        found = Companions()
+        found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", ["a"])
         assert found.of("here", "a") == ()
         found.observe("here", ["a", "b"])
@@ -211,16 +211,16 @@ class TestCompanions:
 
     def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
         monkeypatch.setattr("ragcachekit.encode.companions.REMEMBERED", 4)
-        found = Companions()
+        found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", "abcdefgh")
         assert all(found.of("here", text) for text in "abcdefgh")
         found.observe("here", "xy")
         assert [bool(found.of("here", text)) for text in "afghxy"] == [False, False, True, True, True, True]
 
     def test_what_is_forgotten_is_no_companion(self):
-        found = Companions()
+        found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", ["a", "b", "c"])
-        found.forget("here", lambda text: text == "b")
+        found.forget("here", frozenset(["here/b"]))
         assert (found.of("here", "a"), found.of("here", "b")) == (("c",), ())
         found.forget("here", None)
         assert found.of("here", "a") == ()
