@@ -124,10 +124,13 @@ def test_bad_arguments_are_refused(options, what):
 def test_an_answer_that_is_not_the_models_gives_no_figures(model):
     """Here because the stored KV is wrong: recomputing every chunk does not mend the text before them."""
     prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
-    with timing.open_engines(model, ("host",)) as engines:
-        engines.filler.generate(prompt, **timing.ONE_TOKEN)
+
+    def fill(rag):
+        rag.generate(prompt, **timing.ONE_TOKEN)
+
+    with timing.open_engines(model, ("host",), fill) as engines:
         timing.check_exact(engines.warm["host"], prompt)
-        (store,) = engines.filler._components.store._tiers
+        store = engines.warm["host"]._components.store
         for key, kv in store._entries.items():
             if key.encoding == "prefix":
                 store._entries[key] = replace(kv, values=tuple(v + 1 for v in kv.values))
@@ -138,7 +141,7 @@ def test_an_answer_that_is_not_the_models_gives_no_figures(model):
 def test_the_check_wants_something_linked(model):
     prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
     with (
-        timing.open_engines(model, ("host",)) as engines,
+        timing.open_engines(model, ("host",), lambda rag: None) as engines,
         pytest.raises(RagCacheError, match="linked path was not checked"),
     ):
         timing.check_exact(engines.cold, prompt)
@@ -146,8 +149,11 @@ def test_the_check_wants_something_linked(model):
 
 def test_a_request_served_from_elsewhere_is_no_sample(model):
     prompt = prompts.random_prompt(32000, 120, 40, 16, seed=0)
-    with timing.open_engines(model, ("host", "disk")) as engines:
-        engines.filler.generate(prompt, **timing.ONE_TOKEN)
+
+    def fill(rag):
+        rag.generate(prompt, **timing.ONE_TOKEN)
+
+    with timing.open_engines(model, ("host", "disk"), fill) as engines:
         assert ttft.ask_engine(engines.warm["disk"], prompt, "reuse", "disk")[3] == 120
         with pytest.raises(RagCacheError, match="expected KV from disk"):
             ttft.ask_engine(engines.warm["host"], prompt, "reuse", "disk")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,11 +85,10 @@ def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
 class Engines:
     """Engines around one model.
 
-    ``filler`` stores what it encodes in every tier at once. Each of ``warm``, by tier, reads that tier alone
-    and stores nothing; ``cold`` has a host tier that stays empty. ``folder`` holds the disk tier.
+    Each of ``warm``, by tier, reads that tier alone and stores nothing; ``cold`` has a host tier that stays
+    empty. ``folder`` holds the disk tier.
     """
 
-    filler: RagCache
     warm: dict[str, RagCache]
     cold: RagCache
     folder: Path
@@ -104,9 +103,12 @@ class Engines:
 
 @contextmanager
 def open_engines(
-    model: Any, tiers: Sequence[str], tokenizer: Any = None, encoder: str | None = None
+    model: Any, tiers: Sequence[str], fill: Callable[[RagCache], object], encoder: str | None = None
 ) -> Iterator[Engines]:
-    """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile."""
+    """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile.
+
+    ``fill`` makes an engine encode all that is measured, before the others open its tiers.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
 
@@ -124,13 +126,13 @@ def open_engines(
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
             # load="always": what is measured is loading.
             options: dict[str, Any] = {"namespace": "bench", "cold": cold, "load": "always"}
-            rag = RagCache(model, tokenizer, policy="reuse", encoder=encoder, store=store, **options)
+            rag = RagCache(model, policy="reuse", encoder=encoder, store=store, **options)
             return stack.enter_context(rag)
 
         kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
         stores = {kind: open_tier(kind) for kind in dict.fromkeys(kinds.values())}
+        fill(engine(TieredStore(tuple(stores.values())), "now"))
         yield Engines(
-            engine(TieredStore(tuple(stores.values())), "now"),
             {tier: engine(stores[kind], "never") for tier, kind in kinds.items()},
             engine(open_tier("host"), "never"),
             folder,

@@ -126,9 +126,12 @@ def _measure(
     bar: tqdm[Any],
 ) -> tuple[dict[str, Any], ...]:
     used = [policy for policy in dict.fromkeys(policies) if policy != "full"]
-    with open_engines(lm, tiers, encoder=encoder) as engines:
+
+    def fill(rag: RagCache) -> None:
         for policy in ("reuse", *used):
-            engines.filler.generate(prompt, policy=policy, **ONE_TOKEN)
+            rag.generate(prompt, policy=policy, **ONE_TOKEN)
+
+    with open_engines(lm, tiers, fill, encoder) as engines:
         check_exact(engines.warm[tiers[-1]], prompt)
         for rag, policy in itertools.product(engines.warm.values(), used):
             check_policy(rag, prompt, policy)
