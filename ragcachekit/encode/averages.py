@@ -47,9 +47,13 @@ class AverageEncoder:
             for (ids, item) in items.items()
             for group in _groups(item, (ids, item.encoding.behind) in alone)
         )
-        for sample, kv in self._in_prompts.encode(samples):
+
+        def is_plain(sample: Missing) -> bool:
+            return sample.encoding.behind == items[sample.token_ids].encoding.behind
+
+        for sample, kv in self._in_prompts.encode(samples, summed=is_plain):
             own = items[sample.token_ids]
-            if sample.encoding.behind == own.encoding.behind:
+            if is_plain(sample):
                 plain = alone.pop((own.token_ids, own.encoding.behind), None)
                 if plain is not None:
                     yield plain, replace(kv, sums={"attended": kv.sums["attended"]})

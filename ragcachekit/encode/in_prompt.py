@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ragcachekit.encode.standalone import prefill
 from ragcachekit.forward.attention_sums import ContextSums, SummingCache
@@ -40,22 +41,28 @@ class InPromptEncoder:
         self._model = model
         self._rope = rope
 
-    def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
-        """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host."""
+    def encode(
+        self, items: Iterable[Missing], summed: Callable[[Missing], bool] = lambda _: True
+    ) -> Iterator[tuple[Missing, ChunkKV]]:
+        """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host.
+
+        Attention is summed for those that are ``summed``; on a CPU that takes as long as the forward.
+        """
         for run in runs(items):
-            kvs = self._forward(run)[::-1]
+            kvs = self._forward(run, [item for item in run if summed(item)])[::-1]
             for item in run:
                 yield item, kvs.pop()  # what was stored is released
 
     @torch.no_grad()
-    def _forward(self, run: Sequence[Missing]) -> list[ChunkKV]:
-        sums = ContextSums([segments_of(item) for item in run])
-        cache = SummingCache(sums)
+    def _forward(self, run: Sequence[Missing], summed: Sequence[Missing]) -> list[ChunkKV]:
+        sums = ContextSums([segments_of(item) for item in summed])
+        cache = SummingCache(sums) if summed else DynamicCache()
         encoding = run[0].encoding
         length = prefill(self._model, [(*encoding.behind, *run[0].token_ids)], encoding.length, cache)
         stretches = [Stretch(0, len(item.encoding.behind), stop_of(item)) for item in run]
         sides = extract(cache.layers, stretches, self._rope, length)
-        return [ChunkKV(*kv, None, s) for kv, s in zip(sides, sums.sums, strict=True)]
+        found = dict(zip(map(id, summed), sums.sums if summed else (), strict=True))
+        return [ChunkKV(*kv, None, found.get(id(item), {})) for kv, item in zip(sides, run, strict=True)]
 
 
 def _serves(first: Missing, item: Missing) -> bool:
