@@ -63,9 +63,6 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
 
 def _queries(read: Corpus, rag: RagCache, progress: bool) -> tuple[list[dict[str, Any]], RagCacheRetriever]:
     """All wordings through the query cache: its rows, and the retriever with what it holds then."""
-    # What will be encoded, before searches say what came together: neighbours in documents share forwards.
-    places = sorted({place for question in read.asked for place in _found(read.retriever, question)})
-    rag.register([read.texts[place] for place in places])
     retriever = RagCacheRetriever.wrap(
         read.retriever, embeddings=read.embeddings, cache=rag, tolerance=read.calibration.tolerance
     )
