@@ -12,9 +12,9 @@ Pair = tuple[str, str]
 """Names of an encoder and of a policy over it."""
 
 CANDIDATES: tuple[Pair, ...] = (
-    ("standalone", "impact:0.1"),
     ("system", "impact:0.1"),
     ("system", "deep:0.1"),
+    ("standalone", "impact:0.1"),
     ("average:3", "reuse"),
     ("average:3", "impact:0.1"),
     ("average:3", "deep:0.1"),
