@@ -56,8 +56,8 @@ class OwnFiles:
 
     @property
     def chunk_encoder(self) -> str | None:
-        """The encoder that was given, or that goes with the default policy; None for the policy's own."""
-        return self.encoder or ("system" if self.policy == DEFAULT_POLICY else None)
+        """The encoder that was given, else ``system``; None where the policy brings its own."""
+        return self.encoder or (None if open_policy(self.policy).encoder else "system")
 
     @property
     def folder(self) -> CacheFolder:

@@ -315,7 +315,7 @@ def test_a_corpus_larger_than_the_budget_or_the_disk_is_refused_first(precompute
 def test_namespaces_and_encoders_are_apart(precompute):
     count, _ = encoded(precompute())
     assert encoded(precompute("--namespace", "other")) == (count, 0)
-    assert encoded(precompute("--encoder", "system")) == (count, 0)
+    assert encoded(precompute("--encoder", "standalone")) == (count, 0)
     assert encoded(precompute("--policy", "lego0")) == (count, 0)
     assert encoded(precompute("--policy", "reuse")) == (0, count)
 

@@ -136,9 +136,9 @@ def second_runs(monkeypatch):
     """Tokens of the chunks for which a prompt runs once more behind the answer."""
     runs, forward = [], InPromptEncoder._forward
 
-    def counted(self, run):
+    def counted(self, run, summed):
         runs.append([len(item.token_ids) for item in run])
-        return forward(self, run)
+        return forward(self, run, summed)
 
     monkeypatch.setattr(InPromptEncoder, "_forward", counted)
     return runs
