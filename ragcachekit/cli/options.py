@@ -93,7 +93,7 @@ Encoder = Annotated[
     str | None,
     typer.Option(
         help="Context that chunks are encoded in: standalone, sinks:4, system, similar:1 (that, and the "
-        "chunk before it in its file). Default: system, or what the policy asks for."
+        "chunk before it in its file)."
     ),
 ]
 Encoders = Annotated[str, typer.Option(help="standalone,sinks:4,system, ...; standalone+int8: quantised.")]
