@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
-    from ragcachekit.query.key_rules import KeyRules
-    from ragcachekit.query.objects import Identity
-    from ragcachekit.query.partitioning import Partitioner
+    from ragcachekit.query.partition.objects import Identity
+    from ragcachekit.query.partition.partitioner import Partitioner
+    from ragcachekit.query.partition.rules import KeyRules
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
     from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
@@ -75,9 +75,9 @@ _LAZY = {
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.query.base": ("Partition",),
     "ragcachekit.query.calibrate": ("calibrate",),
-    "ragcachekit.query.key_rules": ("KeyRules",),
-    "ragcachekit.query.objects": ("Identity",),
-    "ragcachekit.query.partitioning": ("Partitioner",),
+    "ragcachekit.query.partition.rules": ("KeyRules",),
+    "ragcachekit.query.partition.objects": ("Identity",),
+    "ragcachekit.query.partition.partitioner": ("Partitioner",),
     "ragcachekit.query.proximity": ("ProximityCache",),
     "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),
     "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),

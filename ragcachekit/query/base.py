@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ragcachekit.config import positive
-from ragcachekit.query.keys import object_key
+from ragcachekit.query.partition.keys import object_key
 
 ResultId: TypeAlias = str | int
 """What names one result of a search."""

@@ -10,8 +10,8 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from ragcachekit.query.base import Partition
-from ragcachekit.query.key_rules import KeyRules
-from ragcachekit.query.partitioning import Partitioner
+from ragcachekit.query.partition.partitioner import Partitioner
+from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, PrivateAttr
 
-from ragcachekit.query.index_changes import observe
+from ragcachekit.query.partition.index_changes import observe
 
 
 class Base(ABC):

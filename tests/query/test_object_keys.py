@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, PrivateAttr
 from tokenizers import Tokenizer, models
 
-from ragcachekit.query.key_rules import KeyRules
-from ragcachekit.query.keys import MAX_VALUES, NotKeyable, TooLarge, object_key
-from ragcachekit.query.objects import Identity
+from ragcachekit.query.partition.keys import MAX_VALUES, NotKeyable, TooLarge, object_key
+from ragcachekit.query.partition.objects import Identity
+from ragcachekit.query.partition.rules import KeyRules
 
 KNOWN = KeyRules(libraries=frozenset({__name__.partition(".")[0]}))
 """Takes the classes of this module for those of a library."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ragcachekit.query.base import Partition
-from ragcachekit.query.keys import object_key
+from ragcachekit.query.partition.keys import object_key
 
 
 class Opaque:

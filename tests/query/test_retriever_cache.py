@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 import ragcachekit
-from ragcachekit.query.key_rules import KeyRules
-from ragcachekit.query.partitioning import Partitioner
+from ragcachekit.query.partition.partitioner import Partitioner
+from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
 
 RULES = KeyRules()

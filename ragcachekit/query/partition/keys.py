@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ragcachekit.query.index_changes import observe
-from ragcachekit.query.key_rules import KeyRules, class_with_parts
-from ragcachekit.query.objects import (
+from ragcachekit.query.partition.index_changes import observe
+from ragcachekit.query.partition.objects import (
     CODE,
     FUNCTIONS,
     SCALARS,
@@ -30,6 +29,7 @@ from ragcachekit.query.objects import (
     hides_state,
     referred_by,
 )
+from ragcachekit.query.partition.rules import KeyRules, class_with_parts
 
 MAX_VALUES = 10_000
 """Values visited for one key; beyond it, comparing takes longer than many a search."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ragcachekit.config import positive
 from ragcachekit.query.base import LogOnce, Partition
-from ragcachekit.query.key_rules import KeyRules
-from ragcachekit.query.keys import NotKeyable, index_versions, object_key
+from ragcachekit.query.partition.keys import NotKeyable, index_versions, object_key
+from ragcachekit.query.partition.rules import KeyRules
 
 log = logging.getLogger(__name__)
 
