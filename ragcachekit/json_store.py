@@ -1,0 +1,157 @@
+"""JSON values by JSON keys on disk, shared by the processes of one machine: ``diskcache`` without pickle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import diskcache
+from diskcache.core import MODE_PICKLE, UNKNOWN
+
+log = logging.getLogger(__name__)
+
+_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError)
+_DAMAGE = (sqlite3.DatabaseError, ValueError, OSError, diskcache.Timeout)
+
+
+class JsonDisk(diskcache.Disk):  # type: ignore[misc]
+    """Keys and values as JSON text, values behind their CRC-32; a pickled row raises ValueError.
+
+    ``diskcache.JSONDisk`` would unpickle what somebody else wrote into its database.
+    """
+
+    def put(self, key: object) -> tuple[Any, bool]:
+        return json.dumps(key), True
+
+    def get(self, key: Any, raw: bool) -> Any:
+        with suppress(ValueError):
+            return json.loads(key) if raw and isinstance(key, str) else None
+        return None
+
+    def store(self, value: object, read: bool, key: Any = UNKNOWN) -> Any:
+        text = json.dumps(value)
+        return super().store(f"{_checksum(text)}{text}", False, key)
+
+    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
+        if mode == MODE_PICKLE:
+            raise ValueError("a pickled value")
+        text = super().fetch(mode, filename, value, False)
+        if not isinstance(text, str) or text[:8] != _checksum(text[8:]):
+            raise ValueError("a damaged value")
+        return json.loads(text[8:])
+
+
+class JsonStore:
+    """A persistent mapping of strings to JSON values. Thread and process safe.
+
+    A value that is cut short or altered is missing, and so is everything where the database cannot be
+    read: that folder is put aside as ``NAME.damaged-TIME`` and an empty store takes its place.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it does not exist. OSError where that is not allowed.
+    size_limit : int, optional
+        Bytes; the least recently stored values go first. None keeps everything.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], size_limit: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._options: dict[str, Any] = {"eviction_policy": "none", "cull_limit": 0}
+        if size_limit is not None:
+            self._options = {"eviction_policy": "least-recently-stored", "size_limit": size_limit}
+        self._cache = self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        try:
+            return len(self._cache)
+        except _DAMAGE:
+            return 0
+
+    def get(self, key: str) -> Any:
+        """The value, or None if there is none or it is damaged."""
+        try:
+            return self._cache.get(key)
+        except _DAMAGE as error:
+            log.warning("%s: the value of %r cannot be read (%r)", self.folder, key, error)
+            with suppress(*_DAMAGE):
+                self._cache.delete(key)
+            return None
+
+    def put(self, values: Mapping[str, object]) -> None:
+        """Store values together: all of them, or none where the process dies. OSError where it fails."""
+        try:
+            with self._cache.transact():
+                for key, value in values.items():
+                    self._cache.set(key, value)
+        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
+            raise OSError(f"cannot write to {self.folder}: {error}") from error
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove values; keys that are not there do not count. OSError where it fails."""
+        try:
+            with self._cache.transact():
+                for key in keys:
+                    self._cache.delete(key)
+        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
+            raise OSError(f"cannot write to {self.folder}: {error}") from error
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Keys and values in the order in which keys first came; damaged ones are left out."""
+        try:
+            keys = list(self._cache)
+        except _DAMAGE as error:
+            log.warning("%s: its keys cannot be read (%r)", self.folder, error)
+            return
+        for key in keys:
+            value = self.get(key) if isinstance(key, str) else None
+            if value is not None:
+                yield key, value
+
+    def clear(self) -> None:
+        """Remove everything; OSError where it fails."""
+        try:
+            self._cache.clear()
+        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
+            raise OSError(f"cannot write to {self.folder}: {error}") from error
+
+    def close(self) -> None:
+        """Close the database; a later call opens it again."""
+        self._cache.close()
+
+    def _open(self) -> Any:
+        try:
+            return self._connect()
+        except _UNREADABLE as error:
+            aside = self.folder.with_name(f"{self.folder.name}.damaged-{time.time_ns()}")
+            log.warning("%s is damaged (%r); put aside as %s", self.folder, error, aside)
+            self.folder.rename(aside)
+            self.folder.mkdir()
+        try:
+            return self._connect()
+        except _UNREADABLE as error:
+            raise OSError(f"cannot open {self.folder}: {error}") from error
+
+    def _connect(self) -> Any:
+        cache = diskcache.Cache(str(self.folder), disk=JsonDisk, **self._options)
+        len(cache)
+        return cache
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"

@@ -1,0 +1,100 @@
+"""JSON on disk: kept over a restart, shared by processes, a miss where damaged, and never unpickled."""
+
+import pickle
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import diskcache
+import pytest
+
+from ragcachekit.json_store import JsonStore
+
+VALUE = {"text": "Zürich 😀 \ud83d", "numbers": [1, 2.5, None], "long": "x" * 100_000}
+
+CODE = """
+import sys
+from ragcachekit.json_store import JsonStore
+
+with JsonStore(sys.argv[1]) as store:
+    store.put({"b": store.get("a") + 1})
+"""
+
+
+class Bomb:
+    """Pickles into something that creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_restart_keeps_values_and_their_order(tmp_path):
+    with JsonStore(tmp_path / "store") as store:
+        store.put({"b": VALUE, "a": [1], "c": "gone"})
+        store.delete(["c", "never there"])
+    with JsonStore(tmp_path / "store") as store:
+        assert list(store.items()) == [("b", VALUE), ("a", [1])]
+        assert (len(store), store.get("a"), store.get("c")) == (2, [1], None)
+        store.clear()
+        assert len(store) == 0
+
+
+def test_another_process_sees_what_was_put(tmp_path):
+    with JsonStore(tmp_path) as store:
+        store.put({"a": 1})
+        subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], check=True)
+        assert store.get("b") == 2
+
+
+def test_an_altered_value_is_missing(tmp_path):
+    with JsonStore(tmp_path) as store:
+        store.put({"a": {"x": "aaaa"}, "b": 2, "long": "x" * 100_000})
+    with sqlite3.connect(tmp_path / "cache.db") as database:
+        database.execute("UPDATE Cache SET value = replace(value, 'aaaa', 'aaab') WHERE key = '\"a\"'")
+    file = next(tmp_path.rglob("*.val"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with JsonStore(tmp_path) as store:
+        assert [store.get(key) for key in ("a", "b", "long")] == [None, 2, None]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:5000], lambda data: b"no database" * 1000, lambda _: b""]
+)
+def test_a_damaged_database_is_put_aside(tmp_path, damage):
+    folder = tmp_path / "store"
+    with JsonStore(folder) as store:
+        store.put({str(i): i for i in range(1000)})
+    database = folder / "cache.db"
+    database.write_bytes(damage(database.read_bytes()))
+    with JsonStore(folder) as store:
+        assert all(store.get(str(i)) in (None, i) for i in range(1000))
+        store.put({"new": 1})
+        assert store.get("new") == 1
+
+
+def test_a_pickled_value_or_key_is_never_loaded(tmp_path):
+    touched = tmp_path / "touched"
+    folder = tmp_path / "store"
+    with diskcache.Cache(str(folder)) as cache:
+        cache['"value"'] = Bomb(touched)
+        cache[Bomb(touched)] = 1
+        cache[pickle.dumps(Bomb(touched))] = 2
+    touched.unlink(missing_ok=True)
+    with JsonStore(folder) as store:
+        assert list(store.items()) == []
+        assert store.get("value") is None
+        store.put({"mine": 1})
+        assert list(store.items()) == [("mine", 1)]
+    assert not touched.exists()
+
+
+def test_the_oldest_go_beyond_the_limit(tmp_path):
+    with JsonStore(tmp_path, size_limit=200_000) as store:
+        for number in range(100):
+            store.put({str(number): "x" * 20_000})
+        assert len(store) < 20
+        assert store.get("99") is not None
