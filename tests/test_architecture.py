@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FREE = ("types", "errors", "config", "files", "forks", "threads", "cancellation", "background")
+FREE = ("types", "errors", "config", "files", "forks", "threads", "cancellation", "background", "json_store")
 CHAIN = (
     *("model", "store", "prefix_tree", "reports", "policies", "plan", "forward", "encode"),
     *("generate", "engine", "commands", "cli"),
