@@ -59,6 +59,15 @@ class VectorIndex(ABC):
     def __len__(self) -> int:
         return len(self._labels)
 
+    def __contains__(self, one: object) -> bool:
+        return one in self._labels
+
+    @property
+    def ids(self) -> tuple[DocumentId, ...]:
+        """The ids in the order in which they were added."""
+        with self._lock:
+            return tuple(self._labels)
+
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
 
@@ -110,14 +119,22 @@ class VectorIndex(ABC):
                 del self._ids[self._labels.pop(one)]
             return len(known)
 
+    def vectors(self, ids: Sequence[DocumentId]) -> Float32:
+        """The stored vectors ``[n, dim]`` of these ids; RetrievalError for an id that is not there."""
+        with self._lock:
+            missing = next((one for one in ids if one not in self._labels), None)
+            if missing is not None:
+                raise RetrievalError(f"id {missing!r} is not in the index")
+            return self._vectors(np.array([self._labels[one] for one in ids], np.int64))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256."""
         with self._lock:
             ids = tuple(sorted(self._ids.items()))
-            manifest = Manifest(self.kind, self.dim, self.metric, self._options(), self._next_label, ids)
+            manifest = Manifest(self.kind, self.dim, self.metric, self.options(), self._next_label, ids)
             write_index(Path(path), manifest, self._write)
 
-    def restore(self, data: Path, manifest: Manifest) -> None:
+    def restore(self, data: Path, manifest: Manifest, *, mmap: bool = False) -> None:
         """Take over a verified data file and its ids; called by the registry's ``load_index``."""
         with self._lock:
             self._read(data, len(manifest.ids))
@@ -134,7 +151,7 @@ class VectorIndex(ABC):
             distances = (0.0 if self.metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide)
         return list(distances.tolist())
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Constructor arguments besides dim and metric, as JSON."""
         return {}
 

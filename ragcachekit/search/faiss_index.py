@@ -76,5 +76,5 @@ class FaissHnswIndex(FaissFlatIndex):
     def _remove(self, labels: NDArray[np.int64]) -> None:
         raise RetrievalError("faiss-hnsw cannot remove; use hnswlib or faiss-flat, or build the index anew")
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return asdict(self._graph)

@@ -65,7 +65,7 @@ class HnswlibIndex(VectorIndex):
         for label in labels.tolist():
             self._index.mark_deleted(label)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {**asdict(self._graph), "seed": self._seed}
 
     def _write(self, path: Path) -> None:

@@ -37,12 +37,12 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
     return made
 
 
-def load_index(path: str | os.PathLike[str]) -> VectorIndex:
+def load_index(path: str | os.PathLike[str], *, mmap: bool = False) -> VectorIndex:
     """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged."""
     manifest, data = read_index(Path(path))
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
     try:
-        index.restore(data, manifest)
+        index.restore(data, manifest, mmap=mmap)
     except RuntimeError as error:  # what Faiss and hnswlib raise
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index

@@ -135,7 +135,7 @@ def test_options_survive(tmp_path: Path) -> None:
     made = open_index("faiss-hnsw", 8, "l2", links=5, ef_search=9)
     made.add(IDS, KEYS)
     made.save(tmp_path / "i")
-    assert load_index(tmp_path / "i")._options() == {"links": 5, "ef_construction": 200, "ef_search": 9}
+    assert load_index(tmp_path / "i").options() == {"links": 5, "ef_construction": 200, "ef_search": 9}
 
 
 def test_unknown_names_list_the_known_ones() -> None:
