@@ -18,8 +18,10 @@ from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.estimate.log import read_log
 
 _COPY_NOISE = 1.15
-"""Norm of what is added to a unit vector: a copy lies at a cosine distance of 0.34, as a passage of SQuAD from
-its nearest other one (median)."""
+"""Norm of what is added to a unit vector: a copy lies at a cosine distance of 0.34 from it.
+
+So far is a passage of SQuAD from its nearest other one (median).
+"""
 
 
 @dataclass(frozen=True, eq=False)
