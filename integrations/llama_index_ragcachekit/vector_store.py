@@ -112,12 +112,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         if query.mode != VectorStoreQueryMode.DEFAULT or query.query_embedding is None:
             raise ValueError("RagCacheVectorStore searches by embedding; use the default query mode")
         accepts = _predicate(query.filters)
-        if query.node_ids is not None or query.doc_ids is not None:
+        if query.node_ids or query.doc_ids:  # LlamaIndex's retriever gives an empty list for no choice
             accepts = _among(accepts, query.node_ids, query.doc_ids)
-        filtered = query.filters or query.node_ids is not None or query.doc_ids is not None
-        found = self._index.search(
-            query.query_embedding, query.similarity_top_k, accepts if filtered else None
-        )
+        where = accepts if query.filters or query.node_ids or query.doc_ids else None
+        found = self._index.search(query.query_embedding, query.similarity_top_k, where)
         base = 1.0 if self._index.metric == "cosine" else 0.0
         return VectorStoreQueryResult(
             nodes=[_as_node(one) for one, _ in found],
@@ -147,14 +145,10 @@ def _predicate(filters: MetadataFilters | None) -> Callable[[Any], bool]:
 def _among(
     accepts: Callable[[Any], bool], node_ids: list[str] | None, doc_ids: list[str] | None
 ) -> Callable[[Any], bool]:
-    nodes = None if node_ids is None else frozenset(node_ids)
-    documents = None if doc_ids is None else frozenset(doc_ids)
+    nodes, documents = frozenset(node_ids or ()), frozenset(doc_ids or ())
 
     def is_among(found: Any) -> bool:
-        if nodes is not None and found.id not in nodes:
-            return False
-        if documents is not None and found.metadata.get("ref_doc_id") not in documents:
-            return False
-        return accepts(found)
+        chosen = not nodes or found.id in nodes
+        return chosen and (not documents or found.metadata.get("ref_doc_id") in documents) and accepts(found)
 
     return is_among
