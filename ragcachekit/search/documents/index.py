@@ -16,12 +16,12 @@ from numpy.typing import ArrayLike
 
 from ragcachekit.config import positive
 from ragcachekit.errors import Closed, RetrievalError
-from ragcachekit.search.base import SearchResult
 from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows
 from ragcachekit.search.documents.record import Hit, IndexChange, Record, Where, as_predicate, as_records
 from ragcachekit.search.documents.state import IndexState, check_same
 from ragcachekit.search.documents.storage import Change, Head, Storage
 from ragcachekit.search.registry import open_index
+from ragcachekit.search.results import SearchResult
 
 _FILTERED_MORE = 4  # how many times k a filtered search asks for first, and more at each further try
 
@@ -31,7 +31,7 @@ class DocumentIndex:
 
     Thread safe. With a ``path``, what a call has acknowledged survives a killed process. Other processes may
     open the same path: their changes are seen at the next call, and writers take turns. Scores are
-    distances, as in :class:`~ragcachekit.search.base.SearchResult`: smaller is nearer.
+    distances, as in :class:`~ragcachekit.search.results.SearchResult`: smaller is nearer.
 
     Parameters
     ----------

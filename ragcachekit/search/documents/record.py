@@ -37,7 +37,7 @@ class IndexChange:
 
 
 class Hit(NamedTuple):
-    """A found document and its distance, as :class:`~ragcachekit.search.base.SearchResult` defines it."""
+    """A found document and its distance, as :class:`~ragcachekit.search.results.SearchResult` defines it."""
 
     record: Record
     score: float
