@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
     from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
+    from ragcachekit.search.documents.index import DocumentIndex
+    from ragcachekit.search.documents.record import IndexChange
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,10 +35,12 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "CoRetrieved",
+    "DocumentIndex",
     "EncodingStats",
     "GenerateReport",
     "GraphConfig",
     "Identity",
+    "IndexChange",
     "KeyRules",
     "LinkReport",
     "LoadConfig",
@@ -81,6 +85,8 @@ _LAZY = {
     "ragcachekit.query.proximity": ("ProximityCache",),
     "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),
     "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
+    "ragcachekit.search.documents.index": ("DocumentIndex",),
+    "ragcachekit.search.documents.record": ("IndexChange",),
 }
 
 

@@ -18,6 +18,9 @@ from diskcache.core import MODE_PICKLE, UNKNOWN
 
 log = logging.getLogger(__name__)
 
+# diskcache keeps larger values in files, and removes a replaced file before its transaction is committed
+_LARGEST_BLOB = 1 << 30
+
 _UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError)
 _DAMAGE = (sqlite3.DatabaseError, ValueError, OSError, diskcache.Timeout)
 
@@ -66,9 +69,11 @@ class JsonStore:
     def __init__(self, folder: str | os.PathLike[str], size_limit: int | None = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._options: dict[str, Any] = {"eviction_policy": "none", "cull_limit": 0}
-        if size_limit is not None:
-            self._options = {"eviction_policy": "least-recently-stored", "size_limit": size_limit}
+        self._options: dict[str, Any] = {"disk_min_file_size": _LARGEST_BLOB}
+        if size_limit is None:
+            self._options |= {"eviction_policy": "none", "cull_limit": 0}
+        else:
+            self._options |= {"eviction_policy": "least-recently-stored", "size_limit": size_limit}
         self._cache = self._open()
 
     def __enter__(self) -> Self:

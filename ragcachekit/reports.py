@@ -75,6 +75,9 @@ class LinkReport(_Report):
       approximate unless ``chunks`` says exact.
     - ``fallback``: Why the prompt was prefilled in full, if it was.
     - ``notes``: Damaged entries, why no chunk was found, and the like.
+    - ``neighbours``: Where the chunks' neighbours come from, with the number of chunks: ``document order``,
+      ``registered together``, ``neighbours=`` (a source that was given) or ``none``. Empty where the encoder
+      needs none.
     - ``forward``: How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:``
       and why not as a graph. Empty where the prompt was prefilled in full.
     - ``kernels``: What attended in it: ``triton``, or ``torch`` and why; empty likewise.
@@ -100,6 +103,7 @@ class LinkReport(_Report):
     forward: str = ""
     kernels: str = ""
     prefix: ChunkUse | None = None
+    neighbours: str = ""
 
     @property
     def reused_tokens(self) -> int:

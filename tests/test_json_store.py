@@ -55,8 +55,7 @@ def test_an_altered_value_is_missing(tmp_path):
         store.put({"a": {"x": "aaaa"}, "b": 2, "long": "x" * 100_000})
     with sqlite3.connect(tmp_path / "cache.db") as database:
         database.execute("UPDATE Cache SET value = replace(value, 'aaaa', 'aaab') WHERE key = '\"a\"'")
-    file = next(tmp_path.rglob("*.val"))
-    file.write_bytes(file.read_bytes()[:-1])
+        database.execute("UPDATE Cache SET value = substr(value, 1, 99999) WHERE key = '\"long\"'")
     with JsonStore(tmp_path) as store:
         assert [store.get(key) for key in ("a", "b", "long")] == [None, 2, None]
 
@@ -98,3 +97,12 @@ def test_the_oldest_go_beyond_the_limit(tmp_path):
             store.put({str(number): "x" * 20_000})
         assert len(store) < 20
         assert store.get("99") is not None
+
+
+def test_a_failed_put_keeps_large_old_values(tmp_path):
+    with JsonStore(tmp_path / "s") as store:
+        store.put({"a": VALUE})
+        with pytest.raises(TypeError):
+            store.put({"a": "other" * 50_000, "b": object()})
+        assert store.get("a") == VALUE
+        assert len(store) == 1

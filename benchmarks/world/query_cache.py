@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.world.world import make_world, variants
-from ragcachekit.commands.bench import query_cache
-from ragcachekit.commands.bench.query_cache import PARTITION, RESULTS, SWEEP, Row, Workload
+from benchmarks.world.world import make_world
+from ragcachekit.commands.bench.query_cache import run as query_cache
+from ragcachekit.commands.bench.query_cache.run import PARTITION, RESULTS, SWEEP, Row
+from ragcachekit.commands.bench.query_cache.wordings import variants
+from ragcachekit.commands.bench.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.query.base import Hit
@@ -33,7 +35,7 @@ def run(*, lookups: int = 2000, questions: int = 200, seed: int = 0, progress: b
     """Time lookups over random vectors, and replay questions; 0 of these leave the sweep out.
 
     Rows have a ``part``: ``lookup`` and ``wrapper`` in microseconds, ``sweep`` as of
-    :func:`ragcachekit.commands.bench.query_cache.sweep`.
+    :func:`ragcachekit.commands.bench.query_cache.run.replays`.
 
     Raises RuntimeError if a timed cache disagrees with a plain oracle; no figure is given then.
     """
@@ -62,12 +64,14 @@ def workload(questions: int, seed: int, progress: bool = False) -> Workload:
     if not 0 < questions <= len(world.questions):
         raise ValueError(f"questions must be between 0 and {len(world.questions)}, got {questions}")
     chosen = rng.sample(world.questions, questions)
-    asked = [text for question in chosen for text in variants(question.text)]
+    asked = [(n, text) for n, question in enumerate(chosen) for text in variants(question.text)]
     rng.shuffle(asked)
+    texts = [text for _, text in asked]
     embedder = MiniLM()
     chunks = [chunk for article in world.articles for chunk in article.chunks]
     chunk_rows = embedder.embed(chunks, progress=progress)
-    return Workload(NAME, embedder.embed(asked, progress=progress), chunk_rows, questions)
+    rows = embedder.embed(texts, progress=progress)
+    return Workload(NAME, tuple(texts), rows, chunk_rows, tuple(n for n, _ in asked))
 
 
 def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,6 @@ The questions come in three kinds, which suffer differently when a chunk's KV ca
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,18 +33,6 @@ TRAINING_SEEDS = (
 # As the prompts of `ask`: the reader was trained on them.
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
-PREFIXES = (
-    "Please tell me:",
-    "Quick question:",
-    "I would like to know:",
-    "One more question:",
-    "I wonder:",
-    "Can you say:",
-    "For my notes:",
-    "Hello,",
-    "Just curious:",
-    "Help me with this:",
-)
 
 
 @dataclass(frozen=True)
@@ -153,27 +140,6 @@ def make_world(
     by_title = {subject.title: subject for subject in subjects}
     questions = tuple(question for subject in subjects for question in _questions(rng, subject, by_title))
     return World(articles, questions)
-
-
-def variants(question: str, n: int = 4) -> tuple[str, ...]:
-    """Return `n` wordings of a question, each with another short prefix, as in the workload of Proximity.
-
-    Parameters
-    ----------
-    question
-        Text of the question.
-    n
-        How many, from 1 to the number of `PREFIXES`.
-
-    Raises
-    ------
-    ValueError
-        If there are not so many prefixes.
-    """
-    if not 1 <= n <= len(PREFIXES):
-        raise ValueError(f"n must be between 1 and {len(PREFIXES)}, not {n}")
-    start = zlib.crc32(question.encode())
-    return tuple(f"{PREFIXES[(start + i) % len(PREFIXES)]} {question}" for i in range(n))
 
 
 def system_text(chunks: Sequence[str]) -> str:

@@ -2,5 +2,6 @@
 
 from llama_index_ragcachekit.llm import RagCacheLLM
 from llama_index_ragcachekit.retriever import RagCacheRetriever
+from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 
-__all__ = ["RagCacheLLM", "RagCacheRetriever"]
+__all__ = ["RagCacheLLM", "RagCacheRetriever", "RagCacheVectorStore"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Neighbours = Annotated[
     str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
 ]
+Dataset = Annotated[str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")]
 
 
 def check_model(
@@ -131,21 +132,53 @@ def ttft(
 
 
 def query_cache(
-    log: Annotated[Path, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")],
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Your questions, one per line, as for `estimate`.")
+    ] = None,
     corpus: Annotated[
-        str, typer.Option(callback=opt.check_corpus, help="The folder that they are asked about.")
-    ],
+        str | None, typer.Option(callback=opt.check_corpus, help="The folder that they are asked about.")
+    ] = None,
+    dataset: Dataset = None,
+    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 131,
+    wordings: Annotated[int, typer.Option(min=1, max=10, help="Of each question of the dataset.")] = 4,
+    vectors: Annotated[
+        int, typer.Option(min=0, help="Fill the dataset's index up to these with noisy copies.")
+    ] = 0,
+    index: Annotated[str, typer.Option(help="faiss-flat, faiss-hnsw, hnswlib, ...")] = "faiss-flat",
+    capacities: Annotated[
+        str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
+    ] = None,
+    tolerances: Annotated[str, typer.Option(help="Cosine distances, with commas.")] = "0,0.02,0.05,0.1",
+    eviction: Annotated[str, typer.Option(help="fifo, lru or lfu.")] = "fifo",
+    passes: Annotated[int, typer.Option(min=1, help="How often all of it is asked.")] = 1,
     chunk_tokens: opt.ChunkTokens = 200,
+    seed: opt.Seed = 0,
     json: opt.Json = None,
+    plot: opt.Plot = None,
 ) -> None:
-    """Hit rates, recall and lookup times of the query cache, over your own questions and documents."""
-    from ragcachekit.commands.bench import query_cache as module
-    from ragcachekit.commands.own_questions import workload
+    """Hit rates, search time saved and recall of the query cache, on your own questions or a dataset's."""
+    from ragcachekit.commands.bench.query_cache import plot as picture
+    from ragcachekit.commands.bench.query_cache import run as module
+    from ragcachekit.commands.bench.query_cache import workload as asked
 
+    if (dataset is None) == (log is None) or (log is None) != (corpus is None):
+        raise ValueError("give --log with --corpus, or --dataset")
+    sweep = module.Sweep(
+        tuple(int(size) for size in opt.numbers("--capacities", capacities)) if capacities else (),
+        opt.numbers("--tolerances", tolerances),
+        eviction,
+        passes,
+    )
     quiet_loading()
-    report = module.run(workload(log, corpus, chunk_tokens, progress=True))
+    if dataset is not None:
+        found = asked.of_dataset(dataset, count, wordings=wordings, vectors=vectors, seed=seed, progress=True)
+    else:
+        assert log is not None
+        assert corpus is not None
+        found = asked.of_log(log, corpus, chunk_tokens, progress=True)
+    report = module.run(found, sweep, index, progress=True)
     show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
-    written(report, json)
+    written(report, json, plot, picture.plot)
 
 
 def fidelity(
@@ -154,9 +187,7 @@ def fidelity(
     corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
-    dataset: Annotated[
-        str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")
-    ] = None,
+    dataset: Dataset = None,
     count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
     distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
     order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",

@@ -10,10 +10,8 @@ from pathlib import Path
 from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
 from ragcachekit.commands.bench.fidelity.datasets.registry import draw_questions
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, read_questions
-from ragcachekit.commands.bench.query_cache import Workload
 from ragcachekit.commands.calibrate.probes import probes
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.commands.estimate.log import read_log
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
 
@@ -108,18 +106,3 @@ def neighbours_of(sample: Sample, preceding: bool, progress: bool) -> Neighbours
     asked = (chunk for question in sample.questions for chunk in question.chunks)
     texts = list(dict.fromkeys([*(sample.corpus.texts if sample.corpus is not None else ()), *asked]))
     return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))
-
-
-def workload(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progress: bool = False) -> Workload:
-    """Embeddings of a log's questions, in order, and of the chunks of a corpus.
-
-    Raises ValueError, CorpusError, RagCacheError, RetrievalError if either or the embedding model is missing.
-    """
-    from ragcachekit.commands.embedding import MiniLM  # an extra
-
-    asked = [query.question for query in read_log(log)]
-    chunks = read_corpus(corpus, chunk_tokens=chunk_tokens).texts
-    embedder = MiniLM()
-    questions = embedder.embed(asked, progress=progress)
-    name = f"{log} over {corpus}; all-MiniLM-L6-v2"
-    return Workload(name, questions, embedder.embed(chunks, progress=progress), len(set(asked)))

@@ -12,12 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.encode.companions import Companions
+from ragcachekit.encode.document_order import DocumentOrder
 from ragcachekit.types import chunk_id
 
 Ids = tuple[int, ...]
 
 REMEMBERED = 4096
 """Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
+
+GIVEN, DOCUMENT, TOGETHER = "neighbours=", "document order", "registered together"
+"""Where neighbours come from, as reports name it."""
 
 _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
@@ -164,8 +168,8 @@ class CoRetrieved:
 class TokenNeighbours:
     """Neighbours as token ids, by namespace, without forgotten ones; TypeError for a source without ``of``.
 
-    A namespace without a source has its chunks that were registered together (:class:`Companions`): one
-    tenant's chunks must not affect another's KV.
+    A namespace without a source has the order of its documents (:class:`DocumentOrder`) and its chunks that
+    were registered together (:class:`Companions`): one tenant's chunks must not affect another's KV.
     """
 
     def __init__(self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids]) -> None:
@@ -174,6 +178,7 @@ class TokenNeighbours:
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
         self._sources = dict(sources)
         self._tokenise = lru_cache(REMEMBERED)(tokenise)
+        self._orders: dict[str, DocumentOrder] = {}
         self._companions = Companions(lambda text, namespace: chunk_id(self._tokenise(text), namespace))
         self._lock = threading.Lock()
         self._forgotten: dict[str, set[str]] = {}
@@ -182,11 +187,25 @@ class TokenNeighbours:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
-    def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
-        """Token ids of the chunks most similar to ``text``, most similar first."""
-        source = self._sources.get(namespace)
-        near = source.of(text) if source else self._companions.of(namespace, text)
+    def of(self, text: str, namespace: str, by_document: bool = False) -> tuple[str, tuple[Ids, ...]]:
+        """Where the neighbours of ``text`` come from, and their token ids, most similar first.
+
+        Without a source those are the chunks that were registered with it, or those of its document. With
+        ``by_document`` the latter count more, and only chunks before it.
+        """
+        origin, near = self._texts_near(text, namespace, by_document)
         found = [self._tokenise(one) for one in _texts(near)]
+        return (origin if found else ""), self._not_forgotten(found, namespace)
+
+    def _texts_near(self, text: str, namespace: str, by_document: bool) -> tuple[str, Sequence[str]]:
+        if (source := self._sources.get(namespace)) is not None:
+            return GIVEN, source.of(text)
+        order, together = self._orders.get(namespace), self._companions.of(namespace, text)
+        if order is None or text not in order or (together and not by_document):
+            return TOGETHER, together
+        return DOCUMENT, order.of(text, following=not by_document)
+
+    def _not_forgotten(self, found: Sequence[Ids], namespace: str) -> tuple[Ids, ...]:
         with self._lock:
             forgotten, returned = self._forgotten.get(namespace, ()), self._returned.get(namespace)
             if not forgotten and returned is None:
@@ -198,8 +217,8 @@ class TokenNeighbours:
                 if name not in forgotten and (returned is None or name in returned)
             )
 
-    def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
-        """Drop these chunks (None: all) from results until :meth:`register`."""
+    def forget(self, namespace: str, ids: frozenset[str] | None = None, texts: Iterable[str] = ()) -> None:
+        """Drop these chunks (None: all) from results until :meth:`register`; ``texts`` in every form."""
         with self._lock:
             if ids is None:
                 self._returned[namespace] = set()
@@ -208,6 +227,18 @@ class TokenNeighbours:
                 self._forgotten.setdefault(namespace, set()).update(ids)
                 self._returned.get(namespace, set()).difference_update(ids)
         self._companions.forget(namespace, ids)
+        if ids is None:
+            self._orders.pop(namespace, None)
+        elif (order := self._orders.get(namespace)) is not None:
+            order.discard(texts)
+
+    def order(
+        self, namespace: str, document: str, texts: Sequence[str], starts: Sequence[int] | None
+    ) -> None:
+        """Note the order of a document's chunks; they are not forgotten any more."""
+        if namespace not in self._sources:
+            self._orders.setdefault(namespace, DocumentOrder()).add(document, texts, starts)
+            self._return(namespace, texts)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note chunks that belong together."""
@@ -218,6 +249,9 @@ class TokenNeighbours:
         """Note chunks that belong together; those that were forgotten before are found again."""
         texts = list(texts)
         self.observe(namespace, texts)
+        self._return(namespace, texts)
+
+    def _return(self, namespace: str, texts: Iterable[str]) -> None:
         if not self._forgotten.get(namespace) and namespace not in self._returned:
             return
         ids = {chunk_id(self._tokenise(text), namespace) for text in texts}

@@ -59,6 +59,40 @@ class ChunkMethods:
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
         return self._unless_forgotten(self._prompts.register, texts, namespace, since)
 
+    def order(
+        self,
+        document: str,
+        texts: Sequence[str],
+        *,
+        starts: Sequence[int] | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        """Note which chunks of a document follow each other, for encoders with neighbours.
+
+        Costs no model work and registers nothing. Called by retrievers that have an index of their own.
+        ``similar:n`` encodes a chunk behind those before it. ``average:n`` uses the chunks around it where
+        none was registered together with it.
+
+        Parameters
+        ----------
+        document : str
+            Any name; equal names are one document.
+        starts : sequence of int, optional
+            Place of each chunk, such as its first character; else they follow what is known already.
+        """
+        where, since = self._checked(namespace), self._components.forgets.now()
+        texts = strings(texts, "texts")
+        if starts is not None and len(starts) != len(texts):
+            raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
+
+        places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
+
+        def note(namespace: str, texts: Sequence[str]) -> None:
+            known = None if places is None else [places[text] for text in texts]
+            self._prompts.neighbours.order(namespace, document, texts, known)
+
+        self._unless_forgotten(note, texts, where, since)
+
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
     ) -> None:

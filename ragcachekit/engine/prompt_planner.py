@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,20 +80,22 @@ class PromptPlanner(PromptSegmenter):
         return self._watch.state() == self._identity
 
     def encodings(
-        self, policy: SelectionPolicy, near: Callable[[Ids], Sequence[Ids]] = lambda _: ()
+        self,
+        policy: SelectionPolicy,
+        near: Callable[[Ids, bool], Sequence[Ids]] = lambda _chunk, _by_document: (),
     ) -> Encodings:
-        """Encodings for ``policy``; ``near`` returns a chunk's neighbours as token ids."""
+        """Encodings for ``policy``.
+
+        ``near`` returns a chunk's neighbours as token ids; it is told whether those of its document count
+        more than those that were registered with it.
+        """
         if policy.encoder and self._encoder not in (None, policy.encoder):
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
         name = policy.encoder or self._encoder or "standalone"
-        encodings = Encodings(name, self._rope, self._bos, near, self._joint)
-        if encodings.neighbours and not encodings.averages and not self.neighbours:
-            raise ValueError(
-                f"the encoder {encodings.name} needs neighbours=, such as SimilarChunks(texts, embeddings)"
-            )
-        return encodings
+        by_document = not name.startswith("average")
+        return Encodings(name, self._rope, self._bos, lambda ids: near(ids, by_document), self._joint)
 
     def register(self, namespace: str, texts: Sequence[str]) -> int:
         """Search the namespace's prompts for these texts; returns how many are long enough."""
@@ -132,7 +135,12 @@ class PromptPlanner(PromptSegmenter):
             )
         self.last_prompts.observe(namespace, segments)
         self.neighbours.observe(namespace, list(texts.values()))
-        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, notes))
+        origins = Counter[str]()
+
+        def near(ids: Ids, by_document: bool) -> Sequence[Ids]:
+            return self._near(texts.get(ids), namespace, notes, by_document, origins)
+
+        encodings = self.encodings(policy, near)
         fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
         if fallback is not None or not policy.reads_cache:
             request = PromptRequest(tuple(segments), policy, encodings.name, namespace, fallback=fallback)
@@ -142,7 +150,13 @@ class PromptPlanner(PromptSegmenter):
             )
             if not isinstance(prompt, Prompt) and not any(segment.is_chunk for segment in segments):
                 notes.append(self.registry.nothing_found(namespace))
-        return replace(request, notes=(*segmentation.prompt.notes, *notes), epoch=epoch, texts=texts)
+        return replace(
+            request,
+            notes=(*segmentation.prompt.notes, *notes),
+            epoch=epoch,
+            texts=texts,
+            neighbours=", ".join(f"{origin}: {count}" for origin, count in origins.most_common()),
+        )
 
     def request_over(
         self,
@@ -158,8 +172,8 @@ class PromptPlanner(PromptSegmenter):
         them nearly exact: they are taken in reverse.
         """
 
-        def near(ids: Ids) -> Sequence[Ids]:
-            found = self._near(texts.get(ids), namespace, [])
+        def near(ids: Ids, by_document: bool) -> Sequence[Ids]:
+            found = self._near(texts.get(ids), namespace, [], by_document)
             return found[::-1] if encodings.averages else found
 
         encodings = self.encodings(policy, near)
@@ -183,12 +197,14 @@ class PromptPlanner(PromptSegmenter):
             items.append(chunk if is_chunk_id(chunk) else self.chunk_ids(chunk))
             if not isinstance(items[-1], str):
                 known[items[-1]] = chunk
-        encodings = self.encodings(policy, lambda ids: self._near(known.get(ids), namespace, []))
+        encodings = self.encodings(
+            policy, lambda ids, by_document: self._near(known.get(ids), namespace, [], by_document)
+        )
         return prefetch_keys(items, encodings, before, self._fingerprint, namespace, self.variants)
 
     def forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
         """Forget chunks and their texts; with None all of the namespace, including its last prompt."""
-        self.neighbours.forget(namespace, ids)
+        self.neighbours.forget(namespace, ids, texts)
         if ids is not None:
             self.registry.discard(namespace, texts)
             self.special_tokens.discard(namespace, texts)
@@ -213,7 +229,8 @@ class PromptPlanner(PromptSegmenter):
         chunks = [self.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
-            policy, lambda ids: self.neighbours.of(known[ids], namespace) if ids in known else ()
+            policy,
+            lambda ids, first: self.neighbours.of(known[ids], namespace, first)[1] if ids in known else (),
         )
         behind = self._system_ids(encodings, system, namespace)
         out = []
@@ -241,12 +258,22 @@ class PromptPlanner(PromptSegmenter):
             )
         return known
 
-    def _near(self, text: str | None, namespace: str, notes: list[str]) -> Sequence[Ids]:
+    def _near(
+        self,
+        text: str | None,
+        namespace: str,
+        notes: list[str],
+        by_document: bool,
+        origins: Counter[str] | None = None,
+    ) -> Sequence[Ids]:
         """Neighbours of a prompt's chunk; an index that fails costs the better encoding, not the answer."""
         if text is None:
             return ()
         try:
-            return self.neighbours.of(text, namespace)
+            origin, near = self.neighbours.of(text, namespace, by_document)
+            if origins is not None:
+                origins[origin or "none"] += 1
+            return near
         except Exception as error:
             log.warning("the neighbours of a chunk could not be looked up", exc_info=True)
             notes.append(f"a chunk's neighbours could not be looked up ({error!r}): taken to have none")

@@ -83,7 +83,7 @@ class RagCache(TuneMethods):
     ModelNotSupported
         If linking on this model would not give what the model computes; names the layer.
     ValueError
-        For unknown policies or encoders, a model in training mode, or ``similar:n`` without neighbours.
+        For unknown policies or encoders, a model in training mode.
     TypeError
         For an argument of another type.
     """

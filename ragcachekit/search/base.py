@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,27 +16,17 @@ from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows, check_metric
 from ragcachekit.search.manifest import Manifest, write_index
+from ragcachekit.search.results import SPARE, SearchResult, distances, ordered, rounding
 
-_SPARE = 8  # candidates beyond k, so that float32 rounding does not decide who is among the k
-
-
-class SearchResult(NamedTuple):
-    """Ids of the nearest documents, nearest first, and their distances.
-
-    ``scores`` are ``l2`` ||q - x|| (not squared), ``cosine`` 1 - q.x / (||q|| ||x||) or ``ip`` -q.x, in
-    float64. Equal ones are ordered by id (ints before strings); which of many equal ones are among the k is
-    up to the index.
-    """
-
-    ids: tuple[DocumentId, ...]
-    scores: tuple[float, ...]
+_MORE = 4  # times as many, if that may not suffice
 
 
 class VectorIndex(ABC):
     """Vectors by id, over a library that has int64 labels only. All indexes promise:
 
     - ``search`` returns min(k, len) distinct ids of added and not removed vectors, nearest first;
-      an approximate index may miss some and return fewer, never an id it does not hold.
+      an approximate index may miss some and return fewer, never an id it does not hold. An index that
+      scans (``brute``, ``faiss-flat``, ``faiss-ivf`` in its probed lists) is exact, ties included.
     - A call that raises has changed nothing.
     - All methods are thread safe; calls run one after the other.
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
@@ -48,6 +38,9 @@ class VectorIndex(ABC):
     kind: ClassVar[str]
     """Name in the registry."""
 
+    scans: ClassVar[bool] = True
+    """Whether candidates are the nearest of all rows in a scope, so that scopes can be merged."""
+
     def __init__(self, dim: int, metric: str = "cosine") -> None:
         self.dim = positive("dim", dim)
         self.metric = check_metric(metric)
@@ -55,9 +48,25 @@ class VectorIndex(ABC):
         self._labels: dict[DocumentId, int] = {}
         self._ids: dict[int, DocumentId] = {}
         self._next_label = 0
+        self._changes = 0
+        self._moves = 0  # changes after which the scopes of a staged search do not hold
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._labels
+
+    @property
+    def version(self) -> int:
+        """Number of calls that added or removed vectors since this object was made."""
+        return self._changes
+
+    @property
+    def ids(self) -> tuple[DocumentId, ...]:
+        """The ids in the order in which they were added."""
+        with self._lock:
+            return tuple(self._labels)
 
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
@@ -76,27 +85,71 @@ class VectorIndex(ABC):
             labels = np.arange(self._next_label, self._next_label + len(frozen), dtype=np.int64)
             self._add(labels, rows)
             self._next_label += len(frozen)
+            self._changes += 1
             for one, label in zip(frozen, labels.tolist(), strict=True):
                 self._labels[one] = label
                 self._ids[label] = one
 
     def search(self, embedding: ArrayLike, k: int) -> SearchResult:
         """The k nearest documents; RetrievalError if the index is empty or the embedding cannot be used."""
-        wanted = positive("k", k)
+        query, wanted = self._query(embedding), positive("k", k)
+        with self._lock:
+            return self._nearest(query, wanted)
+
+    def search_stages(self, embedding: ArrayLike, k: int, stages: int = 4) -> Iterator[SearchResult]:
+        """Provisional results of a search in at most ``stages`` steps; the last is what ``search`` returns.
+
+        An index that scans goes through its rows, or its probed lists, part by part, and a graph is searched
+        with growing breadth. The lock is free between steps. The last result equals that of one search at
+        some moment between this call and its own: of the vectors at the beginning for an index that scans,
+        at the end for a graph, or if vectors were removed meanwhile, which ends the steps by a whole search.
+        Errors are those of ``search``.
+        """
+        query, wanted, steps = self._query(embedding), positive("k", k), positive("stages", stages)
+        with self._lock:
+            count = min(wanted + SPARE, self._size())
+            return self._staged(query, wanted, self._scopes(query, count, steps), self._moves)
+
+    def _staged(self, query: Float32, wanted: int, scopes: list[Any], moves: int) -> Iterator[SearchResult]:
+        found = SearchResult((), ())
+        for scope in scopes:
+            with self._lock:
+                whole = self._moves != moves
+                part = self._nearest(query, wanted, None if whole else scope)
+            if not self.scans or whole:
+                found = part
+            else:
+                found = ordered(found.ids + part.ids, found.scores + part.scores, wanted)
+            yield found
+            if whole:
+                return
+
+    def _query(self, embedding: ArrayLike) -> Float32:
         if np.ndim(embedding) != 1:
             raise RetrievalError(
                 f"expected one embedding [{self.dim}], got shape {list(np.shape(embedding))}"
             )
-        query = as_rows(np.asarray(embedding)[None], self.dim, self.metric)
-        with self._lock:
-            size = len(self._labels)
-            if not size:
-                raise RetrievalError("the index is empty; add documents first")
-            candidates = self._candidates(query, min(wanted + _SPARE, size))
-            scores = self._distances(query[0], self._vectors(candidates))
-            ids = [self._ids[label] for label in candidates.tolist()]
-        order = sorted(range(len(ids)), key=lambda i: (scores[i], isinstance(ids[i], str), ids[i]))[:wanted]
-        return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
+        return as_rows(np.asarray(embedding)[None], self.dim, self.metric)
+
+    def _size(self) -> int:
+        if not self._labels:
+            raise RetrievalError("the index is empty; add documents first")
+        return len(self._labels)
+
+    def _nearest(self, query: Float32, wanted: int, scope: Any = None) -> SearchResult:
+        """The nearest in a scope; more candidates are taken until rounding and ties do not matter."""
+        size = self._size()
+        count = min(wanted + SPARE, size)
+        while True:
+            labels = self._candidates(query, count, scope)
+            rows = self._vectors(labels)
+            scores = distances(query[0], rows, self.metric)
+            if len(labels) < count or count == size or not self.scans:
+                break
+            if sorted(scores)[wanted - 1] + rounding(query[0], rows, self.metric) < max(scores):
+                break
+            count = min(_MORE * count, size)
+        return ordered(tuple(self._ids[label] for label in labels.tolist()), tuple(scores), wanted)
 
     def remove(self, ids: Sequence[DocumentId]) -> int:
         """Drop the vectors of these ids; returns how many were known. RetrievalError if it cannot remove."""
@@ -106,36 +159,46 @@ class VectorIndex(ABC):
             known = [one for one in dict.fromkeys(ids) if one in self._labels]
             if known:
                 self._remove(np.array([self._labels[one] for one in known], np.int64))
+                self._moves += 1
+                self._changes += 1
             for one in known:
                 del self._ids[self._labels.pop(one)]
             return len(known)
+
+    def vectors(self, ids: Sequence[DocumentId]) -> Float32:
+        """The stored vectors ``[n, dim]`` of these ids; RetrievalError for an id that is not there."""
+        with self._lock:
+            missing = next((one for one in ids if one not in self._labels), None)
+            if missing is not None:
+                raise RetrievalError(f"id {missing!r} is not in the index")
+            return self._vectors(np.array([self._labels[one] for one in ids], np.int64))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256."""
         with self._lock:
             ids = tuple(sorted(self._ids.items()))
-            manifest = Manifest(self.kind, self.dim, self.metric, self._options(), self._next_label, ids)
+            manifest = Manifest(
+                self.kind, self.dim, self.metric, self.options(), self._next_label, ids, self._state()
+            )
             write_index(Path(path), manifest, self._write)
 
-    def restore(self, data: Path, manifest: Manifest) -> None:
-        """Take over a verified data file and its ids; called by the registry's ``load_index``."""
+    def restore(self, data: Path, manifest: Manifest, *, mmap: bool = False) -> None:
+        """Take over a verified data file and its ids; called by the registry's ``load_index``.
+
+        ``mmap``: RetrievalError where the library cannot map its file.
+        """
         with self._lock:
-            self._read(data, len(manifest.ids))
+            self._read(data, manifest, mmap)
             self._next_label = manifest.next_label
             self._ids = dict(manifest.ids)
             self._labels = {one: label for label, one in manifest.ids}
 
-    def _distances(self, query: Float32, rows: Float32) -> list[float]:
-        wide, keys = query.astype(np.float64), rows.astype(np.float64)
-        if self.metric == "l2":
-            gaps = keys - wide
-            distances = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
-        else:
-            distances = (0.0 if self.metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide)
-        return list(distances.tolist())
-
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Constructor arguments besides dim and metric, as JSON."""
+        return {}
+
+    def _state(self) -> dict[str, int]:
+        """What else is needed to go on after loading."""
         return {}
 
     @abstractmethod
@@ -143,8 +206,15 @@ class VectorIndex(ABC):
         """Hold ``rows`` under ``labels``, or raise and hold none."""
 
     @abstractmethod
-    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]``, nearest first, no -1."""
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        """At most ``stages`` scopes of a staged search; :attr:`scans` says whether they are parts or steps.
+
+        They hold until ``_moves`` changes.
+        """
+
+    @abstractmethod
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]`` in a scope, nearest first."""
 
     @abstractmethod
     def _vectors(self, labels: NDArray[np.int64]) -> Float32:
@@ -159,5 +229,5 @@ class VectorIndex(ABC):
         """Write the vectors (and the graph) to a file."""
 
     @abstractmethod
-    def _read(self, path: Path, count: int) -> None:
-        """Read what ``_write`` wrote; ``count`` vectors are to be in it."""
+    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
+        """Read or map what ``_write`` wrote; it must hold the manifest's labels."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.checks import Float32
+from ragcachekit.search.checks import Float32, row_ranges
+from ragcachekit.search.manifest import Manifest
+from ragcachekit.search.results import distances
 
 
 class BruteIndex(VectorIndex):
@@ -28,9 +30,13 @@ class BruteIndex(VectorIndex):
         self._held = np.concatenate([self._held, labels])
         self._rows = joined
 
-    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        order = np.argsort(self._distances(query[0], self._rows), kind="stable")
-        return self._held[order[:count]]
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        return row_ranges(len(self._held), stages)
+
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+        first, last = scope or (0, len(self._held))
+        order = np.argsort(distances(query[0], self._rows[first:last], self.metric), kind="stable")
+        return self._held[first:last][order[:count]]
 
     def _vectors(self, labels: NDArray[np.int64]) -> Float32:
         return self._rows[np.searchsorted(self._held, labels)]
@@ -44,9 +50,11 @@ class BruteIndex(VectorIndex):
             np.save(file, self._held, allow_pickle=False)
             np.save(file, self._rows, allow_pickle=False)
 
-    def _read(self, path: Path, count: int) -> None:
+    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
+        if mmap:
+            raise RetrievalError("brute cannot map its file; load it without mmap, or use faiss-flat")
         with path.open("rb") as file:
             held, rows = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
-        if held.shape != (count,) or rows.shape != (count, self.dim):
-            raise RetrievalError(f"{path} holds {len(held)} vectors, expected {count}")
+        if held.tolist() != [label for label, _ in manifest.ids] or rows.shape != (len(held), self.dim):
+            raise RetrievalError(f"{path} holds other vectors than its manifest names; build it anew")
         self._held, self._rows = held, rows

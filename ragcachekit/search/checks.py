@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,6 +50,16 @@ class GraphOptions:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, positive(name, value))
+
+    def ladder(self, count: int, stages: int) -> list[int]:
+        """Breadths of a staged search for ``count`` candidates: doubling, the full one last."""
+        return sorted({max(count, self.ef_search >> step) for step in range(stages)})
+
+
+def row_ranges(rows: int, stages: int) -> list[tuple[int, int]]:
+    """At most ``stages`` ranges of about equal length, from first to last row."""
+    bounds = np.unique(np.linspace(0, rows, stages + 1).astype(int)).tolist()
+    return list(pairwise(bounds))
 
 
 def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.checks import Float32, GraphOptions, load_library
+from ragcachekit.search.checks import Float32, GraphOptions, load_library, row_ranges
+from ragcachekit.search.manifest import Manifest
+
+_REMOVED_SHARE = 0.3  # of a graph's rows, beyond which it is built anew
 
 
 class FaissFlatIndex(VectorIndex):
@@ -23,6 +26,7 @@ class FaissFlatIndex(VectorIndex):
         super().__init__(dim, metric)
         self._faiss = load_library("faiss", "faiss")
         self._index = self._faiss.IndexIDMap2(self._make())
+        self._mapped = False
 
     def _make(self) -> Any:
         return self._faiss.IndexFlat(self.dim, self._faiss_metric())
@@ -31,36 +35,70 @@ class FaissFlatIndex(VectorIndex):
         return self._faiss.METRIC_L2 if self.metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
 
     def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+        self._unmap()
         self._index.add_with_ids(rows, labels)
 
-    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        labels: NDArray[np.int64] = self._index.search(query, count)[1][0]
-        return labels[labels >= 0]  # Faiss pads with -1
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        return row_ranges(self._index.ntotal, stages)
+
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+        rows = self._faiss.IDSelectorRange(*(scope or (0, self._index.ntotal)))
+        return self._search_rows(query, count, self._faiss.SearchParameters(sel=rows))
+
+    def _search_rows(self, query: Float32, count: int, parameters: Any) -> NDArray[np.int64]:
+        """Labels that the index within the id map finds; its selectors are of rows."""
+        rows: NDArray[np.int64] = self._index.index.search(query, count, params=parameters)[1][0]
+        return self._row_labels()[rows[rows >= 0]]  # Faiss pads with -1
+
+    def _row_labels(self) -> NDArray[np.int64]:
+        """A view: the labels by row, ascending."""
+        labels: NDArray[np.int64] = self._faiss.rev_swig_ptr(self._index.id_map.data(), self._index.ntotal)
+        return labels
 
     def _vectors(self, labels: NDArray[np.int64]) -> Float32:
         rows: Float32 = self._index.reconstruct_batch(labels)
         return rows
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
+        self._unmap()
         self._index.remove_ids(labels)
 
     def _write(self, path: Path) -> None:
         self._faiss.write_index(self._index, str(path))
 
-    def _read(self, path: Path, count: int) -> None:
-        index = self._faiss.read_index(str(path))
-        if index.d != self.dim or index.ntotal != count or index.metric_type != self._faiss_metric():
+    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
+        index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC if mmap else 0)
+        if (
+            index.d != self.dim
+            or index.metric_type != self._faiss_metric()
+            or not self._holds(index, manifest)
+        ):
             raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
-        self._index = index
+        self._index, self._mapped = index, mmap
+
+    def _holds(self, index: Any, manifest: Manifest) -> bool:
+        return bool(index.ntotal == len(manifest.ids))
+
+    def _unmap(self) -> None:
+        """Read a mapped index into memory: Faiss cannot change it in place."""
+        if self._mapped:
+            self._index = self._faiss.deserialize_index(self._faiss.serialize_index(self._index))
+            self._mapped = False
 
 
 class FaissHnswIndex(FaissFlatIndex):
-    """Faiss's HNSW with :class:`GraphOptions`. Cannot remove; a search may find fewer than k."""
+    """Faiss's HNSW with :class:`GraphOptions`. A search may find fewer than k.
+
+    Removed vectors stay as nodes of the graph that no search returns. Once more than 30 % of the nodes are
+    such, :meth:`remove` builds the graph anew, which takes as long as adding what is left.
+    """
 
     kind: ClassVar[str] = "faiss-hnsw"
+    scans: ClassVar[bool] = False
 
     def __init__(self, dim: int, metric: str = "cosine", **options: int) -> None:
         self._graph = GraphOptions(**options)
+        self._removed: NDArray[np.int64] = np.empty(0, np.int64)  # nodes, by number
         super().__init__(dim, metric)
 
     def _make(self) -> Any:
@@ -68,13 +106,43 @@ class FaissHnswIndex(FaissFlatIndex):
         graph.hnsw.efConstruction = self._graph.ef_construction
         return graph
 
-    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        breadth = self._faiss.SearchParametersHNSW(efSearch=max(self._graph.ef_search, count))
-        labels: NDArray[np.int64] = self._index.search(query, count, params=breadth)[1][0]
-        return labels[labels >= 0]
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        return self._graph.ladder(count, stages)
+
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+        breadth, nodes = scope or max(self._graph.ef_search, count), self._index.ntotal
+        if not len(self._removed):
+            parameters = self._faiss.SearchParametersHNSW(efSearch=breadth)
+            return self._search_rows(query, count, parameters)
+        kept = np.ones(nodes, bool)
+        kept[self._removed] = False
+        bits = np.packbits(kept, bitorder="little")
+        selector = self._faiss.IDSelectorBitmap(len(bits), self._faiss.swig_ptr(bits))
+        breadth = -(-breadth * nodes // len(self._labels))
+        while True:
+            parameters = self._faiss.SearchParametersHNSW(efSearch=breadth, sel=selector)
+            found = self._search_rows(query, count, parameters)
+            if len(found) == count or breadth >= nodes:
+                return found
+            breadth = min(2 * breadth, nodes)
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
-        raise RetrievalError("faiss-hnsw cannot remove; use hnswlib or faiss-flat, or build the index anew")
+        removed = np.concatenate([self._removed, np.searchsorted(self._row_labels(), labels)])
+        if len(removed) <= _REMOVED_SHARE * self._index.ntotal:
+            self._removed = removed
+            return
+        kept = np.setdiff1d(np.fromiter(self._ids, np.int64), labels)
+        index = self._faiss.IndexIDMap2(self._make())
+        if len(kept):
+            index.add_with_ids(self._vectors(kept), kept)
+        self._index, self._mapped, self._removed = index, False, removed[:0]
 
-    def _options(self) -> dict[str, Any]:
+    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
+        super()._read(path, manifest, mmap)
+        self._removed = np.flatnonzero(~np.isin(self._row_labels(), [label for label, _ in manifest.ids]))
+
+    def options(self) -> dict[str, Any]:
         return asdict(self._graph)
+
+    def _holds(self, index: Any, manifest: Manifest) -> bool:
+        return bool(index.ntotal >= len(manifest.ids))

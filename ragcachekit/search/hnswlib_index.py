@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.checks import Float32, GraphOptions, load_library
+from ragcachekit.search.manifest import Manifest
 
 _START = 1024  # capacity of the empty index; doubled when full
 
@@ -20,16 +21,15 @@ class HnswlibIndex(VectorIndex):
     """hnswlib's HNSW with :class:`GraphOptions`. Removed vectors are marked and skipped."""
 
     kind: ClassVar[str] = "hnswlib"
+    scans: ClassVar[bool] = False
 
     def __init__(self, dim: int, metric: str = "cosine", *, seed: int = 0, **options: int) -> None:
         super().__init__(dim, metric)
         self._graph = GraphOptions(**options)
         self._seed = int(seed)
-        self._ef = self._graph.ef_search
         self._library = load_library("hnswlib", "hnswlib")
         self._index = self._make()
         self._index.init_index(_START, self._graph.links, self._graph.ef_construction, self._seed)
-        self._index.set_ef(self._ef)
 
     def _make(self) -> Any:
         return self._library.Index(space="l2" if self.metric == "l2" else "ip", dim=self.dim)
@@ -41,8 +41,11 @@ class HnswlibIndex(VectorIndex):
             self._index.resize_index(max(needed, 2 * room))
         self._index.add_items(rows, labels, num_threads=1)  # one thread: the same graph every time
 
-    def _candidates(self, query: Float32, count: int) -> NDArray[np.int64]:
-        self._widen(count)
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        return self._graph.ladder(count, stages)
+
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+        self._index.set_ef(scope or max(count, self._graph.ef_search))
         while True:
             try:
                 labels = self._index.knn_query(query, k=count, num_threads=1)[0][0]
@@ -50,13 +53,8 @@ class HnswlibIndex(VectorIndex):
             except RuntimeError:  # found fewer than count, which hnswlib cannot return
                 if count == 1:
                     return np.empty(0, np.int64)
-                self._widen(self._index.get_current_count())
+                self._index.set_ef(self._index.get_current_count())
                 count = (count + 1) // 2
-
-    def _widen(self, breadth: int) -> None:
-        if breadth > self._ef:
-            self._index.set_ef(breadth)
-            self._ef = breadth
 
     def _vectors(self, labels: NDArray[np.int64]) -> Float32:
         return np.asarray(self._index.get_items(labels), np.float32).reshape(-1, self.dim)
@@ -65,16 +63,17 @@ class HnswlibIndex(VectorIndex):
         for label in labels.tolist():
             self._index.mark_deleted(label)
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {**asdict(self._graph), "seed": self._seed}
 
     def _write(self, path: Path) -> None:
         self._index.save_index(str(path))
 
-    def _read(self, path: Path, count: int) -> None:
+    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
+        if mmap:
+            raise RetrievalError("hnswlib cannot map its file; load it without mmap, or use faiss-hnsw")
         index = self._make()
         index.load_index(str(path))
-        if index.get_current_count() < count:
+        if index.get_current_count() < len(manifest.ids):
             raise RetrievalError(f"{path} holds fewer vectors than its manifest says; build it anew")
-        index.set_ef(self._ef)
         self._index = index

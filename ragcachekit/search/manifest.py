@@ -20,12 +20,12 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular
 from ragcachekit.search.checks import DocumentId
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Kind, settings and ids of an index. ``ids`` are (label, id) pairs."""
+    """Kind, settings and ids of an index. ``ids`` are (label, id) pairs by label; ``state`` is the kind's."""
 
     kind: str
     dim: int
@@ -33,6 +33,7 @@ class Manifest:
     options: dict[str, Any]
     next_label: int
     ids: tuple[tuple[int, DocumentId], ...]
+    state: dict[str, int]
 
 
 def write_index(path: Path, manifest: Manifest, write: Callable[[Path], None]) -> None:

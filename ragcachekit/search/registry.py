@@ -14,6 +14,7 @@ from ragcachekit.search.manifest import read_index
 _KINDS = {
     "brute": ("ragcachekit.search.brute", "BruteIndex"),
     "faiss-flat": ("ragcachekit.search.faiss_index", "FaissFlatIndex"),
+    "faiss-ivf": ("ragcachekit.search.faiss_ivf", "FaissIvfIndex"),
     "faiss-hnsw": ("ragcachekit.search.faiss_index", "FaissHnswIndex"),
     "hnswlib": ("ragcachekit.search.hnswlib_index", "HnswlibIndex"),
 }
@@ -27,7 +28,7 @@ def index_names() -> tuple[str, ...]:
 def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> VectorIndex:
     """A new, empty index: one of :func:`index_names`, the width, and ``cosine``, ``l2`` or ``ip``.
 
-    ``options`` are those of the implementation (``links``, ``ef_construction``, ``ef_search``). ValueError or
+    ``options`` are those of the implementation (``links``, ``ef_search``, ``probes`` ...). ValueError or
     TypeError for bad arguments; ImportError names the extra of a missing library.
     """
     if name not in _KINDS:
@@ -37,12 +38,17 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
     return made
 
 
-def load_index(path: str | os.PathLike[str]) -> VectorIndex:
-    """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged."""
+def load_index(path: str | os.PathLike[str], *, mmap: bool = False) -> VectorIndex:
+    """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged.
+
+    ``mmap`` maps the vectors (and the graph) instead of reading them: Faiss's kinds can, ``brute`` and
+    ``hnswlib`` raise RetrievalError. The file is read once for its checksum, and ids are always in memory.
+    The first add or remove reads the rest. Processes that map the same file share its memory.
+    """
     manifest, data = read_index(Path(path))
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
     try:
-        index.restore(data, manifest)
+        index.restore(data, manifest, mmap=mmap)
     except RuntimeError as error:  # what Faiss and hnswlib raise
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index

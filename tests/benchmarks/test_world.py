@@ -9,13 +9,11 @@ import pytest
 from benchmarks.world.questions import choose_questions
 from benchmarks.world.world import (
     INSTRUCTION,
-    PREFIXES,
     Question,
     World,
     make_world,
     messages,
     system_text,
-    variants,
 )
 
 
@@ -81,20 +79,6 @@ def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world: World) ->
 
 def _place(question: Question) -> tuple[int, int]:
     return len(question.articles), question.evidence[-1][1]
-
-
-def test_variants_put_distinct_prefixes_before_the_question() -> None:
-    made = variants("Where was Anna Baird born?", 4)
-    assert made == variants("Where was Anna Baird born?", 4)
-    assert len(set(made)) == 4
-    assert all(text.endswith(" Where was Anna Baird born?") for text in made)
-    assert all(text.startswith(PREFIXES) for text in made)
-
-
-@pytest.mark.parametrize("n", [0, -1, len(PREFIXES) + 1])
-def test_an_impossible_number_of_variants_is_refused(n: int) -> None:
-    with pytest.raises(ValueError, match="n must be between"):
-        variants("Where?", n)
 
 
 @pytest.mark.parametrize("sizes", [{"people": 0}, {"companies": 10_000}, {"towns": -1}])

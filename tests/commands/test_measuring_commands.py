@@ -123,7 +123,14 @@ def test_bench_query_cache_over_own_files(command, one_minilm, corpus, world, tm
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--corpus", "."), "Missing option '--log'"), (("--log", "log.txt"), "Missing option '--corpus'")],
+    [
+        ((), "give --log with --corpus, or --dataset"),
+        (("--corpus", "."), "give --log with --corpus, or --dataset"),
+        (("--log", "log.txt"), "give --log with --corpus, or --dataset"),
+        (("--dataset", "squad:a", "--log", "b", "--corpus", "."), "give --log with --corpus, or --dataset"),
+        (("--dataset", "squat:a"), "unknown dataset"),
+        (("--dataset", "squad:a", "--tolerances", "wide"), "takes numbers with commas"),
+    ],
 )
 def test_bench_query_cache_says_what_to_give(command, arguments, message):
     result = command("bench", "query-cache", *arguments)

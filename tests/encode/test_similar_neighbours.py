@@ -135,8 +135,8 @@ class TestTokens:
         return TokenNeighbours({"here": PrecedingChunks([["a", "b", "c", "d"]])}, letters)
 
     def test_are_given_in_their_own_namespace_only(self):
-        assert self.source().of("c", "here") == ((98,), (97,))
-        assert self.source().of("c", "there") == ()
+        assert self.source().of("c", "here")[1] == ((98,), (97,))
+        assert self.source().of("c", "there")[1] == ()
         assert not TokenNeighbours({}, letters)
 
     def test_each_text_is_tokenised_once(self):
@@ -144,27 +144,27 @@ class TestTokens:
         source = TokenNeighbours(
             {"here": PrecedingChunks([["a", "b", "c"]])}, lambda text: asked.append(text) or letters(text)
         )
-        assert source.of("c", "here") == source.of("c", "here")
+        assert source.of("c", "here")[1] == source.of("c", "here")[1]
         assert asked == ["b", "a"]
 
     def test_forgotten_ones_are_left_out_until_they_come_again(self):
         source = self.source()
         source.forget("here", frozenset([name("b")]))
-        assert source.of("d", "here") == ((99,), (97,))
+        assert source.of("d", "here")[1] == ((99,), (97,))
         source.register("here", ["a"])
-        assert source.of("d", "here") == ((99,), (97,))
+        assert source.of("d", "here")[1] == ((99,), (97,))
         source.register("here", ["b"])
-        assert source.of("d", "here") == ((99,), (98,), (97,))
+        assert source.of("d", "here")[1] == ((99,), (98,), (97,))
 
     def test_after_all_is_forgotten_only_what_came_again_counts(self):
         source = self.source()
         source.forget("here", frozenset([name("b")]))
         source.forget("here")
-        assert source.of("d", "here") == ()
+        assert source.of("d", "here")[1] == ()
         source.register("here", ["b", "c"])
-        assert source.of("d", "here") == ((99,), (98,))
+        assert source.of("d", "here")[1] == ((99,), (98,))
         source.forget("here", frozenset([name("c")]))
-        assert source.of("d", "here") == ((98,),)
+        assert source.of("d", "here")[1] == ((98,),)
 
     def test_a_source_without_the_method_is_refused(self):
         with pytest.raises(TypeError, match="of\\(text\\)"):

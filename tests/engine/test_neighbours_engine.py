@@ -298,11 +298,49 @@ class TestForget:
         assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys)
 
 
-class TestBadInput:
-    def test_the_encoder_needs_neighbours(self, make):
-        with pytest.raises(ValueError, match="similar:4 needs neighbours="):
-            make(None, "similar:4")
+class TestDocumentOrder:
+    """Neighbours without ``neighbours=``: the order of documents that a retriever's index knows."""
 
+    def test_a_chunk_stands_behind_the_one_before_it(self, make):
+        rag, other = make(None, "similar:1"), make(PrecedingChunks([[ONE, TWO, THREE]]), "similar:1")
+        rag.order("guide", [THREE, ONE, TWO], starts=[200, 0, 100])
+        for each in (rag, other):
+            each.encode([ONE, TWO, THREE], system=BEFORE)
+        assert rag._components.store.put_keys == other._components.store.put_keys
+        report = rag.generate(PROMPT, **ASKED).report.link
+        assert report.neighbours == "document order: 2"
+        assert report.approximate_tokens + report.exact_tokens > 0
+        assert other.generate(PROMPT, **ASKED).report.link.neighbours == "neighbours=: 2"
+
+    def test_another_document_changes_no_key(self, make):
+        rag = make(None, "similar:1")
+        rag.order("guide", [ONE, TWO])
+        rag.encode([ONE, TWO], system=BEFORE)
+        before = list(rag._components.store.put_keys)
+        rag.order("else", ["Something else stands here, of another document.", THREE])
+        rag.encode([ONE, TWO], system=BEFORE)
+        assert rag._components.store.put_keys == before
+
+    def test_a_forgotten_chunk_is_no_neighbour(self, make):
+        rag = make(None, "similar:1")
+        rag.order("guide", [ONE, TWO])
+        rag.forget(texts=[ONE])
+        rag.register([TWO])
+        report = rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED).report.link
+        assert report.neighbours == "none: 1"
+
+    def test_a_namespace_knows_its_own_documents_only(self, make):
+        rag = make(None, "similar:1")
+        rag.order("guide", [ONE, TWO], namespace="theirs")
+        assert rag._prompts.neighbours.of(TWO, "default", True) == ("", ())
+        assert rag._prompts.neighbours.of(TWO, "theirs", True)[0] == "document order"
+
+    def test_starts_belong_to_texts(self, make):
+        with pytest.raises(ValueError, match="1 starts for 2 texts"):
+            make(None, "similar:1").order("guide", [ONE, TWO], starts=[0])
+
+
+class TestBadInput:
     def test_neighbours_need_the_encoder(self, make):
         with pytest.raises(ValueError, match="encoder='similar:10'"):
             make(DOCUMENT, None)

@@ -1,0 +1,187 @@
+"""A LangChain vector store over an embedded index of its own: Faiss or hnswlib, documents beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.runnables import run_in_executor
+from langchain_core.vectorstores import VectorStore
+
+from ragcachekit import DocumentIndex
+
+Filter = Mapping[str, Any] | Callable[[Document], bool]
+
+
+class RagCacheVectorStore(VectorStore):
+    """Documents and their vectors in one process, in memory or in a folder.
+
+    Every change is on disk when its method returns, and other processes on the folder see it at their next
+    search. Metadata must be JSON. A document without an id gets the digest of its text and metadata, so that
+    adding it again changes nothing and embeds nothing.
+
+    Parameters
+    ----------
+    embedding : Embeddings
+        Embeds documents and questions.
+    index : str
+        ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
+        or ``brute``.
+    path : path, optional
+        A folder, made if it does not exist. What it holds already is opened.
+    metric : {"cosine", "l2", "ip"}
+    mmap : bool
+        Map the vectors from disk instead of reading them; ``faiss-*`` only.
+    **options
+        Of the index, such as ``ef_search=128``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For bad settings, or others than those that the folder was made with.
+    RetrievalError
+        If files in the folder are damaged.
+    """
+
+    def __init__(
+        self,
+        embedding: Embeddings,
+        *,
+        index: str = "faiss-flat",
+        path: str | os.PathLike[str] | None = None,
+        metric: str = "cosine",
+        mmap: bool = False,
+        **options: Any,
+    ) -> None:
+        self._embedding = embedding
+        self.index = DocumentIndex(index, metric=metric, path=path, mmap=mmap, **options)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A store with these texts; ``settings`` are those of the class."""
+        store = cls(embedding, **settings)
+        store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """What embeds documents and questions."""
+        return self._embedding
+
+    def add_documents(
+        self, documents: list[Document], ids: Sequence[str | None] | None = None, **kwargs: Any
+    ) -> list[str]:
+        """Add documents, or replace those of the same ids; returns the ids.
+
+        Only documents that are not there with the same text are embedded.
+        """
+        names = _names(documents, ids)
+        todo = dict(zip(names, documents, strict=True))
+        for known in self.index.get(list(todo)):
+            if _is_same(known, todo[str(known.id)]):
+                del todo[str(known.id)]
+        if todo:
+            texts = [document.page_content for document in todo.values()]
+            vectors = self._embedding.embed_documents(texts)
+            metadatas = [document.metadata for document in todo.values()]
+            self.index.add(list(todo), vectors, texts, metadatas, replace=True)
+        return names
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """:meth:`add_documents` of texts and their metadata."""
+        texts = list(texts)
+        metadatas = metadatas or [{} for _ in texts]
+        documents = [Document(text, metadata=one) for text, one in zip(texts, metadatas, strict=True)]
+        return self.add_documents(documents, ids)
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """:meth:`add_documents` in a thread."""
+        return await run_in_executor(None, self.add_documents, documents, **kwargs)
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
+        """Delete documents by id, None: all of them. Whether any was there."""
+        return self.index.delete(self.index.ids if ids is None else ids) > 0
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """The documents of these ids that are there."""
+        return [as_document(found) for found in self.index.get(ids)]
+
+    def similarity_search(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """The ``k`` documents nearest to a question.
+
+        ``filter`` maps metadata keys to the values they must have, or is a function of the document.
+        """
+        return self.similarity_search_by_vector(self._embedding.embed_query(query), k, filter)
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """:meth:`similarity_search` with the embedding of the question."""
+        return [document for document, _ in self.similarity_search_with_score_by_vector(embedding, k, filter)]
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """Documents and their distances in the unit of the metric, nearest first."""
+        return self.similarity_search_with_score_by_vector(self._embedding.embed_query(query), k, filter)
+
+    def similarity_search_with_score_by_vector(
+        self, embedding: list[float], k: int = 4, filter: Filter | None = None
+    ) -> list[tuple[Document, float]]:
+        """:meth:`similarity_search_with_score` with the embedding of the question."""
+        if not len(self.index):
+            return []
+        where = (lambda found: filter(as_document(found))) if callable(filter) else filter
+        return [(as_document(found), score) for found, score in self.index.search(embedding, k, where)]
+
+    def close(self) -> None:
+        """Write the index and close its files."""
+        self.index.close()
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        if self.index.metric == "l2":
+            return self._euclidean_relevance_score_fn
+        return lambda distance: 1.0 - distance if self.index.metric == "cosine" else -distance
+
+
+def as_document(found: Any) -> Document:
+    """A document of the index as one of LangChain."""
+    return Document(found.text, id=str(found.id), metadata=found.metadata)
+
+
+def _names(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
+    """Given ids, those of the documents, or digests of their content."""
+    given = ids or [None] * len(documents)
+    if len(given) != len(documents):
+        raise ValueError(f"{len(given)} ids for {len(documents)} documents")
+    return [name or document.id or _digest(document) for name, document in zip(given, documents, strict=True)]
+
+
+def _digest(document: Document) -> str:
+    parts = (document.page_content, *sorted(f"{name}={value!r}" for name, value in document.metadata.items()))
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _is_same(known: Any, document: Document) -> bool:
+    return bool((known.text, known.metadata) == (document.page_content, document.metadata))

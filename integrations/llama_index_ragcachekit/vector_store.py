@@ -1,0 +1,154 @@
+"""A LlamaIndex vector store over an embedded index of its own: Faiss or hnswlib, nodes beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
+from llama_index.core.vector_stores.utils import (
+    build_metadata_filter_fn,
+    metadata_dict_to_node,
+    node_to_metadata_dict,
+)
+
+from ragcachekit import DocumentIndex
+
+
+class RagCacheVectorStore(BasePydanticVectorStore):
+    """Nodes and their vectors in one process, in memory or in a folder.
+
+    Every change is on disk when its method returns, and other processes on the folder see it at their next
+    query. Similarities are ``1 - distance`` under ``cosine``, else ``-distance``.
+
+    Parameters
+    ----------
+    index : str
+        ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
+        or ``brute``.
+    path : path, optional
+        A folder, made if it does not exist. What it holds already is opened.
+    metric : {"cosine", "l2", "ip"}
+    mmap : bool
+        Map the vectors from disk instead of reading them; ``faiss-*`` only.
+    **options
+        Of the index, such as ``ef_search=128``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For bad settings, or others than those that the folder was made with.
+    RetrievalError
+        If files in the folder are damaged.
+    """
+
+    stores_text: bool = True
+    _index: DocumentIndex = PrivateAttr()
+
+    def __init__(
+        self,
+        *,
+        index: str = "faiss-flat",
+        path: str | os.PathLike[str] | None = None,
+        metric: str = "cosine",
+        mmap: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(stores_text=True)
+        self._index = DocumentIndex(index, metric=metric, path=path, mmap=mmap, **options)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex serialises the class."""
+        return "RagCacheVectorStore"
+
+    @property
+    def client(self) -> DocumentIndex:
+        """The index below."""
+        return self._index
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Add embedded nodes, or replace those of the same ids; returns the ids."""
+        ids = [node.node_id for node in nodes]
+        texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
+        embeddings = [node.get_embedding() for node in nodes]
+        metadatas = [node_to_metadata_dict(node, remove_text=True) for node in nodes]
+        self._index.add(ids, embeddings, texts, metadatas, replace=True)
+        return ids
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Delete the nodes of a document."""
+        self._index.delete(self._matching(lambda found: found.metadata.get("ref_doc_id") == ref_doc_id))
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Delete nodes by id, by filter, or by both."""
+        self._index.delete([node.node_id for node in self.get_nodes(node_ids, filters)])
+
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """Nodes by id, by filter, or by both; none of the two means all."""
+        accepts = _predicate(filters)
+        found = self._index.get(self._index.ids if node_ids is None else node_ids)
+        return [_as_node(one) for one in found if accepts(one)]
+
+    def clear(self) -> None:
+        """Delete everything."""
+        self._index.delete(self._index.ids)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The nearest nodes; ValueError for a mode other than the default, or no embedding."""
+        if query.mode != VectorStoreQueryMode.DEFAULT or query.query_embedding is None:
+            raise ValueError("RagCacheVectorStore searches by embedding; use the default query mode")
+        accepts = _predicate(query.filters)
+        if query.node_ids or query.doc_ids:  # LlamaIndex's retriever gives an empty list for no choice
+            accepts = _among(accepts, query.node_ids, query.doc_ids)
+        where = accepts if query.filters or query.node_ids or query.doc_ids else None
+        found = self._index.search(query.query_embedding, query.similarity_top_k, where)
+        base = 1.0 if self._index.metric == "cosine" else 0.0
+        return VectorStoreQueryResult(
+            nodes=[_as_node(one) for one, _ in found],
+            similarities=[base - distance for _, distance in found],
+            ids=[str(one.id) for one, _ in found],
+        )
+
+    def close(self) -> None:
+        """Write the index and close its files."""
+        self._index.close()
+
+    def _matching(self, accepts: Callable[[Any], bool]) -> list[str]:
+        return [str(found.id) for found in self._index.get(self._index.ids) if accepts(found)]
+
+
+def _as_node(found: Any) -> BaseNode:
+    return metadata_dict_to_node(found.metadata, found.text)
+
+
+def _predicate(filters: MetadataFilters | None) -> Callable[[Any], bool]:
+    def accepts(found: Any) -> bool:
+        return bool(build_metadata_filter_fn(lambda _: found.metadata, filters)(str(found.id)))
+
+    return accepts
+
+
+def _among(
+    accepts: Callable[[Any], bool], node_ids: list[str] | None, doc_ids: list[str] | None
+) -> Callable[[Any], bool]:
+    nodes, documents = frozenset(node_ids or ()), frozenset(doc_ids or ())
+
+    def is_among(found: Any) -> bool:
+        chosen = not nodes or found.id in nodes
+        return chosen and (not documents or found.metadata.get("ref_doc_id") in documents) and accepts(found)
+
+    return is_among

@@ -1,0 +1,136 @@
+"""Query-cache bench: hit rates, latency and recall of results (Proximity, section 4)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm.auto import tqdm
+
+from ragcachekit.commands.bench.query_cache.workload import Workload
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.query.base import Partition, ResultId
+from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.search.registry import open_index
+
+SWEEP = "sweep"
+PARTITION = Partition("bench", 1)
+RESULTS = 4
+TOLERANCES = (0.0, 0.02, 0.05, 0.1)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is varied: every capacity with every tolerance (cosine distance).
+
+    Without ``capacities`` they are a tenth, half and all of the different questions. The workload is asked
+    ``passes`` times, each in the same order.
+    """
+
+    capacities: tuple[int, ...] = ()
+    tolerances: tuple[float, ...] = TOLERANCES
+    eviction: str = "fifo"
+    passes: int = 1
+
+    def cases(self, distinct: int) -> Iterator[tuple[int, float]]:
+        """Capacity and tolerance of every replay."""
+        sizes = {max(1, distinct // 10), max(1, distinct // 2), distinct}
+        yield from product(self.capacities or sorted(sizes), self.tolerances)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The index's own answer to each question of a workload, and the milliseconds it took."""
+
+    ids: tuple[tuple[ResultId, ...], ...]
+    ms: tuple[float, ...]
+
+
+def run(
+    workload: Workload, sweep: Sweep | None = None, index: str = "faiss-flat", progress: bool = False
+) -> BenchReport:
+    """Replay a workload over an index; rows of the part ``sweep`` as of :func:`replays`."""
+    built = open_index(index, workload.chunks.shape[1])
+    built.add(range(len(workload.chunks)), workload.chunks)
+    found = searched(workload, lambda question: built.search(question, RESULTS).ids, progress)
+    rows = [{"part": SWEEP, "index": index, **row} for row in replays(workload, found, sweep, progress)]
+    return BenchReport("query-cache", f"{workload.name}; {index}", 0, tuple(rows))
+
+
+def searched(
+    workload: Workload, search: Callable[[NDArray[np.float32]], Sequence[ResultId]], progress: bool = False
+) -> Searched:
+    """Search for every question without a cache."""
+    ids, ms = [], []
+    for question in tqdm(workload.questions, "search", unit="question", disable=not progress):
+        start = time.perf_counter()
+        ids.append(tuple(search(question)))
+        ms.append((time.perf_counter() - start) * 1e3)
+    return Searched(tuple(ids), tuple(ms))
+
+
+def replays(
+    workload: Workload, found: Searched, sweep: Sweep | None = None, progress: bool = False
+) -> Iterator[Row]:
+    """One row per capacity and tolerance; embedding the questions is in no figure.
+
+    A miss costs its lookup, its insert and the time that its own search took without a cache.
+    ``latency_saved`` is the share of all search time; ``result_recall`` the mean share of the index's own
+    results that are returned. ``wrong_hits`` are hits on another question's entry, as a share of all
+    lookups. ``evidence`` is the share of lookups that return a chunk with the answer.
+    """
+    sweep = sweep or Sweep()
+    cases = list(sweep.cases(len(set(workload.distinct))))
+    for capacity, tolerance in tqdm(cases, "replay", unit="case", disable=not progress):
+        yield _replay(workload, found, sweep, capacity, tolerance)
+
+
+def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
+    cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
+    retrieval: CachedRetrieval[int] = CachedRetrieval(cache)
+    lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
+    for at in [*range(len(workload.texts))] * sweep.passes:
+        start = time.perf_counter_ns()
+        asked = retrieval.lookup(workload.questions[at], PARTITION)
+        looked_up = time.perf_counter_ns()
+        maker, ids = at, found.ids[at]
+        if asked.result.hit:
+            maker = asked.result.documents[0]
+            ids = found.ids[maker]
+        else:
+            retrieval.insert(asked, [(at, at)])
+            latency_ms += found.ms[at]
+        latency_ms += (time.perf_counter_ns() - start) / 1e6
+        lookups_us.append((looked_up - start) / 1e3)
+        right = set(found.ids[at])
+        recall += len(right.intersection(ids)) / len(right) if right else 1.0
+        wrong += workload.distinct[maker] != workload.distinct[at]
+        evidence += bool(workload.evidence and workload.evidence[at].intersection(ids))
+    n, stats = len(lookups_us), retrieval.stats()
+    uncached = sum(found.ms) * sweep.passes
+    row = {
+        "capacity": capacity,
+        "tolerance": tolerance,
+        "hit_rate": stats.hit_rate,
+        "wrong_hits": wrong / n,
+        "lookup_us": statistics.median(lookups_us),
+        "latency_ms": latency_ms / n,
+        "latency_ms_uncached": uncached / n,
+        "latency_saved": 1 - latency_ms / uncached,
+        "result_recall": recall / n,
+        "n": n,
+    }
+    if workload.evidence:
+        pairs = zip(workload.evidence, found.ids, strict=True)
+        own = [bool(chunks.intersection(ids)) for chunks, ids in pairs]
+        row |= {"evidence": evidence / n, "evidence_uncached": statistics.fmean(own)}
+    return row

@@ -1,0 +1,1 @@
+"""Documents with their vectors: text and metadata by id, filters, and persistence."""
