@@ -1,0 +1,1 @@
+"""Near misses and true rewordings: what the guard of the query cache refuses, and what it keeps."""

@@ -1,0 +1,107 @@
+"""How many near misses a query cache would answer wrongly, and how many rewordings the guard costs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.near_misses.pairs import (
+    ADVERSARIAL,
+    REPORT,
+    Pair,
+    articles,
+    distances,
+    lower,
+    near_misses,
+    rewordings,
+)
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.query.near_misses.guard import near_miss
+from ragcachekit.query.near_misses.parsing import parse
+
+TOLERANCES = (0.05, 0.1, 0.2)
+NEAR, SAME, TIME = "near misses", "rewordings", "time"
+_NAME = "questions of SQuAD 2.0, altered by rules and by crowd workers; all-MiniLM-L6-v2, cosine distance"
+
+
+def run(
+    squad: str | os.PathLike[str],
+    *,
+    half: str = REPORT,
+    lowered: bool = False,
+    seed: int = 0,
+    progress: bool = False,
+) -> BenchReport:
+    """Rows of ``part`` near misses and rewordings per kind and tolerance, and one of the guard's time.
+
+    A pair counts as a hit if its distance is within the tolerance, and with the guard if that finds nothing.
+    ``lowered`` takes the capitals away. ValueError if ``squad`` is not in the format of SQuAD 2.0.
+    """
+    found, embedder = articles(squad), MiniLM()
+    near = near_misses(found, embedder, seed, progress)
+    pairs = [pair for pair in (*near, *rewordings(near)) if pair.half == half]
+    pairs = [lower(pair) for pair in pairs] if lowered else pairs
+    far, refused = distances(pairs, embedder, progress), np.array([_is_refused(pair) for pair in pairs])
+    rows = [*_near_rows(pairs, far, refused), *_same_rows(pairs, far, refused), _time_row(pairs)]
+    return BenchReport("near-misses", _NAME, seed, tuple(rows))
+
+
+def _near_rows(
+    pairs: Sequence[Pair], far: NDArray[np.float64], refused: NDArray[np.bool_]
+) -> Iterator[dict[str, Any]]:
+    """Wrong hits, and their share of all near misses of the kind, near or not."""
+    kinds = dict.fromkeys(pair.kind for pair in pairs if not pair.same)
+    groups: dict[str, Callable[[str], bool]] = {kind: kind.__eq__ for kind in kinds}
+    groups |= {"all by rules": lambda kind: kind != ADVERSARIAL, "all": lambda _: True}
+    for name, belongs in groups.items():
+        here = np.array([not pair.same and belongs(pair.kind) for pair in pairs])
+        for tolerance in TOLERANCES:
+            within = here & (far <= tolerance)
+            plain, guarded = int(within.sum()), int((within & ~refused).sum())
+            yield {
+                "part": NEAR, "kind": name, "tolerance": tolerance, "pairs": int(here.sum()),
+                "wrong_hits_without": plain, "wrong_hits": guarded,
+                "share_without": plain / here.sum(), "share": guarded / here.sum(),
+            }  # fmt: skip
+
+
+def _same_rows(
+    pairs: Sequence[Pair], far: NDArray[np.float64], refused: NDArray[np.bool_]
+) -> Iterator[dict[str, Any]]:
+    """Rewordings within the tolerance, and how many of them the guard keeps."""
+    for kind in dict.fromkeys(pair.kind for pair in pairs if pair.same):
+        here = np.array([pair.same and pair.kind == kind for pair in pairs])
+        for tolerance in TOLERANCES:
+            within = here & (far <= tolerance)
+            kept = int((within & ~refused).sum())
+            yield {
+                "part": SAME, "kind": kind, "tolerance": tolerance, "pairs": int(here.sum()),
+                "hits_without": int(within.sum()), "hits": kept, "kept": kept / max(1, int(within.sum())),
+            }  # fmt: skip
+
+
+def _time_row(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Microseconds to parse the question that is asked and to compare it with a parsed one."""
+    spent = []
+    for pair in pairs:
+        cached = parse(pair.one)
+        start = time.perf_counter_ns()
+        near_miss(parse(pair.other), cached)
+        spent.append((time.perf_counter_ns() - start) / 1e3)
+    return {
+        "part": TIME,
+        "comparisons": len(spent),
+        "us_p50": median(spent),
+        "us_p95": quantiles(spent, n=20)[-1],
+    }
+
+
+def _is_refused(pair: Pair) -> bool:
+    return near_miss(parse(pair.one), parse(pair.other)) is not None

@@ -1,0 +1,1 @@
+"""Questions that look alike and ask for different things, told apart by their text."""

@@ -1,0 +1,244 @@
+"""English words for the near-miss guard: opposites, words that mean the same, units, what asks for what."""
+
+from __future__ import annotations
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+FUNCTION = _set(
+    """a an the this that these those there here it its he him his she her they them their we us our i me my
+    you your one ones some any such of in on at to from by with for as about into onto upon over via per
+    during under through and or but if then than so too also just only very quite be is are was were am
+    been being do does did done doing have has had having can could may might shall should will would
+    must ought let get got gets give gives given please tell know want say show explain describe name
+    find quick hello hi hey thanks thank briefly exactly actually basically called call calls term used
+    use uses using kind kinds sort sorts type types way ways thing things what's make makes made take
+    takes took whether while because within own each every all both other another how's way's when's
+    where's who's up out off down back come comes came go goes went like according need needs needed
+    possible allowed put yes well now again further else ever still yet happen happens happened
+    following following's known considered located"""
+)
+"""Words that carry no meaning of their own in a question."""
+
+LEAD = _set(
+    """just curious wonder wondering notes note more question ask asking help with interested sorry hello hey
+    there everybody everyone anyone know like would need report homework remind again thanks"""
+)
+"""Words of which short clauses before a question and a colon are made."""
+
+AUXILIARIES = _set(
+    "is are was were am be been do does did has have had can could may might shall should will would must"
+)
+BE = _set("is are was were be been being got gets get")
+
+NEGATIONS = _set(
+    """not no never none neither nor nobody nothing nowhere without cannot cant dont doesnt didnt isnt arent
+    wasnt werent wont wouldnt shouldnt couldnt hasnt havent hadnt except excluding non hardly rarely
+    seldom lacks lack lacking fail fails failed unless instead unable"""
+)
+
+SYMMETRIC = _set("border meet met marri differ compar resembl equal neighbour neighbor")
+"""Stems of verbs whose two sides may change places."""
+
+PREPOSITIONS = _set(
+    "of in on at to from by with for as into onto over under than against between before after via through"
+)
+
+_OPPOSITES = """
+    large larger largest big bigger biggest great greatest major / small smaller smallest tiny minor
+    long longer longest / short shorter shortest
+    high higher highest tall taller tallest upper top above / low lower lowest bottom below beneath
+    more most maximum max maximal / less least fewer fewest minimum min minimal
+    fast faster fastest quick quicker quickest quickly rapid / slow slower slowest slowly
+    old older oldest / young younger youngest new newer newest
+    early earlier earliest / late later latest
+    before prior / after since
+    good better best / bad worse worst
+    heavy heavier heaviest / light lighter lightest
+    strong stronger strongest / weak weaker weakest
+    near nearer nearest close closest / far farther farthest distant
+    hot hotter hottest warm / cold colder coldest cool
+    easy easier easiest simple simplest simplicity / hard hardest difficult complex complexity
+    rich richer richest / poor poorer poorest
+    wide wider widest broad / narrow narrower narrowest
+    deep deeper deepest / shallow shallower
+    increase increases increased increasing grow grew grown rise rose / decrease decreases decreased shrink
+    begin begins began begun start starts started / end ends ended finish finished stop stopped
+    win wins won victory / lose loses lost defeat loss
+    north northern / south southern
+    east eastern / west western
+    left / right
+    input inputs / output outputs
+    import imports imported / export exports exported
+    buy buys bought purchase / sell sells sold sale
+    accept accepts accepted / reject rejects rejected refuse refused
+    include includes included including / exclude excludes excluded
+    allow allows permit permits permitted / forbid forbids forbidden ban banned prohibit prohibited
+    true / false
+    internal inner inside interior / external outer outside exterior
+    male / female
+    positive / negative
+    public / private
+    same equal identical / different unequal
+    born birth / died die dies death
+    arrive arrives arrived / depart departs departed leave leaves
+    enter enters entered / exit exits exited
+    sender send sends sent / receiver receive receives received
+    lend lends lent / borrow borrows borrowed
+    succeed succeeded successor next / precede preceded predecessor previous
+    advantage advantages benefit benefits / disadvantage disadvantages drawback drawbacks
+    cause causes / effect effects
+    employer employers / employee employees
+    ancient / modern
+    question questions problem problems / answer answers solution solutions
+    king father son husband brother man boy / queen mother daughter wife sister woman girl
+    always / sometimes
+    add adds added / remove removes removed delete deletes deleted
+    enable enables enabled / disable disables disabled
+    read reads / write writes
+    push pushes / pull pulls
+    encrypt / decrypt
+    encode / decode
+    install / uninstall
+    login / logout
+    attack attacked / defend defended
+    common often frequently usually frequent / uncommon rare
+    finite limited bounded / infinite unlimited unbounded
+    abstract / concrete
+    formal / informal
+    exact accurate / approximate inaccurate
+    deterministic / randomized nondeterministic
+    original / final
+    empty / full
+    mutable / immutable
+    local / global
+    client / server
+    odd / even
+"""
+
+POLES: dict[str, tuple[int, int]] = {
+    word: (group, sign)
+    for group, line in enumerate(_OPPOSITES.strip().splitlines())
+    for sign, side in zip((1, -1), line.split(" / "), strict=True)
+    for word in side.split()
+}
+"""Group of opposites and side of a word."""
+
+_SAME = """
+    build built construct constructed construction erect
+    establish established founded founder create created creator
+    write wrote written author
+    invent inventor
+    discover discovery
+    design architect
+    teach taught teacher
+    direct director
+    paint painter
+    population people inhabitants
+    live lives lived living
+    cost costs price
+    tall height
+    weigh weight heavy
+    size large big
+    fast speed quickly
+    far distance
+    old age
+    city town
+    nation country state
+    company firm
+    locate located location situated lie lies stand stands
+    contain contains consist consists comprise
+    produce produces produced manufacture
+    speak spoken speaks
+    ceo executive
+    job occupation profession
+    return returns
+    function method
+    module library package
+    differ difference
+    travel travels
+    number amount quantity
+    percentage share proportion portion
+    month monthly
+    year yearly annual
+    rule ruled ruler govern
+    safe safely
+    permit allow allowed
+    happen occur event
+    require required requirement
+    error exception
+    folder directory
+    default defaults
+    change modify
+"""
+SYNONYMS: dict[str, str] = {
+    word: line.split()[0] for line in _SAME.strip().splitlines() for word in reversed(line.split())
+}
+"""The word that stands for a group of words that mean the same in questions."""
+
+_UNITS = """
+    km kilometer kilometers kilometre kilometres
+    mile miles
+    m meter meters metre metres
+    cm centimeter centimeters centimetre centimetres
+    foot feet ft
+    kg kilogram kilograms kilo kilos
+    lb pound pounds
+    gram grams
+    ton tons tonne tonnes
+    second seconds sec
+    minute minutes
+    hour hours
+    day days
+    week weeks
+    month months monthly
+    year years annual yearly
+    decade decades
+    century centuries
+    dollar dollars usd
+    euro euros eur
+    percent percentage
+    degree degrees
+    byte bytes
+    bit bits
+    kb kilobyte kilobytes
+    mb megabyte megabytes
+    gb gigabyte gigabytes
+    liter liters litre litres
+    gallon gallons
+"""
+UNITS: dict[str, str] = {
+    word: line.split()[0] for line in _UNITS.strip().splitlines() for word in line.split()
+}
+
+_NUMBERS = """zero|first 1st|two second twice pair|three third thrice|four fourth|five fifth|six sixth
+    |seven seventh|eight eighth|nine ninth|ten tenth|eleven eleventh|twelve twelfth dozen|thirteen thirteenth
+    |fourteen fourteenth|fifteen fifteenth|sixteen sixteenth|seventeen seventeenth|eighteen eighteenth
+    |nineteen nineteenth"""
+_TENS = "|twent|thirt|fort|fift|sixt|sevent|eight|ninet"
+NUMBERS: dict[str, float] = {
+    **{word: number for number, words in enumerate(_NUMBERS.split("|")) for word in words.split()},
+    **{f"{tens}{end}": 10.0 * at for at, tens in enumerate(_TENS.split("|"), 1) for end in ("y", "ieth")},
+    **{"last": -1.0, "final": -1.0, "half": 0.5},
+}
+MAGNITUDES = {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
+_ROMAN = "II|III|IV|V|VI|VII|VIII|IX|X|XI|XII|XIII|XIV|XV|XVI|XVII|XVIII|XIX|XX"
+ROMAN: dict[str, float] = {word: number for number, word in enumerate(_ROMAN.split("|"), 2)}
+
+ASKING: dict[str, str] = {
+    "who": "who", "whom": "who", "whose": "who", "when": "when", "where": "where", "why": "why", "how": "how",
+    "what": "what", "which": "what",
+}  # fmt: skip
+ASKED_BY_NOUN: dict[str, str] = {
+    **dict.fromkeys(_set("year date day time century decade month hour deadline"), "when"),
+    **dict.fromkeys(_set("place location country city region town"), "where"),
+    **dict.fromkeys(_set("person man woman king people"), "who"),
+    **dict.fromkeys(_set("reason"), "why"),
+    **dict.fromkeys(_set("number amount percentage share"), "count"),
+}
+CONSUMED = _set(
+    "year date day time hour place location person man woman reason number amount percentage share"
+)
+"""What "what year" or "which place" asks for."""
