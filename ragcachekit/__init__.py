@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
+    from ragcachekit.query.candidates import OwnSearch
+    from ragcachekit.query.noted_order import NotedOrder
     from ragcachekit.query.partition.objects import Identity
     from ragcachekit.query.partition.partitioner import Partitioner
     from ragcachekit.query.partition.rules import KeyRules
@@ -47,6 +49,8 @@ __all__ = [
     "Lookup",
     "ModelNotSupported",
     "Neighbours",
+    "NotedOrder",
+    "OwnSearch",
     "Partition",
     "Partitioner",
     "PrecedingChunks",
@@ -79,6 +83,8 @@ _LAZY = {
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.query.base": ("Partition",),
     "ragcachekit.query.calibrate": ("calibrate",),
+    "ragcachekit.query.noted_order": ("NotedOrder",),
+    "ragcachekit.query.candidates": ("OwnSearch",),
     "ragcachekit.query.partition.rules": ("KeyRules",),
     "ragcachekit.query.partition.objects": ("Identity",),
     "ragcachekit.query.partition.partitioner": ("Partitioner",),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+
+from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document
+from ragcachekit import NotedOrder
 
 SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
 """Metadata keys that name a document; the first one that is there counts."""
@@ -34,14 +37,46 @@ def note_order(engine: Any, namespace: str, documents: Iterable[Document]) -> No
         )
 
 
-def stored_documents(store: VectorStore) -> tuple[int, Iterable[Document]]:
-    """Number of documents, and the documents of a store that keeps them in memory; none of others."""
-    if isinstance(store, InMemoryVectorStore):
-        held = list(store.store.values())
-        return len(held), (Document(one["text"], metadata=one["metadata"]) for one in held)
-    kept = getattr(getattr(store, "docstore", None), "_dict", None)  # FAISS of langchain-community
-    documents = list(kept.values()) if isinstance(kept, dict) else []
-    return len(documents), documents
+def noted_order(
+    store: Any, engine: Any, namespace: str, version: Callable[[VectorStore], Hashable]
+) -> NotedOrder[Document] | None:
+    """The order of an embedded store's documents, or of one in memory; None where they cannot be listed."""
+    if engine is None:
+        return None
+    if isinstance(store, RagCacheVectorStore):
+        index = store.index
+        return NotedOrder(
+            engine,
+            namespace,
+            version=lambda: index.version,
+            ids=lambda: index.ids,
+            get=lambda ids: [(one.id, as_document(one)) for one in index.get(ids)],
+            text=text_of,
+            note=note_order,
+        )
+    held = store.store if isinstance(store, InMemoryVectorStore) else None
+    if held is None:  # FAISS of langchain-community
+        held = getattr(getattr(store, "docstore", None), "_dict", None)
+    if not isinstance(held, dict):
+        return None
+    return NotedOrder(
+        engine,
+        namespace,
+        version=lambda: version(store),
+        ids=lambda: list(held),
+        get=lambda ids: [(one, _as_document(held[one])) for one in ids if one in held],
+        text=text_of,
+        note=note_order,
+    )
+
+
+def text_of(document: Document) -> str:
+    """The text that prompts show."""
+    return document.page_content
+
+
+def _as_document(held: Any) -> Document:
+    return held if isinstance(held, Document) else Document(held["text"], metadata=held["metadata"])
 
 
 def _source_of(document: Document) -> str | None:

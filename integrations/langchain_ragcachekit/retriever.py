@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any, Self, Unpack
@@ -16,13 +17,15 @@ from langchain_core.callbacks import (
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableConfig, ensure_config
+from langchain_core.runnables import Runnable, RunnableConfig, ensure_config, run_in_executor
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
+from langchain_ragcachekit.document_order import noted_order
 from langchain_ragcachekit.partitions import RULES
-from langchain_ragcachekit.search import Search, vector_store_of
+from langchain_ragcachekit.search import DEFAULT_K, Search, found_document, metric_of, vector_store_of
+from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit import Lookup, Partition, Retrieved, RetrieverCache, RetrieverSettings
 
 HIT_EVENT = "ragcachekit_query_hit"
@@ -67,7 +70,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    cache, namespace, tolerance, capacity, metric, eviction, partition
+    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -80,8 +83,11 @@ class RagCacheRetriever(BaseRetriever):
     k: int | None = Field(default=None, gt=0)
     tolerance: float = 0.0
     capacity: int = 1000
-    metric: str = "cosine"
+    metric: str | None = None
     eviction: str = "fifo"
+    ttl: float | None = Field(default=None, gt=0)
+    guard: bool = True
+    version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
     partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
@@ -100,14 +106,48 @@ class RagCacheRetriever(BaseRetriever):
         """
         return cls(retriever=retriever, embeddings=embeddings, k=k, **settings)
 
+    @classmethod
+    def from_documents(
+        cls,
+        documents: list[Document],
+        embeddings: Embeddings,
+        *,
+        index: str = "faiss-flat",
+        path: str | os.PathLike[str] | None = None,
+        k: int = DEFAULT_K,
+        index_metric: str = "cosine",
+        index_options: dict[str, Any] | None = None,
+        progress: bool = False,
+        **settings: Unpack[RetrieverSettings],
+    ) -> Self:
+        """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
+
+        With a ``path``, documents that are there already are not embedded again, and an empty list opens
+        what is there. ``retriever.vectorstore`` adds and deletes. Results are put in order anew for each
+        question, and only those that a change concerns are forgotten.
+        """
+        store = RagCacheVectorStore(
+            embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
+        )
+        store.add_documents(documents, progress=progress)
+        return cls.wrap(store, k=k, **settings)
+
+    @property
+    def vectorstore(self) -> VectorStore | None:
+        """The vector store that is searched, if a vector store's own retriever is wrapped."""
+        return vector_store_of(self.retriever)
+
     @model_validator(mode="after")
     def _prepare(self) -> Self:
         if isinstance(self.retriever, VectorStore):
             self.retriever = self.retriever.as_retriever()
         if not isinstance(self.retriever, Runnable):
             raise ValueError(f"expected a retriever or a vector store, got {type(self.retriever).__name__}")
-        if self.embeddings is None and (store := vector_store_of(self.retriever)) is not None:
+        store = vector_store_of(self.retriever)
+        if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
+        if self.metric is None:
+            self.metric = metric_of(store)
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
@@ -118,7 +158,28 @@ class RagCacheRetriever(BaseRetriever):
             self._retrieval = RetrieverCache(RULES, _text, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        if isinstance(store, RagCacheVectorStore):
+            self._retrieval.follow(store.index)
+        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
+        changes = self._retrieval.changes_of
+        self._retrieval.follow_order(noted_order(store, self.cache, namespace, changes))
         return self
+
+    def invalidate(
+        self,
+        *,
+        ids: Iterable[str] | None = None,
+        texts: Iterable[str] | None = None,
+        filter: Callable[[Document], bool] | None = None,
+    ) -> int:
+        """Forget cached results with one of these documents; returns how many.
+
+        ``ids`` and ``texts`` name documents, ``filter`` is a function of the document. Needed where an index
+        was changed past its methods; a document that is new there calls for :meth:`clear`.
+        """
+        return self._retrieval.invalidate_documents(
+            lambda found: found.id, ids, texts, filter, found_document
+        )
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
@@ -150,10 +211,12 @@ class RagCacheRetriever(BaseRetriever):
             embedding = self.embeddings.embed_query(query)
         except Exception:
             self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+        asked = self._retrieval.ask(embedding, place, query, search.own)
         if asked is None:
             return self._handed_out(search.run(None), epoch)
-        if not asked.result.hit:
+        if not asked.result.hit and search.own is not None and not asked.result.note:
+            asked = self._searched(asked, search)
+        elif not asked.result.hit:
             asked = self._inserted(asked, search.run(None if asked.result.note else embedding), search)
         if run_manager.handlers:
             dispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
@@ -168,15 +231,21 @@ class RagCacheRetriever(BaseRetriever):
             embedding = await self.embeddings.aembed_query(query)
         except Exception:
             self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+        asked = self._retrieval.ask(embedding, place, query, search.own)
         if asked is None:
             return self._handed_out(await search.arun(None), epoch)
-        if not asked.result.hit:
+        if not asked.result.hit and search.own is not None and not asked.result.note:
+            asked = await run_in_executor(None, self._searched, asked, search)
+        elif not asked.result.hit:
             found = await search.arun(None if asked.result.note else embedding)
             asked = self._inserted(asked, found, search)
         if run_manager.handlers:
             await adispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
         return self._handed_out(asked.result.documents, epoch)
+
+    def _searched(self, asked: Lookup[Document], search: Search) -> Lookup[Document]:
+        assert search.own is not None
+        return asked._replace(result=self._retrieval.answer_own(asked, search.own, self._partition(search)))
 
     def _inserted(self, asked: Lookup[Document], found: list[Document], search: Search) -> Lookup[Document]:
         return asked._replace(result=self._retrieval.answer(asked, found, self._partition(search)))
@@ -193,18 +262,23 @@ class RagCacheRetriever(BaseRetriever):
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
+        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
+        question = (search.query, search.config)
+        if search.own is not None:
+            name, where = self._retrieval.follow(search.own.index), search.filter
+            return self._retrieval.partitioner.of_own_index(namespace, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}
             configurable = {n: value for n, value in values.items() if not n.startswith(INTERNAL)}
         text = search.query if self.tolerance == 0 and search.is_by_text else None
         return self._retrieval.partitioner.partition(
-            self._retrieval.namespace_of(self.cache, self.namespace),
+            namespace,
             search.overrides.get("k", UNSTATED_K),
             search.retriever,
             (dict(search.overrides), self.embeddings, text),
             configurable=configurable,
-            question=(search.query, search.config),
+            question=question,
         )
 
     def _handed_out(self, documents: Iterable[Document], epoch: int) -> list[Document]:

@@ -14,18 +14,43 @@ from langchain_core.runnables.config import patch_config
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
+from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document, as_where
+from ragcachekit import OwnSearch
+
 BY_VECTOR = frozenset(
     {
         "langchain_chroma.vectorstores.Chroma",
         "langchain_community.vectorstores.faiss.FAISS",
         "langchain_core.vectorstores.in_memory.InMemoryVectorStore",
         "langchain_postgres.vectorstores.PGVector",
+        "langchain_ragcachekit.vector_store.RagCacheVectorStore",
     }
 )
 """Stores whose ``similarity_search`` embeds the question and does nothing else with its text.
 
 Others add keywords to the vector, at times by a setting; they are always asked with the text.
 """
+
+
+DEFAULT_K = 4
+"""Of LangChain's vector stores."""
+
+
+def found_document(record: Any, _distance: float) -> Document:
+    """A document that an embedded store found; LangChain's retrievers show no distance."""
+    return as_document(record)
+
+
+def metric_of(store: VectorStore | None) -> str | None:
+    """The metric that a store says it searches by."""
+    if isinstance(store, RagCacheVectorStore):
+        return store.index.metric
+    strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
+    named = str(getattr(strategy, "value", strategy)).lower()
+    space = getattr(getattr(store, "_collection", None), "metadata", None) or {}
+    named = str(space.get("hnsw:space", named)) if isinstance(space, Mapping) else named
+    known = {"euclid": "l2", "l2": "l2", "inner": "ip", "ip": "ip", "cos": "cosine"}
+    return next((metric for word, metric in known.items() if named.startswith(word)), None)
 
 
 class Search:
@@ -47,6 +72,12 @@ class Search:
         self._callbacks = callbacks
         self._asked, self._kwargs = _with_arguments(retriever, overrides)
         self._store, self._arguments = _by_vector(retriever, embeddings, overrides)
+        self.own = None if self._store is None else _in_own_index(self._store, self._arguments)
+
+    @property
+    def filter(self) -> Any:
+        """The filter of a search in an embedded store."""
+        return self._arguments.get("filter")
 
     @property
     def is_by_text(self) -> bool:
@@ -88,6 +119,14 @@ def _by_vector(
     if f"{kind.__module__}.{kind.__qualname__}" not in BY_VECTOR or store.embeddings is not embeddings:
         return None, {}
     return store, {**retriever.search_kwargs, **overrides}
+
+
+def _in_own_index(store: VectorStore, arguments: Mapping[str, Any]) -> OwnSearch[Document] | None:
+    """The search in an embedded store; None for another store, or arguments that it ignores."""
+    if not isinstance(store, RagCacheVectorStore) or arguments.keys() - {"k", "filter"}:
+        return None
+    k, where = arguments.get("k", DEFAULT_K), arguments.get("filter")
+    return OwnSearch(store.index, k, as_where(where), found_document)
 
 
 def _with_arguments(

@@ -11,8 +11,11 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables import run_in_executor
 from langchain_core.vectorstores import VectorStore
+from tqdm.auto import tqdm
 
 from ragcachekit import DocumentIndex
+
+_TOGETHER = 256  # documents that are embedded and stored at once
 
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 
@@ -81,22 +84,27 @@ class RagCacheVectorStore(VectorStore):
         return self._embedding
 
     def add_documents(
-        self, documents: list[Document], ids: Sequence[str | None] | None = None, **kwargs: Any
+        self,
+        documents: list[Document],
+        ids: Sequence[str | None] | None = None,
+        *,
+        progress: bool = False,
+        **kwargs: Any,
     ) -> list[str]:
         """Add documents, or replace those of the same ids; returns the ids.
 
-        Only documents that are not there with the same text are embedded.
+        Only documents that are not there with the same text are embedded, some at a time: what an error or
+        an interrupt leaves is kept. ``progress`` shows a bar.
         """
         names = _names(documents, ids)
         todo = dict(zip(names, documents, strict=True))
         for known in self.index.get(list(todo)):
             if _is_same(known, todo[str(known.id)]):
                 del todo[str(known.id)]
-        if todo:
-            texts = [document.page_content for document in todo.values()]
+        for block in tqdm(_blocks(list(todo)), "embedding", unit="batch", disable=not progress):
+            texts = [todo[name].page_content for name in block]
             vectors = self._embedding.embed_documents(texts)
-            metadatas = [document.metadata for document in todo.values()]
-            self.index.add(list(todo), vectors, texts, metadatas, replace=True)
+            self.index.add(block, vectors, texts, [todo[name].metadata for name in block], replace=True)
         return names
 
     def add_texts(
@@ -152,8 +160,8 @@ class RagCacheVectorStore(VectorStore):
         """:meth:`similarity_search_with_score` with the embedding of the question."""
         if not len(self.index):
             return []
-        where = (lambda found: filter(as_document(found))) if callable(filter) else filter
-        return [(as_document(found), score) for found, score in self.index.search(embedding, k, where)]
+        found = self.index.search(embedding, k, as_where(filter))
+        return [(as_document(one), score) for one, score in found]
 
     def close(self) -> None:
         """Write the index and close its files."""
@@ -163,6 +171,11 @@ class RagCacheVectorStore(VectorStore):
         if self.index.metric == "l2":
             return self._euclidean_relevance_score_fn
         return lambda distance: 1.0 - distance if self.index.metric == "cosine" else -distance
+
+
+def as_where(filter: Filter | None) -> Any:
+    """A filter as the index takes it."""
+    return (lambda found: filter(as_document(found))) if callable(filter) else filter
 
 
 def as_document(found: Any) -> Document:
@@ -185,3 +198,7 @@ def _digest(document: Document) -> str:
 
 def _is_same(known: Any, document: Document) -> bool:
     return bool((known.text, known.metadata) == (document.page_content, document.metadata))
+
+
+def _blocks(names: list[str]) -> list[list[str]]:
+    return [names[at : at + _TOGETHER] for at in range(0, len(names), _TOGETHER)]

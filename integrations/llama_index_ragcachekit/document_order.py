@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode
+
+from llama_index_ragcachekit.own_index import own_index_of
+from llama_index_ragcachekit.vector_store import as_node
+from ragcachekit import NotedOrder
 
 
 def note_order(engine: Any, namespace: str, nodes: Iterable[BaseNode]) -> None:
@@ -22,11 +26,44 @@ def note_order(engine: Any, namespace: str, nodes: Iterable[BaseNode]) -> None:
         engine.order(document, texts, starts=_places(chunks), namespace=namespace)
 
 
-def stored_nodes(retriever: Any) -> tuple[int, Iterable[BaseNode]]:
-    """Number of nodes, and the nodes of the index that a retriever searches, where its docstore has them."""
-    docstore = getattr(getattr(retriever, "_index", None), "docstore", None)
-    held = getattr(docstore, "docs", None)
-    return (len(held), held.values()) if isinstance(held, dict) else (0, ())
+def noted_order(
+    retriever: Any, engine: Any, namespace: str, version: Callable[[object], Hashable]
+) -> NotedOrder[BaseNode] | None:
+    """The order of the nodes that a retriever searches; None where they cannot be listed."""
+    if engine is None:
+        return None
+    if (index := own_index_of(retriever)) is not None:
+        return NotedOrder(
+            engine,
+            namespace,
+            version=lambda: index.version,
+            ids=lambda: index.ids,
+            get=lambda ids: [(one.id, as_node(one)) for one in index.get(ids)],
+            text=text_of,
+            note=note_order,
+        )
+    docstore: Any = getattr(getattr(retriever, "_index", None), "docstore", None)
+    if not isinstance(getattr(docstore, "docs", None), dict):
+        return None
+
+    def get(ids: Sequence[Any]) -> list[tuple[Hashable, BaseNode]]:
+        held = docstore.docs
+        return [(one, held[one]) for one in ids if one in held]
+
+    return NotedOrder(
+        engine,
+        namespace,
+        version=lambda: version(docstore),
+        ids=lambda: list(docstore.docs),
+        get=get,
+        text=text_of,
+        note=note_order,
+    )
+
+
+def text_of(node: BaseNode) -> str:
+    """The bare text, as it is registered with the engine."""
+    return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
 def _places(nodes: Sequence[BaseNode]) -> list[int] | None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
+from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
+from llama_index.core.constants import DEFAULT_SIMILARITY_TOP_K
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
+from llama_index_ragcachekit.document_order import noted_order
+from llama_index_ragcachekit.own_index import filters_of, own_index_of, own_search
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
-from ragcachekit import Lookup, Partition, RetrieverCache, RetrieverSettings
+from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
+from ragcachekit import Lookup, OwnSearch, Partition, RetrieverCache, RetrieverSettings
 
 dispatcher = get_dispatcher(__name__)
 
@@ -90,10 +98,72 @@ class RagCacheRetriever(BaseRetriever):
         self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
         others: Any = {name: value for name, value in settings.items() if name != "namespace"}
+        index = own_index_of(retriever)
+        if others.get("metric") is None and index is not None:
+            others["metric"] = index.metric
         self._retrieval: RetrieverCache[NodeWithScore] = RetrieverCache(RULES, _text, **others)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
+        if index is not None:
+            self._retrieval.follow(index)
+        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
+        self._retrieval.follow_order(
+            noted_order(retriever, self._cache, namespace, self._retrieval.changes_of)
+        )
+
+    @classmethod
+    def from_nodes(
+        cls,
+        nodes: Sequence[BaseNode],
+        embed_model: BaseEmbedding | None = None,
+        *,
+        index: str = "faiss-flat",
+        path: str | os.PathLike[str] | None = None,
+        k: int = DEFAULT_SIMILARITY_TOP_K,
+        index_metric: str = "cosine",
+        index_options: dict[str, Any] | None = None,
+        progress: bool = False,
+        **settings: Unpack[RetrieverSettings],
+    ) -> Self:
+        """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
+
+        With a ``path``, nodes whose ids are there already are not embedded again, and an empty list opens
+        what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
+        question, and only those that a change concerns are forgotten.
+        """
+        model = embed_model or Settings.embed_model
+        store = RagCacheVectorStore(index=index, path=path, metric=index_metric, **(index_options or {}))
+        new = [node for node in nodes if node.node_id not in store.client]
+        over = VectorStoreIndex(
+            new,
+            storage_context=StorageContext.from_defaults(vector_store=store),
+            embed_model=model,
+            show_progress=progress,
+        )
+        return cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
+
+    @property
+    def index(self) -> VectorStoreIndex | None:
+        """The index that is searched, if a vector index's own retriever is wrapped."""
+        found = getattr(self._retriever, "_index", None)
+        return found if isinstance(found, VectorStoreIndex) else None
+
+    def invalidate(
+        self,
+        *,
+        ids: Iterable[str] | None = None,
+        texts: Iterable[str] | None = None,
+        filter: Callable[[NodeWithScore], bool] | None = None,
+    ) -> int:
+        """Forget cached results with one of these nodes; returns how many.
+
+        ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
+        changed past its methods; a node that is new there calls for :meth:`clear`.
+        """
+        return self._retrieval.invalidate_documents(
+            lambda found: found.node.node_id, ids, texts, filter, _with_score
+        )
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
@@ -105,31 +175,45 @@ class RagCacheRetriever(BaseRetriever):
         return self._retriever, self._embed_model, namespace, self._exact, self._custom
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        epoch, place, embedding = self._retrieval.epoch, self._partition(query_bundle), query_bundle.embedding
+        epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
+        place = self._partition(query_bundle, own)
         if embedding is None:
             try:
                 embedding = self._embed_model.get_agg_embedding_from_queries(query_bundle.embedding_strs)
             except Exception:
                 self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+        asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
         found = None
-        if asked is None or not asked.result.hit:
+        if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
+            asked = self._searched(asked, own, query_bundle)
+        elif asked is None or not asked.result.hit:
             found = self._retriever.retrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._answer(asked, found, query_bundle, epoch)
+        return self._answer(asked, found, query_bundle, epoch, own)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        epoch, place, embedding = self._retrieval.epoch, self._partition(query_bundle), query_bundle.embedding
+        epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
+        place = self._partition(query_bundle, own)
         if embedding is None:
             try:
                 strings = query_bundle.embedding_strs
                 embedding = await self._embed_model.aget_agg_embedding_from_queries(strings)
             except Exception:
                 self._retrieval.not_embedded()
-        asked = self._retrieval.ask(embedding, place)
+        asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
         found = None
-        if asked is None or not asked.result.hit:
+        if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
+            asked = await asyncio.to_thread(self._searched, asked, own, query_bundle)
+        elif asked is None or not asked.result.hit:
             found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._answer(asked, found, query_bundle, epoch)
+        return self._answer(asked, found, query_bundle, epoch, own)
+
+    def _own_search(self) -> OwnSearch[NodeWithScore] | None:
+        return own_search(self._retriever, self._embed_model)
+
+    def _searched(
+        self, asked: Lookup[NodeWithScore], own: OwnSearch[NodeWithScore], bundle: QueryBundle
+    ) -> Lookup[NodeWithScore]:
+        return asked._replace(result=self._retrieval.answer_own(asked, own, self._partition(bundle, own)))
 
     def _inner_bundle(
         self, bundle: QueryBundle, asked: Lookup[NodeWithScore] | None, embedding: list[float] | None
@@ -142,13 +226,18 @@ class RagCacheRetriever(BaseRetriever):
             inner.embedding = embedding
         return inner
 
-    def _partition(self, bundle: QueryBundle) -> Partition | None:
+    def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
+        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
+        others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
+        if own is not None and not any(others.values()):
+            name = self._retrieval.follow(own.index)
+            return self._retrieval.partitioner.of_own_index(
+                namespace, name, filters_of(self._retriever), (bundle,)
+            )
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
             asked = (bundle.query_str, bundle.custom_embedding_strs)
-        others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
-        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         arguments = (others, self._embed_model, asked)
         return self._retrieval.partitioner.partition(
             namespace, 1, self._retriever, arguments, question=(bundle,)
@@ -160,15 +249,18 @@ class RagCacheRetriever(BaseRetriever):
         found: list[NodeWithScore] | None,
         bundle: QueryBundle,
         epoch: int,
+        own: OwnSearch[NodeWithScore] | None,
     ) -> list[NodeWithScore]:
         """The nodes of a search or a hit, registered with the engine."""
         if asked is not None:
             result = asked.result
-            if found is None:
+            if found is None and own is not None:
+                found = list(result.documents)
+            elif found is None:
                 found = [copied(item, is_near=bool(result.distance)) for item in result.documents]
             else:
                 copies = [copied(item) for item in found]
-                result = self._retrieval.answer(asked, copies, self._partition(bundle))
+                result = self._retrieval.answer(asked, copies, self._partition(bundle, own))
             event = QueryCacheEvent(
                 hit=result.hit, distance=result.distance, lookup_us=result.lookup_us, note=result.note
             )
@@ -178,6 +270,10 @@ class RagCacheRetriever(BaseRetriever):
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         self._retrieval.register(self._cache, namespace, texts, epoch)
         return nodes_found
+
+
+def _with_score(record: Any, distance: float) -> NodeWithScore:
+    return NodeWithScore(node=as_node(record), score=-distance)
 
 
 def _text(item: NodeWithScore) -> str:

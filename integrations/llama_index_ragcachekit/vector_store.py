@@ -99,9 +99,9 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Nodes by id, by filter, or by both; none of the two means all."""
-        accepts = _predicate(filters)
+        accepts = as_predicate(filters)
         found = self._index.get(self._index.ids if node_ids is None else node_ids)
-        return [_as_node(one) for one in found if accepts(one)]
+        return [as_node(one) for one in found if accepts(one)]
 
     def clear(self) -> None:
         """Delete everything."""
@@ -111,15 +111,14 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         """The nearest nodes; ValueError for a mode other than the default, or no embedding."""
         if query.mode != VectorStoreQueryMode.DEFAULT or query.query_embedding is None:
             raise ValueError("RagCacheVectorStore searches by embedding; use the default query mode")
-        accepts = _predicate(query.filters)
+        accepts = as_predicate(query.filters)
         if query.node_ids or query.doc_ids:  # LlamaIndex's retriever gives an empty list for no choice
             accepts = _among(accepts, query.node_ids, query.doc_ids)
         where = accepts if query.filters or query.node_ids or query.doc_ids else None
         found = self._index.search(query.query_embedding, query.similarity_top_k, where)
-        base = 1.0 if self._index.metric == "cosine" else 0.0
         return VectorStoreQueryResult(
-            nodes=[_as_node(one) for one, _ in found],
-            similarities=[base - distance for _, distance in found],
+            nodes=[as_node(one) for one, _ in found],
+            similarities=[similarity(self._index.metric, distance) for _, distance in found],
             ids=[str(one.id) for one, _ in found],
         )
 
@@ -131,11 +130,19 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         return [str(found.id) for found in self._index.get(self._index.ids) if accepts(found)]
 
 
-def _as_node(found: Any) -> BaseNode:
+def similarity(metric: str, distance: float) -> float:
+    """What LlamaIndex shows as score: larger is nearer."""
+    return 1.0 - distance if metric == "cosine" else -distance
+
+
+def as_node(found: Any) -> BaseNode:
+    """A document of the index as a node."""
     return metadata_dict_to_node(found.metadata, found.text)
 
 
-def _predicate(filters: MetadataFilters | None) -> Callable[[Any], bool]:
+def as_predicate(filters: MetadataFilters | None) -> Callable[[Any], bool]:
+    """Filters as the index takes them."""
+
     def accepts(found: Any) -> bool:
         return bool(build_metadata_filter_fn(lambda _: found.metadata, filters)(str(found.id)))
 

@@ -9,6 +9,8 @@ times as many candidates have 99 %.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -22,58 +24,84 @@ FACTOR = 4
 Document = TypeVar("Document")
 
 
+class IndexChange(Protocol):
+    """What an index reports: ids that went, and embeddings ``[n, dim]`` that came; None: anything."""
+
+    @property
+    def gone(self) -> Sequence[str | int] | None: ...
+    @property
+    def embeddings(self) -> NDArray[np.float32] | None: ...
+
+
 class OwnIndex(Protocol):
     """The part of :class:`~ragcachekit.DocumentIndex` that is used here."""
 
     metric: str
 
-    def search(self, embedding: ArrayLike, k: int, where: Any = None) -> Sequence[tuple[Any, float]]:
-        """Documents with an ``id`` and their distances, nearest first."""
-        ...
-
-    def vectors(self, ids: Sequence[Any]) -> NDArray[np.float32]:
-        """Vectors ``[n, dim]``; RetrievalError for an unknown id."""
-        ...
+    @property
+    def path(self) -> Path | None: ...
+    def search(self, embedding: ArrayLike, k: int, where: Any = None) -> Sequence[tuple[Any, float]]: ...
+    def vectors(self, ids: Sequence[Any]) -> NDArray[np.float32]: ...
+    def on_change(self, listener: Callable[[Any], object]) -> Callable[[], None]: ...
 
 
-class Candidate(NamedTuple, Generic[Document]):
-    """A document, its id, its vector ``[dim]``, and its distance from the question it was searched for."""
+class Candidate(NamedTuple):
+    """A document as the index holds it (``id``, ``text``, ``metadata``), vector ``[dim]`` and distance."""
 
-    id: str | int
-    document: Document
+    record: Any
     vector: NDArray[np.float32]
     distance: float
 
-
-def search_candidates(
-    index: OwnIndex, embedding: ArrayLike, k: int, where: Any, document: Callable[[Any], Document]
-) -> list[Candidate[Document]]:
-    """The :data:`FACTOR` times ``k`` nearest; ``document`` converts what the index holds."""
-    while True:
-        found = index.search(embedding, FACTOR * k, where)
-        try:
-            vectors = index.vectors([one.id for one, _ in found]) if found else ()
-        except RetrievalError:  # one of them was deleted meanwhile
-            continue
-        return [
-            Candidate(one.id, document(one), vector, distance)
-            for (one, distance), vector in zip(found, vectors, strict=True)
-        ]
+    @property
+    def text(self) -> str:
+        """Text of the document."""
+        return str(self.record.text)
 
 
-def radius_of(candidates: Sequence[Candidate[Any]], k: int) -> float | None:
-    """Distance of the last candidate; None where the index had no more, and any new document would count."""
-    return candidates[-1].distance if len(candidates) == FACTOR * k else None
+@dataclass(frozen=True)
+class OwnSearch(Generic[Document]):
+    """The search of one question for the ``k`` nearest documents that ``where`` accepts.
 
+    ``document`` converts what the index holds, and its distance from the question.
+    """
 
-def nearest(
-    candidates: Sequence[Candidate[Document]], embedding: ArrayLike, metric: str, k: int
-) -> list[Document]:
-    """The documents of the ``k`` candidates nearest to a question, as the index orders them."""
-    if not candidates:
-        return []
-    query = np.asarray(embedding, np.float64)
-    rows = np.stack([one.vector for one in candidates]).astype(np.float64)
-    scores = np.linalg.norm(rows - query, axis=1) if metric == "l2" else -(rows @ query)
-    order = np.argsort(scores, kind="stable")[:k]
-    return [candidates[int(at)].document for at in order]
+    index: OwnIndex
+    k: int
+    where: Any
+    document: Callable[[Any, float], Document]
+
+    @property
+    def wanted(self) -> int:
+        """How many candidates are searched."""
+        return FACTOR * self.k
+
+    def search(self, embedding: ArrayLike) -> list[Candidate]:
+        """The nearest candidates; fewer if there are no more."""
+        while True:
+            found = self.index.search(embedding, self.wanted, self.where)
+            try:
+                vectors = self.index.vectors([record.id for record, _ in found]) if found else ()
+            except RetrievalError:  # one of them was deleted meanwhile
+                continue
+            pairs = zip(found, vectors, strict=True)
+            return [Candidate(record, vector, distance) for (record, distance), vector in pairs]
+
+    def radius(self, candidates: Sequence[Candidate]) -> float | None:
+        """Distance of the last candidate; None where there were no more, and any new document counts."""
+        return candidates[-1].distance if len(candidates) == self.wanted else None
+
+    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> tuple[Document, ...]:
+        """The ``k`` candidates nearest to a question, as the index orders them."""
+        if not candidates:
+            return ()
+        distances = self._distances(np.stack([one.vector for one in candidates]), embedding)
+        order = np.argsort(distances, kind="stable")[: self.k]
+        return tuple(self.document(candidates[at].record, distances[at]) for at in order.tolist())
+
+    def _distances(self, vectors: NDArray[np.float32], embedding: ArrayLike) -> NDArray[np.float64]:
+        query, rows = np.asarray(embedding, np.float64), vectors.astype(np.float64)
+        if self.index.metric == "l2":
+            return np.asarray(np.linalg.norm(rows - query, axis=1))
+        if self.index.metric == "cosine":
+            return np.asarray(1.0 - rows @ (query / np.linalg.norm(query)))
+        return -(rows @ query)

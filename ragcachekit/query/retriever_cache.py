@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ragcachekit.query.base import Partition
+from ragcachekit.query.candidates import Candidate, IndexChange, OwnIndex, OwnSearch
+from ragcachekit.query.noted_order import NotedOrder
+from ragcachekit.query.partition.objects import Identity
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
@@ -34,8 +39,14 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance : float
         Greatest distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
-    capacity, metric, eviction
-        As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default.
+    capacity, metric, eviction, ttl
+        As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. Without a ``metric`` it is
+        that of the wrapped store where that says one, else ``cosine``.
+    guard : bool
+        With a tolerance, refuse hits on questions that differ in a negation, a number, a name, or in who
+        does what to whom; on by default.
+    version : callable or None
+        Gives a value that changes whenever somebody else changes the index; asked at every question.
     partition : callable or None
         Called with the question (and in LangChain the config of its run): what results depend on beside
         the namespace and the search arguments, such as a user's id. None from it: do not cache. It
@@ -47,8 +58,11 @@ class RetrieverSettings(TypedDict, total=False):
     namespace: str | None
     tolerance: float
     capacity: int
-    metric: str
+    metric: str | None
     eviction: str
+    ttl: float | None
+    guard: bool
+    version: Callable[[], object] | None
     partition: Callable[..., object] | None
 
 
@@ -67,14 +81,20 @@ class RetrieverCache(CachedRetrieval[Document]):
         cache: Any = None,
         tolerance: float = 0.0,
         capacity: int = 1000,
-        metric: str = "cosine",
+        metric: str | None = None,
         eviction: str = "fifo",
+        ttl: float | None = None,
+        guard: bool = True,
+        version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
-        super().__init__(ProximityCache(capacity, tolerance, metric, eviction), text)
-        self.partitioner = Partitioner(rules, partition)
+        keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
+        super().__init__(keys, _text_of(text), guard=guard)
+        self.partitioner = Partitioner(rules, partition, version)
+        self._order: NotedOrder[Any] | None = None
+        self._followed: WeakKeyDictionary[OwnIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
             cache.add_query_cache(self)
 
@@ -83,16 +103,28 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Tenant and corpus of a retriever's results."""
         return namespace or getattr(engine, "namespace", None) or "default"
 
-    def ask(self, embedding: Sequence[float] | None, partition: Partition | None) -> Lookup[Document] | None:
+    def ask(
+        self,
+        embedding: Sequence[float] | None,
+        partition: Partition | None,
+        question: str,
+        own: OwnSearch[Document] | None = None,
+    ) -> Lookup[Document] | None:
         """Look a question up; None if nothing may be cached, or if there is no embedding."""
         if partition is None or embedding is None:
             return None
         with np.errstate(over="ignore"):  # too large for float32: infinite, which the lookup refuses
             try:
-                return self.lookup(np.asarray(embedding, np.float32), partition)  # once for both halves
+                row = np.asarray(embedding, np.float32)  # once for both halves
+                k = None if own is None else own.wanted
+                asked = self.lookup(row, partition, question=question, k=k)
             except (TypeError, ValueError):
                 self.not_embedded()
                 return None
+        if own is not None and asked.result.hit:
+            found: Any = asked.result.documents
+            return asked._replace(result=replace(asked.result, documents=own.nearest(found, row)))
+        return asked
 
     def not_embedded(self) -> None:
         """Log the present exception: the question has no embedding."""
@@ -107,6 +139,74 @@ class RetrieverCache(CachedRetrieval[Document]):
             return self.insert(asked, list(enumerate(documents)))
         return replace(asked.result, documents=documents)
 
+    def answer_own(
+        self, asked: Lookup[Document], own: OwnSearch[Document], partition: Partition | None
+    ) -> Retrieved[Document]:
+        """Search an index of one's own, and insert its candidates."""
+        candidates = own.search(asked.embedding)
+        documents = own.nearest(candidates, asked.embedding)
+        if self.partitioner.is_unchanged(asked.partition, partition):
+            pairs: Any = [(one.record.id, one) for one in candidates]
+            self.insert(asked, pairs, radius=own.radius(candidates))
+        return replace(asked.result, documents=documents)
+
+    def invalidate_documents(
+        self,
+        found_by: Callable[[Document], Hashable],
+        ids: Iterable[Hashable] | None,
+        texts: Iterable[str] | None,
+        where: Callable[[Document], bool] | None,
+        convert: Callable[[Any, float], Document],
+    ) -> int:
+        """Forget results with one of these documents; returns how many.
+
+        ``found_by`` gives the id of a document, ``convert`` makes one of what an index of one's own holds.
+        """
+        named, bare = frozenset(ids or ()), frozenset(text.strip() for text in texts or ())
+        text = self._text
+
+        def goes(found: Any) -> bool:
+            document = convert(found.record, found.distance) if isinstance(found, Candidate) else found
+            if found_by(document) in named or (text is not None and text(found).strip() in bare):
+                return True
+            return where is not None and where(document)
+
+        return self.invalidate(where=goes)
+
+    def follow(self, index: OwnIndex) -> Hashable:
+        """The name of an index that reports its changes, which drop results from now on.
+
+        Results that hold a deleted or replaced document go, and those that a new one may belong to.
+        """
+        if index not in self._followed:
+            this = weakref.ref(self)
+
+            def changed(change: IndexChange) -> None:
+                if (cache := this()) is not None:
+                    cache._apply(change)
+
+            stop = index.on_change(changed)
+            weakref.finalize(self, stop)
+            self._followed[index] = Identity(index) if index.path is None else str(index.path)
+        return self._followed[index]
+
+    def follow_order(self, order: NotedOrder[Any] | None) -> None:
+        """Give the engine the order of chunks in their documents, now and after changes of the index."""
+        self._order = order
+        if order is not None:
+            order.update()
+
+    def changes_of(self, index: object) -> Hashable:
+        """Number of changes of a wrapped index, as far as they can be seen."""
+        return self.partitioner.changes_of(index)
+
+    def _apply(self, change: IndexChange) -> None:
+        if change.gone is None or change.embeddings is None:
+            self.clear()
+            return
+        self.invalidate(ids=change.gone)
+        self.invalidate_near(change.embeddings)
+
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
 
@@ -114,6 +214,8 @@ class RetrieverCache(CachedRetrieval[Document]):
         """
         if engine is None or not texts:
             return
+        if self._order is not None:
+            self._order.update()
 
         def register() -> None:
             engine.register(texts, namespace=namespace)
@@ -123,3 +225,7 @@ class RetrieverCache(CachedRetrieval[Document]):
             self.while_current(epoch, register)
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
+
+
+def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:
+    return lambda found: found.text if isinstance(found, Candidate) else text(found)

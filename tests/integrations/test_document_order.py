@@ -9,7 +9,8 @@ from llama_index.core import Document as LlamaDocument
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
-from langchain_ragcachekit.document_order import note_order, stored_documents
+from langchain_ragcachekit import RagCacheRetriever
+from langchain_ragcachekit.document_order import note_order
 from llama_index_ragcachekit import document_order as llama
 
 TEXT = "\n\n".join(f"{fact} That is fact {number}." for number, fact in enumerate(FACTS * 3))
@@ -56,9 +57,14 @@ def test_pages_follow_each_other_and_chunks_without_a_place_come_by_arrival():
 def test_a_store_in_memory_shows_its_documents():
     store = InMemoryVectorStore(WordEmbeddings())
     store.add_texts(list(FACTS), [{"source": "f", "start_index": n} for n in range(len(FACTS))])
-    count, documents = stored_documents(store)
-    assert count == len(FACTS)
-    assert in_order(noted(note_order, documents), "f") == list(FACTS)
+    engine = FakeEngine()
+    retriever = RagCacheRetriever.wrap(store, cache=engine)
+    assert in_order({document: rest for _, document, *rest in engine.orders}, "f") == list(FACTS)
+    store.delete([next(iter(store.store))])
+    store.add_texts(["A new fact."], [{"source": "f", "start_index": 9}])
+    retriever.invoke("Is there something new?")
+    assert engine.dropped == [("default", [FACTS[0]])]
+    assert engine.orders[1:] == [("default", "f", ["A new fact."], [9])]
 
 
 def test_nodes_of_a_parser_by_their_place():

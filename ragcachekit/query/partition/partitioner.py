@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from ragcachekit.config import positive
 from ragcachekit.query.base import LogOnce, Partition
@@ -21,11 +22,17 @@ class Partitioner:
     cached, unless it names what counts.
 
     ``custom`` is called with the ``question`` of :meth:`partition` and gives what counts instead of the
-    retriever and the run. None from it: do not cache.
+    retriever and the run. None from it: do not cache. ``version`` is called without arguments at every
+    question and names the state of an index that others change.
     """
 
-    def __init__(self, rules: KeyRules, custom: Callable[..., object] | None = None) -> None:
-        self._rules, self._custom = rules, custom
+    def __init__(
+        self,
+        rules: KeyRules,
+        custom: Callable[..., object] | None = None,
+        version: Callable[[], object] | None = None,
+    ) -> None:
+        self._rules, self._custom, self._version = rules, custom, version
         self._warn = LogOnce(log)
 
     def partition(
@@ -46,7 +53,7 @@ class Partitioner:
         """
         positive("k", k)
         try:
-            called = object_key(arguments, self._rules)
+            called = object_key((arguments, self._present_version()), self._rules)
             if self._custom is None:
                 found, run = object_key(retriever, self._rules), object_key(configurable, self._rules)
                 return Partition(namespace, k, called, found, run)
@@ -56,12 +63,40 @@ class Partitioner:
             versions = index_versions(retriever, self._rules)
             return Partition(namespace, k, called, object_key(counts, self._rules), versions)
         except Exception as error:  # of the user's code, too; and other threads may change what is read
-            why = str(error) if isinstance(error, NotKeyable) else repr(error)
-            self._warn(
-                f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be "
-                f"read ({why}); pass partition= to name what counts"
-            )
+            self._refuse(type(retriever).__name__, error)
             return None
+
+    def of_own_index(
+        self, namespace: str, index: Hashable, where: object, question: tuple[object, ...] = ()
+    ) -> Partition | None:
+        """The partition of an index that reports its changes; None if the call must not be cached.
+
+        It holds JSON texts, so that it is the same after a restart. ``where`` is the filter of the search.
+        """
+        try:
+            counts = None if self._custom is None else self._custom(*question)
+            if self._custom is not None and counts is None:
+                return None
+            parts = (where, counts, self._present_version())
+            filters, run, version = (None if part is None else json.dumps(part) for part in parts)
+            return Partition(namespace, 1, filters, run, (index, version))
+        except Exception as error:
+            self._refuse("the index", error)
+            return None
+
+    def changes_of(self, index: object) -> Hashable:
+        """Number of changes of an index, as far as they can be seen."""
+        return index_versions(index, self._rules)
+
+    def _present_version(self) -> object:
+        return None if self._version is None else self._version()
+
+    def _refuse(self, what: str, error: Exception) -> None:
+        why = str(error) if isinstance(error, NotKeyable) else repr(error)
+        self._warn(
+            f"results of {what} are not cached, as what they depend on cannot be read ({why}); "
+            "pass partition= to name what counts"
+        )
 
     def is_unchanged(self, before: object, after: Partition | None) -> bool:
         """Whether what a search found belongs to the partition that was read before it."""

@@ -99,6 +99,11 @@ class DocumentIndex:
             return self._state.index is not None and one in self._state.index
 
     @property
+    def path(self) -> Path | None:
+        """Folder of the index; None if nothing is kept."""
+        return self._storage.path
+
+    @property
     def dim(self) -> int | None:
         """Width of the embeddings; None before the first add."""
         with self._session():

@@ -1,0 +1,58 @@
+"""Which documents of an index the engine knows the order of, so that each change is noted once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+Document = TypeVar("Document")
+
+
+class NotedOrder(Generic[Document]):
+    """What of an index was given to an engine in one namespace. Thread safe.
+
+    ``version`` changes with the index, ``ids`` lists its documents, ``get`` reads those of these ids,
+    ``text`` is the text of one, and ``note`` gives the order of documents to the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        namespace: str,
+        *,
+        version: Callable[[], Hashable],
+        ids: Callable[[], Iterable[Hashable]],
+        get: Callable[[Sequence[Any]], Iterable[tuple[Hashable, Document]]],
+        text: Callable[[Document], str],
+        note: Callable[[Any, str, Iterable[Document]], None],
+    ) -> None:
+        self._engine, self._namespace = engine, namespace
+        self._version_of, self._ids, self._get, self._text, self._note = version, ids, get, text, note
+        self._lock = threading.Lock()
+        self._version: Hashable = object()
+        self._texts: dict[Hashable, str] = {}
+
+    def update(self) -> None:
+        """Note what came and what went since the last call; a failing index costs the order, no answer."""
+        try:
+            with self._lock:
+                version = self._version_of()
+                if version != self._version:
+                    self._follow()
+                    self._version = version
+        except Exception:
+            log.warning("the order of chunks in their documents could not be read", exc_info=True)
+
+    def _follow(self) -> None:
+        present = dict.fromkeys(self._ids())
+        gone = [one for one in self._texts if one not in present]
+        if gone:
+            self._engine.drop_order([self._texts.pop(one) for one in gone], namespace=self._namespace)
+        new = [one for one in present if one not in self._texts]
+        found = list(self._get(new))
+        self._note(self._engine, self._namespace, [document for _, document in found])
+        self._texts |= {one: self._text(document) for one, document in found}
