@@ -12,9 +12,10 @@ import numpy as np
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.documents.record import IndexChange, Record
+from ragcachekit.search.documents.record import Hit, IndexChange, Record
 from ragcachekit.search.documents.storage import Change, Head, Storage
 from ragcachekit.search.registry import load_index, open_index
+from ragcachekit.search.results import SearchResult
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,20 @@ class IndexState:
         self.head = replace(self.head, saved=self.head.version)
         self.index.save(self._storage.index_path(self.head.version))
         self._storage.commit_saved(self.head)
+
+    def hits(self, result: SearchResult) -> list[Hit] | None:
+        """The documents of a result; None if another process has changed one of them meanwhile.
+
+        A document that cannot be read is left out.
+        """
+        found = []
+        for one, score in zip(result.ids, result.scores, strict=True):
+            record = self._storage.record(one)
+            if record is not None and record.version <= self.head.version:
+                found.append(Hit(record, score))
+            elif self._storage.head() != self.head:
+                return None
+        return found
 
     def _follow(self, head: Head) -> list[IndexChange]:
         old, index = self.head, self.index
