@@ -43,7 +43,8 @@ def load_index(path: str | os.PathLike[str], *, mmap: bool = False) -> VectorInd
 
     ``mmap`` maps the vectors (and the graph) instead of reading them: Faiss's kinds can, ``brute`` and
     ``hnswlib`` raise ValueError. The file is read once for its checksum, and ids are always in memory.
-    The first add or remove reads the rest. Processes that map the same file share its memory.
+    The first add or remove reads the rest. Processes that map the same file share its memory. Whoever cuts
+    a mapped file short ends these processes; ``save`` never does.
     """
     manifest, data = read_index(Path(path))
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)

@@ -217,5 +217,5 @@ class DocumentIndex:
                 yield changes
             finally:
                 for change in reversed(changes):
-                    for listener in reversed(self._listeners):
+                    for listener in reversed(tuple(self._listeners)):
                         after.callback(listener, change)

@@ -48,8 +48,8 @@ class IndexState:
             except RetrievalError:
                 if self._storage.head() == head:
                     raise
-        if head is None:
-            self.index = None
+        if head is None and self.head.version:
+            raise RetrievalError(f"the documents in {self._storage.path} cannot be read any more")
         self.head = head or self._wanted
         return []
 
@@ -104,6 +104,12 @@ class IndexState:
         return found
 
     def _follow(self, head: Head) -> list[IndexChange]:
+        wanted = self._wanted
+        if (head.kind, head.metric, head.options) != (wanted.kind, wanted.metric, wanted.options):
+            raise RetrievalError(
+                f"{self._storage.path} was made by another process, as {head.kind!r} of {head.metric!r} with "
+                f"{head.options}; open it as that or give another path"
+            )
         old, index = self.head, self.index
         if index is None or old.version < head.base:
             self.index, self.head = self._load(head), head

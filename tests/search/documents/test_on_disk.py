@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import diskcache
 import numpy as np
 import pytest
 
@@ -191,6 +193,35 @@ def test_a_damaged_document_is_left_out(tmp_path: Path) -> None:
         assert found == [nearest[0], *nearest[2:]]
         index.add([nearest[1]], rows(30)[[nearest[1]]], ["again"], replace=True)
         assert [hit.record.id for hit in index.search(rows(1)[0], 5)] == nearest
+
+
+def test_two_kinds_on_one_new_path(tmp_path: Path) -> None:
+    one, two = DocumentIndex("faiss-flat", "l2", tmp_path), DocumentIndex("faiss-flat", "ip", tmp_path)
+    fill(one, 0, 3)
+    for call in (lambda: len(two), lambda: fill(two, 0, 3), lambda: two.search(rows(1)[0], 1)):
+        with pytest.raises(RetrievalError, match="made by another process, as 'faiss-flat' of 'l2'"):
+            call()
+    assert len(one) == 3
+    one.close()
+    abandon(two)
+
+
+def test_an_index_that_cannot_be_read_for_a_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 30)
+        with monkeypatch.context() as patch:
+            patch.setattr(diskcache.Cache, "get", failing)
+            for call in (lambda: index.search(rows(1)[0], 1), lambda: fill(index, 30, 40)):
+                with pytest.raises(RetrievalError, match="cannot be read"):
+                    call()
+            with pytest.raises(RetrievalError, match="cannot be read"):
+                DocumentIndex("faiss-flat", "l2", tmp_path)
+        assert len(index.get(index.ids)) == 30
 
 
 def test_lost_documents_are_no_empty_index(tmp_path: Path) -> None:
