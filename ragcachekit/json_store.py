@@ -94,8 +94,9 @@ class JsonStore:
             return self._cache.get(key)
         except _DAMAGE as error:
             log.warning("%s: the value of %r cannot be read (%r)", self.folder, key, error)
-            with suppress(*_DAMAGE):
-                self._cache.delete(key)
+            if isinstance(error, ValueError):  # other errors may pass
+                with suppress(*_DAMAGE):
+                    self._cache.delete(key)
             return None
 
     def put(self, values: Mapping[str, object]) -> None:

@@ -41,6 +41,9 @@ class VectorIndex(ABC):
     scans: ClassVar[bool] = True
     """Whether candidates are the nearest of all rows in a scope, so that scopes can be merged."""
 
+    maps: ClassVar[bool] = False
+    """Whether its file can be mapped into memory instead of being read."""
+
     def __init__(self, dim: int, metric: str = "cosine") -> None:
         self.dim = positive("dim", dim)
         self.metric = check_metric(metric)
@@ -183,10 +186,7 @@ class VectorIndex(ABC):
             write_index(Path(path), manifest, self._write)
 
     def restore(self, data: Path, manifest: Manifest, *, mmap: bool = False) -> None:
-        """Take over a verified data file and its ids; called by the registry's ``load_index``.
-
-        ``mmap``: RetrievalError where the library cannot map its file.
-        """
+        """Take over a verified data file and its ids; called by the registry's ``load_index``."""
         with self._lock:
             self._read(data, manifest, mmap)
             self._next_label = manifest.next_label

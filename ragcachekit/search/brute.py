@@ -51,8 +51,6 @@ class BruteIndex(VectorIndex):
             np.save(file, self._rows, allow_pickle=False)
 
     def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
-        if mmap:
-            raise RetrievalError("brute cannot map its file; load it without mmap, or use faiss-flat")
         with path.open("rb") as file:
             held, rows = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
         if held.tolist() != [label for label, _ in manifest.ids] or rows.shape != (len(held), self.dim):

@@ -21,6 +21,7 @@ class FaissFlatIndex(VectorIndex):
     """Faiss's exact scan. Needs the extra ``faiss``."""
 
     kind: ClassVar[str] = "faiss-flat"
+    maps: ClassVar[bool] = True
 
     def __init__(self, dim: int, metric: str = "cosine") -> None:
         super().__init__(dim, metric)
@@ -67,7 +68,7 @@ class FaissFlatIndex(VectorIndex):
         self._faiss.write_index(self._index, str(path))
 
     def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
-        index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC if mmap else 0)
+        index = self._faiss.read_index(str(path), self._map_flag(manifest) if mmap else 0)
         if (
             index.d != self.dim
             or index.metric_type != self._faiss_metric()
@@ -75,6 +76,9 @@ class FaissFlatIndex(VectorIndex):
         ):
             raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
         self._index, self._mapped = index, mmap
+
+    def _map_flag(self, manifest: Manifest) -> int:
+        return int(self._faiss.IO_FLAG_MMAP_IFC)
 
     def _holds(self, index: Any, manifest: Manifest) -> bool:
         return bool(index.ntotal == len(manifest.ids))
@@ -90,7 +94,8 @@ class FaissHnswIndex(FaissFlatIndex):
     """Faiss's HNSW with :class:`GraphOptions`. A search may find fewer than k.
 
     Removed vectors stay as nodes of the graph that no search returns. Once more than 30 % of the nodes are
-    such, :meth:`remove` builds the graph anew, which takes as long as adding what is left.
+    such, :meth:`remove` builds the graph anew, which takes as long as adding what is left. Until then a
+    search goes as far as it needs to; under ``ip`` it may miss more, if what was near most queries is gone.
     """
 
     kind: ClassVar[str] = "faiss-hnsw"
@@ -98,7 +103,6 @@ class FaissHnswIndex(FaissFlatIndex):
 
     def __init__(self, dim: int, metric: str = "cosine", **options: int) -> None:
         self._graph = GraphOptions(**options)
-        self._removed: NDArray[np.int64] = np.empty(0, np.int64)  # nodes, by number
         super().__init__(dim, metric)
 
     def _make(self) -> Any:
@@ -111,35 +115,23 @@ class FaissHnswIndex(FaissFlatIndex):
 
     def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
         breadth, nodes = scope or max(self._graph.ef_search, count), self._index.ntotal
-        if not len(self._removed):
-            parameters = self._faiss.SearchParametersHNSW(efSearch=breadth)
-            return self._search_rows(query, count, parameters)
-        kept = np.ones(nodes, bool)
-        kept[self._removed] = False
-        bits = np.packbits(kept, bitorder="little")
-        selector = self._faiss.IDSelectorBitmap(len(bits), self._faiss.swig_ptr(bits))
-        breadth = -(-breadth * nodes // len(self._labels))
+        wider, whole = -(-breadth * nodes // len(self._labels)), nodes == len(self._labels)
         while True:
-            parameters = self._faiss.SearchParametersHNSW(efSearch=breadth, sel=selector)
-            found = self._search_rows(query, count, parameters)
-            if len(found) == count or breadth >= nodes:
-                return found
-            breadth = min(2 * breadth, nodes)
+            parameters = self._faiss.SearchParametersHNSW(efSearch=wider)
+            found = self._search_rows(query, count if whole else wider, parameters)
+            kept = [label for label in found.tolist() if label in self._ids]
+            if whole or len(kept) >= max(count, (1 - _REMOVED_SHARE) * breadth) or wider >= nodes:
+                return np.array(kept[:count], np.int64)
+            wider = min(2 * wider, nodes)
 
     def _remove(self, labels: NDArray[np.int64]) -> None:
-        removed = np.concatenate([self._removed, np.searchsorted(self._row_labels(), labels)])
-        if len(removed) <= _REMOVED_SHARE * self._index.ntotal:
-            self._removed = removed
-            return
         kept = np.setdiff1d(np.fromiter(self._ids, np.int64), labels)
+        if len(kept) >= (1 - _REMOVED_SHARE) * self._index.ntotal:
+            return
         index = self._faiss.IndexIDMap2(self._make())
         if len(kept):
             index.add_with_ids(self._vectors(kept), kept)
-        self._index, self._mapped, self._removed = index, False, removed[:0]
-
-    def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
-        super()._read(path, manifest, mmap)
-        self._removed = np.flatnonzero(~np.isin(self._row_labels(), [label for label, _ in manifest.ids]))
+        self._index, self._mapped = index, False
 
     def options(self) -> dict[str, Any]:
         return asdict(self._graph)

@@ -49,15 +49,25 @@ class FaissIvfIndex(FaissFlatIndex):
         held = np.fromiter(self._ids, np.int64)
         if len(held):
             labels, rows = np.concatenate([held, labels]), np.concatenate([self._vectors(held), rows])
-        metric = self._faiss_metric()
-        index = self._faiss.IndexIVFFlat(
-            self._faiss.IndexFlat(self.dim, metric), self.dim, self._lists, metric
-        )
+        self._fill(self._make(), labels, rows)
+        self._trained = len(rows)
+        self._moves += 1
+
+    def _fill(self, centroids: Any, labels: NDArray[np.int64], rows: Float32) -> None:
+        """Make lists around these centroids, or around trained ones if there are none."""
+        index = self._faiss.IndexIVFFlat(centroids, self.dim, self._lists, self._faiss_metric())
         index.train(rows)
         index.set_direct_map_type(self._faiss.DirectMap.Hashtable)  # so that vectors are found by label
         index.add_with_ids(rows, labels)
-        self._index, self._trained, self._mapped = index, len(rows), False
-        self._moves += 1
+        self._index, self._mapped = index, False
+
+    def _unmap(self) -> None:
+        if not self._mapped or not self._trained:
+            super()._unmap()
+            return
+        centroids, labels = self._make(), np.fromiter(self._ids, np.int64)
+        centroids.add(self._index.quantizer.reconstruct_n(0, self._lists))
+        self._fill(centroids, labels, self._vectors(labels))
 
     def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
         if not self._trained:
@@ -92,6 +102,9 @@ class FaissIvfIndex(FaissFlatIndex):
 
     def _state(self) -> dict[str, int]:
         return {"trained": self._trained}
+
+    def _map_flag(self, manifest: Manifest) -> int:
+        return int(self._faiss.IO_FLAG_MMAP) if manifest.state["trained"] else super()._map_flag(manifest)
 
     def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
         super()._read(path, manifest, mmap)

@@ -70,8 +70,6 @@ class HnswlibIndex(VectorIndex):
         self._index.save_index(str(path))
 
     def _read(self, path: Path, manifest: Manifest, mmap: bool) -> None:
-        if mmap:
-            raise RetrievalError("hnswlib cannot map its file; load it without mmap, or use faiss-hnsw")
         index = self._make()
         index.load_index(str(path))
         if index.get_current_count() < len(manifest.ids):

@@ -42,11 +42,14 @@ def load_index(path: str | os.PathLike[str], *, mmap: bool = False) -> VectorInd
     """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged.
 
     ``mmap`` maps the vectors (and the graph) instead of reading them: Faiss's kinds can, ``brute`` and
-    ``hnswlib`` raise RetrievalError. The file is read once for its checksum, and ids are always in memory.
-    The first add or remove reads the rest. Processes that map the same file share its memory.
+    ``hnswlib`` raise ValueError. The file is read once for its checksum, and ids are always in memory.
+    The first add or remove reads the rest. Processes that map the same file share its memory. Whoever cuts
+    a mapped file short ends these processes; ``save`` never does.
     """
     manifest, data = read_index(Path(path))
     index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
+    if mmap and not index.maps:
+        raise ValueError(f"{manifest.kind} cannot map its file; leave mmap out, or use a kind of Faiss's")
     try:
         index.restore(data, manifest, mmap=mmap)
     except RuntimeError as error:  # what Faiss and hnswlib raise

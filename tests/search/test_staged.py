@@ -93,12 +93,15 @@ def test_changes_between_stages(kind: str) -> None:
     before = index.search(query, 5)
     stages = index.search_stages(query, 5, 4)
     next(stages)
-    index.add(["new"], query[None])
+    around = rows(200, 6)  # nearer than all before, in all directions, and so in all lists
+    around *= 0.95 * before.scores[0] / np.linalg.norm(around, axis=1, keepdims=True)
+    new = list(range(1_000, 1_200))
+    index.add(new, query + around)
     *_, last = stages
     assert last == (before if index.scans else index.search(query, 5))
     stages = index.search_stages(query, 5, 4)
     next(stages)
-    index.remove(["new", before.ids[0]])
+    index.remove([*new, before.ids[0]])
     assert [*stages] == [index.search(query, 5)]
     assert index.search(query, 4).ids == before.ids[1:]
     stages = index.search_stages(query, 5, 4)

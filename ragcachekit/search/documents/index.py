@@ -14,16 +14,13 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import ArrayLike
 
-from ragcachekit.config import positive
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.search.checks import DocumentId, Float32, as_ids, as_rows
-from ragcachekit.search.documents.record import Hit, IndexChange, Record, Where, as_predicate, as_records
+from ragcachekit.search.documents.record import Hit, IndexChange, Record, Where, as_records
+from ragcachekit.search.documents.searches import DocumentSearches
 from ragcachekit.search.documents.state import IndexState, check_same
 from ragcachekit.search.documents.storage import Change, Head, Storage
 from ragcachekit.search.registry import open_index
-from ragcachekit.search.results import SearchResult
-
-_FILTERED_MORE = 4  # how many times k a filtered search asks for first, and more at each further try
 
 
 class DocumentIndex:
@@ -66,8 +63,10 @@ class DocumentIndex:
         mmap: bool = False,
         **options: Any,
     ) -> None:
-        full = open_index(index, 1, metric, **options).options()
-        wanted = Head(index, metric, full, embedder)
+        sample = open_index(index, 1, metric, **options)
+        if mmap and not sample.maps:
+            raise ValueError(f"{index} cannot map its file; leave mmap out, or use a kind of Faiss's")
+        wanted = Head(index, metric, sample.options(), embedder)
         self.metric = metric
         self._lock = threading.RLock()
         self._listeners: list[Callable[[IndexChange], object]] = []
@@ -182,8 +181,17 @@ class DocumentIndex:
         A mapping asks for equal metadata values; a callable is given each :class:`Record`. A filter that
         accepts few documents makes the search go through many. RetrievalError for an unusable embedding.
         """
-        count = positive("k", k) if where is None else _FILTERED_MORE * positive("k", k)
-        return self._search(embedding, k, as_predicate({} if where is None else where), count)
+        return DocumentSearches(self._state, self._session, k, where).whole(embedding)
+
+    def search_stages(
+        self, embedding: ArrayLike, k: int, where: Where | None = None, stages: int = 4
+    ) -> Iterator[list[Hit]]:
+        """Provisional results of a search in at most ``stages`` steps; the last is what ``search`` returns.
+
+        See :meth:`VectorIndex.search_stages <ragcachekit.search.base.VectorIndex.search_stages>`. One step
+        more follows if too few of the candidates are accepted. No lock is held between the steps.
+        """
+        return DocumentSearches(self._state, self._session, k, where).staged(embedding, stages)
 
     def on_change(self, listener: Callable[[IndexChange], object]) -> Callable[[], None]:
         """Call ``listener`` with an :class:`IndexChange` after each change; returns what ends that.
@@ -203,34 +211,6 @@ class DocumentIndex:
             self._closed = True
             self._storage.close()
 
-    def _search(
-        self, embedding: ArrayLike, k: int, accepts: Callable[[Record], bool], count: int
-    ) -> list[Hit]:
-        while True:
-            with self._session():
-                index = self._state.index
-                if index is None or not len(index):
-                    return []
-                size = len(index)
-                hits = self._hits(index.search(embedding, min(count, size)))
-            if hits is None:
-                continue
-            kept = [hit for hit in hits if accepts(hit.record)][:k]
-            if len(kept) == k or count >= size:
-                return kept
-            count *= _FILTERED_MORE
-
-    def _hits(self, result: SearchResult) -> list[Hit] | None:
-        """The documents of a result; None if another process has changed one of them meanwhile."""
-        hits = []
-        for one, score in zip(result.ids, result.scores, strict=True):
-            record = self._storage.record(one)
-            if record is not None and record.version <= self._state.head.version:
-                hits.append(Hit(record, score))
-            elif self._storage.head() != self._state.head:
-                return None
-        return hits
-
     @contextmanager
     def _session(self, *, writing: bool = False) -> Iterator[list[IndexChange]]:
         """The lock, with the changes of others applied; listeners are called when it is free again."""
@@ -242,5 +222,5 @@ class DocumentIndex:
                 yield changes
             finally:
                 for change in reversed(changes):
-                    for listener in reversed(self._listeners):
+                    for listener in reversed(tuple(self._listeners)):
                         after.callback(listener, change)

@@ -12,9 +12,10 @@ import numpy as np
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.documents.record import IndexChange, Record
+from ragcachekit.search.documents.record import Hit, IndexChange, Record
 from ragcachekit.search.documents.storage import Change, Head, Storage
 from ragcachekit.search.registry import load_index, open_index
+from ragcachekit.search.results import SearchResult
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class IndexState:
             except RetrievalError:
                 if self._storage.head() == head:
                     raise
-        if head is None:
-            self.index = None
+        if head is None and self.head.version:
+            raise RetrievalError(f"the documents in {self._storage.path} cannot be read any more")
         self.head = head or self._wanted
         return []
 
@@ -88,7 +89,27 @@ class IndexState:
         self.index.save(self._storage.index_path(self.head.version))
         self._storage.commit_saved(self.head)
 
+    def hits(self, result: SearchResult) -> list[Hit] | None:
+        """The documents of a result; None if another process has changed one of them meanwhile.
+
+        A document that cannot be read is left out.
+        """
+        found = []
+        for one, score in zip(result.ids, result.scores, strict=True):
+            record = self._storage.record(one)
+            if record is not None and record.version <= self.head.version:
+                found.append(Hit(record, score))
+            elif self._storage.head() != self.head:
+                return None
+        return found
+
     def _follow(self, head: Head) -> list[IndexChange]:
+        wanted = self._wanted
+        if (head.kind, head.metric, head.options) != (wanted.kind, wanted.metric, wanted.options):
+            raise RetrievalError(
+                f"{self._storage.path} was made by another process, as {head.kind!r} of {head.metric!r} with "
+                f"{head.options}; open it as that or give another path"
+            )
         old, index = self.head, self.index
         if index is None or old.version < head.base:
             self.index, self.head = self._load(head), head

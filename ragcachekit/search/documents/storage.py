@@ -56,7 +56,7 @@ class Storage:
     def head(self) -> Head | None:
         """The committed state, None before the first change; RetrievalError where it was lost."""
         held = self._values.get("head")
-        if held is None and self.path is not None and any(self._remains(self.path)):
+        if held is None and (len(self._values) or any(self._remains())):
             raise RetrievalError(
                 f"the documents in {self.path} cannot be read; add them again under another path"
             )
@@ -88,7 +88,8 @@ class Storage:
             rows = base64.b64encode(change.rows.tobytes()).decode()
             values[f"log:{head.version}"] = {"gone": change.gone, "ids": change.ids, "rows": rows}
         self._values.put({**values, "head": asdict(head)})
-        self._values.delete(map(_document_key, left))
+        with suppress(OSError):
+            self._values.delete(map(_document_key, left))
 
     def commit_saved(self, head: Head) -> None:
         """Store a head whose vectors were written to :meth:`index_path`, and remove older files."""
@@ -107,7 +108,8 @@ class Storage:
 
     def forget_log(self, first: int, last: int) -> None:
         """Remove the logged changes of these versions, both included."""
-        self._values.delete(f"log:{version}" for version in range(first, last + 1))
+        with suppress(OSError):
+            self._values.delete(f"log:{version}" for version in range(first, last + 1))
 
     def index_path(self, version: int) -> Path:
         """Path of the vectors as of a version."""
@@ -118,9 +120,10 @@ class Storage:
         """Close the database."""
         self._values.close()
 
-    def _remains(self, path: Path) -> Iterator[Path]:
-        yield from path.glob("index-*")
-        yield from path.glob("documents.damaged-*")
+    def _remains(self) -> Iterator[Path]:
+        if self.path is not None:
+            yield from self.path.glob("index-*")
+            yield from self.path.glob("documents.damaged-*")
 
 
 class _Memory:
@@ -128,6 +131,9 @@ class _Memory:
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
     def get(self, key: str) -> Any:
         text = self._texts.get(key)

@@ -14,6 +14,7 @@ import pytest
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.search.documents.index import DocumentIndex
 from ragcachekit.search.documents.record import IndexChange
+from ragcachekit.search.registry import index_names
 
 Make = Callable[..., DocumentIndex]
 
@@ -246,3 +247,33 @@ def test_random_operations_beside_searches(make: Make) -> None:
         assert {r.id: int(r.text) for r in index.get(range(100))} == held  # type: ignore[arg-type]
         found = {hit.record.id: int(hit.record.text) for hit in index.search(vectors[0], 200)}
         assert found == held
+
+
+@pytest.mark.parametrize("kind", index_names())
+@pytest.mark.parametrize("where", [None, {"rare": True}, {"rare": None}])
+def test_stages_end_in_what_search_returns(make: Make, kind: str, where: Any) -> None:
+    with make(kind) as index:
+        metadatas = [{"rare": i % 20 == 7} for i in range(200)]
+        index.add(list(range(200)), rows(200), ["t"] * 200, metadatas)
+        for query in rows(4, seed=2):
+            for k in (1, 6):
+                *earlier, last = index.search_stages(query, k, where)
+                assert last == index.search(query, k, where)
+                assert earlier if where is None else all(len(hits) <= k for hits in earlier)
+
+
+def test_stages_beside_changes(make: Make) -> None:
+    query = rows(1, seed=2)[0]
+    with filled(make) as index:
+        whole = index.search(query, 3)
+        stages = index.search_stages(query, 3)
+        next(stages)
+        index.add(["near"], query[None], ["n"])
+        assert [*stages][-1] == whole
+        stages = index.search_stages(query, 3)
+        next(stages)
+        index.delete(["near"])
+        assert [*stages] == [whole]
+        stages = index.search_stages(query, 3)
+        index.delete(index.ids)
+        assert [*stages] == [[]]
