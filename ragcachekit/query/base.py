@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +30,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryCacheStats:
-    """Counters since the cache was made: ``inserts = entries + replacements + evictions + forgotten``."""
+    """Counters since the cache was made.
+
+    ``inserts = entries + replacements + evictions + forgotten + expired``.
+    """
 
     capacity: int
     entries: int
@@ -41,12 +44,26 @@ class QueryCacheStats:
     replacements: int
     evictions: int
     forgotten: int
+    expired: int
 
     @property
     def hit_rate(self) -> float:
         """Hits / lookups, 0 before the first lookup."""
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else 0.0
+
+
+def checked_ids(ids: Sequence[ResultId]) -> tuple[ResultId, ...]:
+    """The ids as a tuple; TypeError for ids that are neither str nor int."""
+    if isinstance(ids, str):
+        raise TypeError("ids must be a sequence of ids, not one string")
+    frozen = tuple(ids)
+    for one in frozen:
+        if isinstance(one, bool) or not isinstance(one, str | int):
+            raise TypeError(
+                f"result ids are str or int, not {type(one).__name__}; convert with int() or str()"
+            )
+    return frozen
 
 
 class Partition(NamedTuple):

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 Float32: TypeAlias = NDArray[np.float32]
 Float64: TypeAlias = NDArray[np.float64]
 
+UNIT_ROUNDOFF = 6e-8
+"""Of float32."""
 _EPSILON = 1.2e-7  # float32; four of them cover the additions and the rounding of the norms
 _TINY = 1e-36  # float32 products underflow below this
 
@@ -47,17 +49,34 @@ class L2:
         """The rank that a key at ``distance`` from the query would have."""
         return (distance * distance - squared_norm) / 2
 
+    def bounded_limit(self, distance: float, squared_norm: float) -> float:
+        """The limit of ``offset`` - q.k, for a key scaled by ``scale``."""
+        return self.limit(distance, squared_norm)
+
+    def scale(self, squared_norms: Float64) -> Float64:
+        """Factors ``[n]`` of the keys whose products with a query are bounded."""
+        return np.ones_like(squared_norms)
+
+    def offset(self, squared_norms: Float64) -> Float64:
+        """What is added ``[n]`` to minus the product of a scaled key and a query."""
+        return squared_norms / 2
+
     def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
-        """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key."""
+        """Bound of the rank's rounding error; ``largest`` is the greatest squared norm of a key.
+
+        The squared norms may themselves be off by ``dot_error``, relative to their size.
+        """
         scale = squared_norm + largest
         return dot_error * math.sqrt(squared_norm * largest) + (dot_error + 4 * _EPSILON) * scale + _TINY
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
-        """Distances ``[n]`` in float64 to the rows of ``keys``, with q.q and all k.k given."""
+    def distance(self, query: Float64, key: Float64, qq: float, kk: float) -> float:
+        """The distance in float64, with q.q and k.k given.
+
+        One key at a time: a product of a matrix rounds a row by its place among the others.
+        """
         # Not q.q + k.k - 2 q.k: its rounding is larger than the squared distance of near vectors.
-        gaps = keys - query
-        distances: Float64 = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
-        return distances
+        gap = key - query
+        return math.sqrt(product(gap, gap))
 
 
 class InnerProduct(L2):
@@ -75,9 +94,11 @@ class InnerProduct(L2):
     def limit(self, distance: float, squared_norm: float) -> float:
         return distance
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
-        distances: Float64 = np.abs(np.maximum(kk, qq) - keys.dot(query))
-        return distances
+    def bounded_limit(self, distance: float, squared_norm: float) -> float:
+        return distance - squared_norm / 2  # the mean of q.q and k.k is at most the larger
+
+    def distance(self, query: Float64, key: Float64, qq: float, kk: float) -> float:
+        return abs(max(kk, qq) - product(query, key))
 
 
 class Cosine(L2):
@@ -98,9 +119,14 @@ class Cosine(L2):
     def error(self, dot_error: float, squared_norm: float, largest: float) -> float:
         return (2 * dot_error + 4 * _EPSILON) * math.sqrt(squared_norm) + _TINY
 
-    def distance(self, query: Float64, keys: Float64, qq: float, kk: Float64) -> Float64:
-        distances: Float64 = np.abs(1.0 - keys.dot(query) / np.sqrt(qq * kk))
-        return distances
+    def scale(self, squared_norms: Float64) -> Float64:
+        return 1.0 / np.sqrt(squared_norms)
+
+    def offset(self, squared_norms: Float64) -> Float64:
+        return np.zeros_like(squared_norms)
+
+    def distance(self, query: Float64, key: Float64, qq: float, kk: float) -> float:
+        return abs(1.0 - product(query, key) / math.sqrt(qq * kk))
 
 
 Metric: TypeAlias = L2
@@ -123,8 +149,5 @@ def product(a: Float64, b: Float64) -> float:
 
 def paired_distances(metric: Metric, queries: Float64, keys: Float64) -> Float64:
     """Distances ``[n]`` between the rows of two float64 matrices ``[n, dim]``."""
-    distances = [
-        metric.distance(q, k[None], product(q, q), np.array([product(k, k)]))
-        for q, k in zip(queries, keys, strict=True)
-    ]
-    return np.concatenate(distances)
+    pairs = zip(queries, keys, strict=True)
+    return np.array([metric.distance(q, k, product(q, q), product(k, k)) for q, k in pairs])

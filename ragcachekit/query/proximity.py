@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
 from numpy.typing import ArrayLike
 
 from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
-from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId
-from ragcachekit.query.matrix import KeyMatrix, as_vector, exact_bytes, widened
-from ragcachekit.query.metrics import Float32, Float64, get_metric
+from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, checked_ids
+from ragcachekit.query.eviction import EvictionOrder, Expiry, make_order
+from ragcachekit.query.keys.graph import uses_graph
+from ragcachekit.query.keys.partition_keys import Found, PartitionKeys, Stored
+from ragcachekit.query.keys.vectors import as_vector, checked, checked_rows, exact_bytes
+from ragcachekit.query.metrics import Float32, get_metric
 
-EVICTIONS = ("fifo", "lru")
-
-_Key: TypeAlias = tuple[int, bytes]  # the code of a partition and a vector
-_COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotten")
-
-
-@dataclass
-class _Group:
-    """The entries of one partition: its first object (they all refer to it), its code, their number."""
-
-    partition: Hashable
-    code: int
-    entries: int = 0
+_COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotten", "expired")
 
 
 class ProximityCache:
     """Query embedding -> ordered result ids; hit if the nearest key is within the tolerance. Thread safe.
 
-    One exact linear scan: a float32 matrix of all keys, one BLAS matrix-vector product, argmin. Keys
-    that float32 cannot tell apart, or cannot tell from the tolerance, are measured in float64. An embedding
-    equal to an inserted one hits at any tolerance.
+    An embedding equal to an inserted one hits at any tolerance. Of other keys at equal distances the
+    oldest insert is the nearest. Partitions share the capacity and the eviction order, not their keys.
 
-    All partitions share the matrix, the capacity and the eviction order; keys of another partition are
-    masked before the nearest is sought. The memory is ``capacity * dim * 8`` bytes.
+    The memory is about ``entries * dim * 5`` bytes, and with a graph 700 bytes per entry more.
 
     Parameters
     ----------
@@ -52,16 +40,28 @@ class ProximityCache:
         else. Calibrate anything above with :func:`ragcachekit.calibrate`.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
-    eviction : {"fifo", "lru"}
+    eviction : {"fifo", "lru", "lfu"}
         ``fifo``: oldest insert first, a hit changes nothing (the paper's choice). ``lru``: a hit
-        makes its entry the newest.
+        makes its entry the newest. ``lfu``: fewest hits since the insert first, then the oldest insert.
+    ttl : float, optional
+        Seconds after its insert at which an entry expires; a hit does not prolong them.
     dim : int, optional
         Width of the embeddings; by default that of the first insert.
+    keys : {"auto", "exact", "graph"}
+        ``exact``: hits and misses are those of a linear scan in float64. Most keys are excluded by a bound
+        from their leading columns. ``graph``: partitions of 10,000 keys and more are searched through
+        hnswlib's graph. A hit is still measured exactly and never beyond the tolerance. A key within it
+        may be missed, or another one within it returned. ``auto``: a graph from a capacity of 20,000 on,
+        if hnswlib is installed.
+    clock : callable
+        Seconds that never go back, for ``ttl``.
 
     Raises
     ------
     ValueError, TypeError
         For bad settings.
+    ImportError
+        For ``keys="graph"`` without hnswlib.
     """
 
     def __init__(
@@ -70,147 +70,172 @@ class ProximityCache:
         tolerance: float = 0.0,
         metric: str = "cosine",
         eviction: str = "fifo",
+        ttl: float | None = None,
         dim: int | None = None,
+        keys: str = "auto",
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capacity = positive("capacity", capacity)
-        if not (tolerance >= 0.0 and math.isfinite(tolerance)):  # NaN fails the comparison
-            raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
-        if eviction not in EVICTIONS:
-            raise ValueError(f"unknown eviction {eviction!r}; known: {', '.join(EVICTIONS)}")
-        self.tolerance, self.metric, self.eviction = float(tolerance), metric, eviction
+        self.tolerance, self.metric, self.eviction = _checked_tolerance(tolerance), metric, eviction
+        self.ttl = ttl
         self._metric = get_metric(metric)
+        self._graph = uses_graph(keys, self.capacity)
         self._lock = threading.Lock()
-        self._slots: OrderedDict[_Key, int] = OrderedDict()  # in eviction order
-        self._keys: list[_Key] = []  # by slot, as the entries and the matrix's rows
-        self._entries: list[Entry] = []
-        self._partitions: dict[Hashable, _Group] = {}
-        self._next_code = 0
+        self._order: EvictionOrder[Stored] = make_order(eviction)
+        self._expiry: Expiry[Stored] = Expiry(ttl, clock)
+        self._partitions: dict[Hashable, PartitionKeys] = {}
+        self._expired: list[Entry] = []  # not yet returned by an insert
+        self._size = self._serial = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._matrix: KeyMatrix | None = None
-        self._dim: int | None = None
-        if dim is not None:
-            self._allocate(positive("dim", dim))
+        self._dim = None if dim is None else positive("dim", dim)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self.stats().entries
 
-    def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
+    def lookup(
+        self,
+        embedding: ArrayLike,
+        *,
+        partition: Hashable,
+        tolerance: float | None = None,
+        accept: Callable[[Entry], bool] | None = None,
+    ) -> Hit | None:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
-        RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
+        ``tolerance`` stands in for the cache's. ``accept`` is asked once, for the entry found; it must not
+        call the cache. False from it is a miss, which neither LRU nor LFU takes for a use.
+
+        RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width; ValueError
+        for a bad tolerance.
         """
-        query = as_vector(embedding, self._dim)
-        wide, squared = widened(query, self._metric.needs_direction)
+        within = self.tolerance if tolerance is None else _checked_tolerance(tolerance)
+        query = checked(as_vector(embedding, self._dim), self._metric.needs_direction)
         with self._lock:
-            slot, distance = self._find(query, wide, squared, partition)
-            if slot is None:
-                self._counts["misses"] += 1
-                return None
-            self._counts["hits"] += 1
-            if self.eviction == "lru":
-                self._slots.move_to_end(self._keys[slot])
-            return Hit(self._entries[slot].ids, distance)
+            self._expire()
+            keys = self._partitions.get(partition)
+            return self._settle(keys.find(query, within) if keys else (None, 0.0), accept)
+
+    def lookup_many(
+        self,
+        embeddings: ArrayLike,
+        *,
+        partition: Hashable,
+        tolerance: float | None = None,
+        accept: Callable[[int, Entry], bool] | None = None,
+    ) -> list[Hit | None]:
+        """As :meth:`lookup` for each row of ``embeddings`` ``[n, dim]`` in order, by one matrix product.
+
+        ``accept`` is called with the number of the row and the entry.
+        """
+        within = self.tolerance if tolerance is None else _checked_tolerance(tolerance)
+        rows, queries = checked_rows(embeddings, self._dim, self._metric.needs_direction)
+        with self._lock:
+            self._expire()
+            keys = self._partitions.get(partition)
+            found = keys.find_many(rows, queries, within) if keys else [(None, 0.0)] * len(rows)
+            return [self._settle(one, accept and partial(accept, row)) for row, one in enumerate(found)]
 
     def insert(
         self, embedding: ArrayLike, ids: Sequence[ResultId], *, partition: Hashable
     ) -> tuple[Entry, ...]:
         """Insert ``ids`` for this embedding; returns the entries that left (Algorithm 1, lines 8-11).
 
-        An equal embedding of the same partition is replaced and becomes the newest entry. TypeError for ids
-        that are neither str nor int; RetrievalError as for :meth:`lookup`.
+        Among them are those that expired since the last insert. An equal embedding of the same partition is
+        replaced and becomes the newest entry. TypeError for ids that are neither str nor int; RetrievalError
+        as for :meth:`lookup`.
         """
-        frozen = _result_ids(ids)
-        query = as_vector(embedding, self._dim)
-        _, squared = widened(query, self._metric.needs_direction)
-        vector = exact_bytes(query)
+        frozen = checked_ids(ids)
+        query = checked(as_vector(embedding, self._dim), self._metric.needs_direction)
+        vector = exact_bytes(query.vector)
         with self._lock:
-            matrix = self._allocate(query.size)
+            self._fix_width(query.vector.size)
+            left = self._take_expired()
             self._counts["inserts"] += 1
-            left: tuple[Entry, ...] = ()
-            group = self._partitions.get(partition)
-            if group is not None and (group.code, vector) in self._slots:
-                left = (self._drop((group.code, vector)),)
-                self._counts["replacements"] += 1
-            elif len(self._keys) == self.capacity:
-                left = (self._drop(next(iter(self._slots))),)
-                self._counts["evictions"] += 1
-            self._append(matrix, vector, squared, Entry(partition, frozen))
-            return left
+            keys = self._partitions.get(partition)
+            equal = None if keys is None else keys.with_digest(vector)
+            if equal is not None:
+                left.append(self._drop(equal, "replacements"))
+            elif self._size == self.capacity:
+                left.append(self._drop(self._order.victim(), "evictions"))
+            self._append(Entry(partition, frozen), vector, query.squared)
+            return tuple(left)
 
     def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
-        """Drop and return the entries for which ``where`` is true; it must not call the cache."""
+        """Drop and return the entries for which ``where`` is true; it must not call the cache.
+
+        Entries that expired since the last insert are returned too.
+        """
         with self._lock:
-            dropped = [key for key, slot in self._slots.items() if where(self._entries[slot])]
-            self._counts["forgotten"] += len(dropped)
-            return tuple(self._drop(key) for key in dropped)
+            self._expire()
+            dropped = [stored for stored in self._order if where(stored.entry)]
+            left = self._take_expired()
+            return (*left, *[self._drop(stored, "forgotten") for stored in dropped])
 
     def clear(self) -> tuple[Entry, ...]:
         """Drop and return all entries."""
         return self.forget(lambda _: True)
 
+    def entries(self) -> list[tuple[Entry, Float32]]:
+        """All entries with copies of their embeddings ``[dim]``; the one that leaves next comes first."""
+        with self._lock:
+            self._expire()
+            return [(stored.entry, stored.keys.matrix.rows[stored.slot].copy()) for stored in self._order]
+
     def stats(self) -> QueryCacheStats:
         """Counters and present content."""
         with self._lock:
-            return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
+            self._expire()
+            return QueryCacheStats(self.capacity, self._size, len(self._partitions), **self._counts)
 
-    def _find(
-        self, query: Float32, wide: Float64, squared: float, partition: Hashable
-    ) -> tuple[int | None, float]:
-        group = self._partitions.get(partition)
-        if self._matrix is None or group is None:
-            return None, 0.0
-        slot = self._slots.get((group.code, exact_bytes(query)))
-        if slot is not None or not self.tolerance:
-            return slot, 0.0
-        size = len(self._keys)
-        code = None if group.entries == size else group.code
-        return self._matrix.nearest(query, wide, squared, size, code, self.tolerance)
+    def _settle(self, found: Found, accept: Callable[[Entry], bool] | None) -> Hit | None:
+        stored, distance = found
+        if stored is None or (accept is not None and not accept(stored.entry)):
+            self._counts["misses"] += 1
+            return None
+        self._counts["hits"] += 1
+        self._order.touch(stored)
+        return Hit(stored.entry.ids, distance)
 
-    def _allocate(self, dim: int) -> KeyMatrix:
-        if self._matrix is None:
-            self._matrix = KeyMatrix(self.capacity, dim, self._metric)
+    def _fix_width(self, dim: int) -> None:
+        if self._dim is None:
             self._dim = dim
         elif self._dim != dim:  # two first inserts of unequal width raced
             raise RetrievalError(f"the embedding has {dim} numbers, expected {self._dim}")
-        return self._matrix
 
-    def _append(self, matrix: KeyMatrix, vector: bytes, squared: float, entry: Entry) -> None:
-        slot = len(self._keys)
-        group = self._partitions.get(entry.partition)
-        if group is None:
-            group = self._partitions[entry.partition] = _Group(entry.partition, self._next_code)
-            self._next_code += 1
-        group.entries += 1
-        matrix.write(slot, vector, squared, group.code)
-        self._slots[group.code, vector] = slot
-        self._keys.append((group.code, vector))
-        self._entries.append(Entry(group.partition, entry.ids))
+    def _expire(self) -> None:
+        for stored in self._expiry.overdue():
+            self._expired.append(self._drop(stored, "expired"))
 
-    def _drop(self, key: _Key) -> Entry:
-        """Remove one entry; the last row moves into the hole, so that rows stay contiguous."""
-        assert self._matrix is not None
-        hole, last = self._slots.pop(key), len(self._keys) - 1
-        entry = self._entries[hole]
-        group = self._partitions[entry.partition]
-        group.entries -= 1
-        if not group.entries:
-            del self._partitions[entry.partition]
-        if hole != last:
-            self._matrix.move(last, hole)
-            self._keys[hole], self._entries[hole] = self._keys[last], self._entries[last]
-            self._slots[self._keys[hole]] = hole
-        self._keys.pop()
-        self._entries.pop()
-        return entry
+    def _take_expired(self) -> list[Entry]:
+        self._expire()
+        left, self._expired = self._expired, []
+        return left
+
+    def _append(self, entry: Entry, vector: bytes, squared: float) -> None:
+        keys = self._partitions.get(entry.partition)
+        if keys is None:
+            assert self._dim is not None
+            keys = PartitionKeys(entry.partition, self._dim, self._metric, self.capacity, self._graph)
+            self._partitions[entry.partition] = keys
+        self._serial += 1
+        self._size += 1
+        stored = keys.append(entry, vector, squared, self._serial)
+        self._order.add(stored)
+        self._expiry.add(stored)
+
+    def _drop(self, stored: Stored, counter: str) -> Entry:
+        self._order.remove(stored)
+        self._expiry.remove(stored)
+        stored.keys.remove(stored)
+        if not len(stored.keys):
+            del self._partitions[stored.keys.partition]
+        self._size -= 1
+        self._counts[counter] += 1
+        return stored.entry
 
 
-def _result_ids(ids: Sequence[ResultId]) -> tuple[ResultId, ...]:
-    if isinstance(ids, str):
-        raise TypeError("ids must be a sequence of ids, not one string")
-    frozen = tuple(ids)
-    for one in frozen:
-        if isinstance(one, bool) or not isinstance(one, str | int):
-            raise TypeError(
-                f"result ids are str or int, not {type(one).__name__}; convert with int() or str()"
-            )
-    return frozen
+def _checked_tolerance(tolerance: float) -> float:
+    if not 0.0 <= tolerance < math.inf:  # NaN fails the comparison
+        raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
+    return float(tolerance)

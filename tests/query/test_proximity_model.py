@@ -246,8 +246,12 @@ def test_scaling_changes_nothing_under_cosine() -> None:
         ({"capacity": 2, "tolerance": math.nan}, ValueError, "tolerance must be"),
         ({"capacity": 2, "tolerance": math.inf}, ValueError, "tolerance must be"),
         ({"capacity": 2, "metric": "hamming"}, ValueError, "known: cosine, ip, l2"),
-        ({"capacity": 2, "eviction": "random"}, ValueError, "known: fifo, lru"),
+        ({"capacity": 2, "eviction": "random"}, ValueError, "known: fifo, lru, lfu"),
         ({"capacity": 2, "dim": 0}, ValueError, "dim must be > 0"),
+        ({"capacity": 2, "ttl": 0.0}, ValueError, "ttl must be"),
+        ({"capacity": 2, "ttl": math.nan}, ValueError, "ttl must be"),
+        ({"capacity": 2, "ttl": math.inf}, ValueError, "ttl must be"),
+        ({"capacity": 2, "keys": "tree"}, ValueError, "known: auto, exact, graph"),
     ],
 )
 def test_bad_configuration(arguments: dict[str, float], error: type[Exception], match: str) -> None:
@@ -265,7 +269,6 @@ def test_check_notices_damage() -> None:
     cache = ProximityCache(2, metric="l2")
     cache.insert([1.0, 2.0], ["a"], partition="p")
     check_cache(cache)
-    assert cache._matrix is not None
-    cache._matrix._rows[0, 0] = 5.0
+    cache._partitions["p"].matrix.rows[0, 0] = 5.0
     with pytest.raises(AssertionError, match="row"):
         check_cache(cache)

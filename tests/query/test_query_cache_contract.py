@@ -16,7 +16,7 @@ from ragcachekit.query.base import Entry
 from ragcachekit.query.proximity import ProximityCache
 
 Make = Callable[..., ProximityCache]
-IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru"]))
+IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru", "lfu"]))
 RNG = np.random.default_rng(7)
 
 
