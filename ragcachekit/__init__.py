@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
+    from ragcachekit.query.lookups import Lookup, Retrieved
     from ragcachekit.query.partition.objects import Identity
     from ragcachekit.query.partition.partitioner import Partitioner
     from ragcachekit.query.partition.rules import KeyRules
     from ragcachekit.query.proximity import ProximityCache
-    from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
+    from ragcachekit.query.retrieval import CachedRetrieval
     from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
     from ragcachekit.search.documents.index import DocumentIndex
     from ragcachekit.search.documents.record import IndexChange
@@ -83,7 +84,8 @@ _LAZY = {
     "ragcachekit.query.partition.objects": ("Identity",),
     "ragcachekit.query.partition.partitioner": ("Partitioner",),
     "ragcachekit.query.proximity": ("ProximityCache",),
-    "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),
+    "ragcachekit.query.lookups": ("Lookup", "Retrieved"),
+    "ragcachekit.query.retrieval": ("CachedRetrieval",),
     "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
     "ragcachekit.search.documents.index": ("DocumentIndex",),
     "ragcachekit.search.documents.record": ("IndexChange",),

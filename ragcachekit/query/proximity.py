@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.config import positive
@@ -78,6 +79,7 @@ class ProximityCache:
         if eviction not in EVICTIONS:
             raise ValueError(f"unknown eviction {eviction!r}; known: {', '.join(EVICTIONS)}")
         self.tolerance, self.metric, self.eviction = float(tolerance), metric, eviction
+        self.ttl: float | None = None
         self._metric = get_metric(metric)
         self._lock = threading.Lock()
         self._slots: OrderedDict[_Key, int] = OrderedDict()  # in eviction order
@@ -94,7 +96,14 @@ class ProximityCache:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def lookup(self, embedding: ArrayLike, *, partition: Hashable) -> Hit | None:
+    def lookup(
+        self,
+        embedding: ArrayLike,
+        *,
+        partition: Hashable,
+        tolerance: float | None = None,
+        accept: Callable[[Entry], bool] | None = None,
+    ) -> Hit | None:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
         RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
@@ -102,8 +111,9 @@ class ProximityCache:
         query = as_vector(embedding, self._dim)
         wide, squared = widened(query, self._metric.needs_direction)
         with self._lock:
-            slot, distance = self._find(query, wide, squared, partition)
-            if slot is None:
+            within = self.tolerance if tolerance is None else tolerance
+            slot, distance = self._find(query, wide, squared, partition, within)
+            if slot is None or (accept is not None and not accept(self._entries[slot])):
                 self._counts["misses"] += 1
                 return None
             self._counts["hits"] += 1
@@ -148,23 +158,29 @@ class ProximityCache:
         """Drop and return all entries."""
         return self.forget(lambda _: True)
 
+    def entries(self) -> list[tuple[Entry, Float32]]:
+        """All entries with copies of their embeddings ``[dim]``; the one that leaves next comes first."""
+        with self._lock:
+            slots = self._slots.items()
+            return [(self._entries[i], np.frombuffer(key[1], np.float32).copy()) for key, i in slots]
+
     def stats(self) -> QueryCacheStats:
         """Counters and present content."""
         with self._lock:
             return QueryCacheStats(self.capacity, len(self._keys), len(self._partitions), **self._counts)
 
     def _find(
-        self, query: Float32, wide: Float64, squared: float, partition: Hashable
+        self, query: Float32, wide: Float64, squared: float, partition: Hashable, within: float
     ) -> tuple[int | None, float]:
         group = self._partitions.get(partition)
         if self._matrix is None or group is None:
             return None, 0.0
         slot = self._slots.get((group.code, exact_bytes(query)))
-        if slot is not None or not self.tolerance:
+        if slot is not None or not within:
             return slot, 0.0
         size = len(self._keys)
         code = None if group.entries == size else group.code
-        return self._matrix.nearest(query, wide, squared, size, code, self.tolerance)
+        return self._matrix.nearest(query, wide, squared, size, code, within)
 
     def _allocate(self, dim: int) -> KeyMatrix:
         if self._matrix is None:

@@ -10,10 +10,11 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from ragcachekit.query.base import Partition
+from ragcachekit.query.lookups import Lookup, Retrieved
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
+from ragcachekit.query.retrieval import CachedRetrieval
 
 log = logging.getLogger(__name__)
 
