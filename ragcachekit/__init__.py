@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
     from ragcachekit.query.candidates import OwnSearch
+    from ragcachekit.query.lookups import Lookup, Retrieved
     from ragcachekit.query.noted_order import NotedOrder
     from ragcachekit.query.partition.objects import Identity
     from ragcachekit.query.partition.partitioner import Partitioner
     from ragcachekit.query.partition.rules import KeyRules
     from ragcachekit.query.proximity import ProximityCache
-    from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
+    from ragcachekit.query.retrieval import CachedRetrieval
     from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
     from ragcachekit.search.documents.index import DocumentIndex
     from ragcachekit.search.documents.record import IndexChange
@@ -89,7 +90,8 @@ _LAZY = {
     "ragcachekit.query.partition.objects": ("Identity",),
     "ragcachekit.query.partition.partitioner": ("Partitioner",),
     "ragcachekit.query.proximity": ("ProximityCache",),
-    "ragcachekit.query.retrieval": ("CachedRetrieval", "Lookup", "Retrieved"),
+    "ragcachekit.query.lookups": ("Lookup", "Retrieved"),
+    "ragcachekit.query.retrieval": ("CachedRetrieval",),
     "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
     "ragcachekit.search.documents.index": ("DocumentIndex",),
     "ragcachekit.search.documents.record": ("IndexChange",),

@@ -99,12 +99,22 @@ class JsonStore:
                     self._cache.delete(key)
             return None
 
-    def put(self, values: Mapping[str, object]) -> None:
-        """Store values together: all of them, or none where the process dies. OSError where it fails."""
+    def put(self, values: Mapping[str, object], *, where: Mapping[str, object] | None = None) -> bool:
+        """Store values together: all of them, or none where the process dies. OSError where it fails.
+
+        None as a value removes its key. With ``where``, nothing is stored and False returned unless these
+        keys have these values in the same transaction; None stands for a missing value.
+        """
         try:
             with self._cache.transact():
+                if any(self.get(key) != value for key, value in (where or {}).items()):
+                    return False
                 for key, value in values.items():
-                    self._cache.set(key, value)
+                    if value is None:
+                        self._cache.delete(key)
+                    else:
+                        self._cache.set(key, value)
+                return True
         except (sqlite3.DatabaseError, diskcache.Timeout) as error:
             raise OSError(f"cannot write to {self.folder}: {error}") from error
 
@@ -117,17 +127,18 @@ class JsonStore:
         except (sqlite3.DatabaseError, diskcache.Timeout) as error:
             raise OSError(f"cannot write to {self.folder}: {error}") from error
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Keys and values in the order in which keys first came; damaged ones are left out."""
+    def keys(self, prefix: str = "") -> list[str]:
+        """Keys in the order in which they first came; none where they cannot be read."""
         try:
-            keys = list(self._cache)
+            return [key for key in self._cache if isinstance(key, str) and key.startswith(prefix)]
         except _DAMAGE as error:
             log.warning("%s: its keys cannot be read (%r)", self.folder, error)
-            return
-        for key in keys:
-            value = self.get(key) if isinstance(key, str) else None
-            if value is not None:
-                yield key, value
+            return []
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Keys and values in the order of :meth:`keys`; damaged values are left out."""
+        values = ((key, self.get(key)) for key in self.keys())
+        yield from ((key, value) for key, value in values if value is not None)
 
     def clear(self) -> None:
         """Remove everything; OSError where it fails."""

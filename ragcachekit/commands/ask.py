@@ -19,8 +19,9 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.base import ResultId
+from ragcachekit.query.lookups import Retrieved
 from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval, Retrieved
+from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.search.base import VectorIndex
 from ragcachekit.search.manifest import read_index
 from ragcachekit.search.registry import load_index, open_index

@@ -1,54 +1,34 @@
-"""Lookup, else search, then insert: the one mechanism of every retriever wrapper."""
+"""The documents of near-identical questions, returned without a search."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Generic, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
+from ragcachekit.query.adaptive import AdaptiveTolerance
 from ragcachekit.query.base import Entry, LogOnce, QueryCacheStats, ResultId
+from ragcachekit.query.entries import Entries
+from ragcachekit.query.lookups import Found, Held, Lookup, Retrieved
+from ragcachekit.query.near_misses.guard import near_miss
+from ragcachekit.query.near_misses.parsing import parse
 from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.query.saved import SavedEntries
 
 log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
-Found: TypeAlias = Sequence[tuple[ResultId, Document]]
-"""What a search returns: ``(id, document)`` in order of relevance."""
 
 _NO_EPOCH = -1  # in which nothing is inserted
-
-
-@dataclass(frozen=True)
-class Retrieved(Generic[Document]):
-    """Documents in order, and where they came from.
-
-    The documents are the very objects that the search returned; hand out copies. ``distance`` is that of
-    the cached query in the metric's unit, None after a search; ``lookup_us`` are microseconds in the
-    cache. ``note`` is why the cache could not be asked, if it could not.
-    """
-
-    documents: tuple[Document, ...]
-    hit: bool
-    distance: float | None
-    lookup_us: float
-    note: str | None = None
-
-
-class Lookup(NamedTuple, Generic[Document]):
-    """A finished lookup: its result, and what an insert after a miss needs."""
-
-    result: Retrieved[Document]
-    embedding: ArrayLike
-    partition: Hashable
-    epoch: int
+_TRIES = 5
 
 
 class CachedRetrieval(Generic[Document]):
@@ -59,33 +39,50 @@ class CachedRetrieval(Generic[Document]):
 
     Errors of lookup and insert are logged, and the search answers. So it does where the cache cannot use
     the embedding (zeros, NaN, another width). The search runs outside all locks. What it found is not
-    inserted if :meth:`forget` or :meth:`clear` ran meanwhile, nor if it found nothing (mostly an index that
-    is not filled yet).
+    inserted if :meth:`invalidate` or the like ran meanwhile, nor if it found nothing (mostly an index that is
+    not filled yet).
 
     Parameters
     ----------
     cache : ProximityCache
         Empty; nothing else may insert into it.
     text : callable, optional
-        The text of a document, for :meth:`forget_texts`.
+        The text of a document, for :meth:`invalidate` and :meth:`forget_texts`.
+    guard : bool
+        Compare the text of a question with that of the near cached one, if both are given and the tolerance
+        is above 0. One that negates it, or names other numbers or names, is no hit; see
+        :func:`ragcachekit.query.near_misses.guard.near_miss`.
+    saved : SavedEntries, optional
+        Entries outlive the process and are shared with others. A change by another process is seen at the
+        first lookup after the poll interval; until then its documents may be returned.
+    adaptive : AdaptiveTolerance, optional
+        Tolerances per region, at most that of the cache.
     """
 
-    def __init__(self, cache: ProximityCache, text: Callable[[Document], str] | None = None) -> None:
-        self._cache = cache
-        self._text = text
-        self._numbers = itertools.count()
-        self._found: dict[ResultId, Found[Document]] = {}  # by number, which is what the cache stores
+    def __init__(
+        self,
+        cache: ProximityCache,
+        text: Callable[[Document], str] | None = None,
+        *,
+        guard: bool = True,
+        saved: SavedEntries[Document] | None = None,
+        adaptive: AdaptiveTolerance | None = None,
+    ) -> None:
+        self._entries, self._text, self._adaptive = Entries(cache, saved), text, adaptive
+        self._guard = guard and cache.tolerance > 0
         self._epoch = 0
         self._warn = LogOnce(log)
         self._lock = threading.Lock()  # entries, documents and epoch change together
+        with self._lock:
+            self._take_over(now=True)
 
     @property
     def epoch(self) -> int:
-        """Rises whenever something is forgotten."""
+        """Rises whenever something is invalidated."""
         return self._epoch
 
     def while_current(self, epoch: int, action: Callable[[], object]) -> bool:
-        """Run ``action`` if nothing was forgotten since ``epoch``; nothing is until it has ended."""
+        """Run ``action`` if nothing was invalidated since ``epoch``; nothing is until it has ended."""
         with self._lock:
             if epoch != self._epoch:
                 return False
@@ -93,78 +90,184 @@ class CachedRetrieval(Generic[Document]):
             return True
 
     def get(
-        self, embedding: ArrayLike, partition: Hashable, search: Callable[[], Found[Document]]
+        self,
+        embedding: ArrayLike,
+        partition: Hashable,
+        search: Callable[[], Found[Document]],
+        *,
+        question: str | None = None,
+        k: int | None = None,
     ) -> Retrieved[Document]:
         """The documents of a near enough earlier query, else those of ``search()``.
 
         The search is called on a miss, and where the embedding is of no use. What it raises is passed on.
+        With an adaptive tolerance it is also called after some hits, on a background thread.
         """
-        asked = self.lookup(embedding, partition)
-        return asked.result if asked.result.hit else self.insert(asked, search())
+        asked = self.lookup(embedding, partition, question=question, k=k)
+        if asked.result.hit:
+            self.check(asked, search)
+            return asked.result
+        return self.insert(asked, search())
 
-    def lookup(self, embedding: ArrayLike, partition: Hashable) -> Lookup[Document]:
-        """Look up; after a miss, search and call :meth:`insert`."""
+    def lookup(
+        self,
+        embedding: ArrayLike,
+        partition: Hashable,
+        *,
+        question: str | None = None,
+        k: int | None = None,
+    ) -> Lookup[Document]:
+        """Look up; after a miss, search and call :meth:`insert`.
+
+        ``question`` is its text, for the guard. Of an entry that was searched with a larger ``k``, the first
+        k documents are returned; one with a smaller k is a miss, and replaced by the insert.
+        """
         start = time.perf_counter_ns()
-        result: Retrieved[Document] = Retrieved((), False, None, 0.0)
-        epoch = _NO_EPOCH
+        asked = Lookup[Document](
+            Retrieved((), False, None, 0.0), embedding, partition, _NO_EPOCH, question, k
+        )
         try:
             with self._lock:
-                hit = self._cache.lookup(embedding, partition=partition)
-                if hit is not None:
-                    documents = tuple([document for _, document in self._found[hit.ids[0]]])
-                    result = Retrieved(documents, True, hit.distance, 0.0)
-                epoch = self._epoch
+                asked = self._looked_up(asked)
         except Exception as error:
-            result = replace(result, note=self._note(error))
+            asked = asked._replace(result=replace(asked.result, note=self._note(error)))
         lookup_us = (time.perf_counter_ns() - start) / 1e3
-        return Lookup(replace(result, lookup_us=lookup_us), embedding, partition, epoch)
+        return asked._replace(result=replace(asked.result, lookup_us=lookup_us))
 
-    def insert(self, asked: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
-        """Insert what a search found, unless something was forgotten meanwhile."""
-        pairs, note, number = tuple(found), asked.result.note, next(self._numbers)
+    def insert(
+        self, asked: Lookup[Document], found: Found[Document], radius: float | None = None
+    ) -> Retrieved[Document]:
+        """Insert what a search found, unless something was invalidated meanwhile.
+
+        ``radius`` is the distance of the last of k results from the question by the index's metric: l2 (not
+        squared), 1 - cosine, or minus the inner product. See :meth:`invalidate_near`.
+        """
+        pairs, note = tuple(found), asked.result.note
         try:
+            parsed = parse(asked.question) if self._guard and asked.question is not None else None
             with self._lock:
                 if pairs and asked.epoch == self._epoch:
-                    self._found[number] = pairs
-                    self._drop(self._cache.insert(asked.embedding, (number,), partition=asked.partition))
+                    self._insert(asked, Held(pairs, parsed, asked.k, radius))
         except Exception as error:
-            self._found.pop(number, None)
             note = self._note(error)
         return replace(asked.result, documents=tuple([document for _, document in pairs]), note=note)
 
-    def forget(
-        self, *, where: Callable[[Hashable], bool] | None = None, ids: Iterable[ResultId] | None = None
-    ) -> int:
-        """Drop entries whose partition satisfies ``where`` and that name one of ``ids``; returns how many.
+    def check(self, asked: Lookup[Document], search: Callable[[], Found[Document]]) -> None:
+        """After a hit: let a share of hits be compared with ``search()``, on a background thread.
 
-        Either may be left out; with neither all are dropped. Call it when documents change or go.
+        Does nothing without an adaptive tolerance.
         """
-        named = None if ids is None else frozenset(ids)
+        distance = asked.result.distance
+        if self._adaptive is not None and distance:
+            where = asked.partition, asked.embedding
+            self._adaptive.check(*where, distance, asked.ids, lambda: [one for one, _ in search()])
 
-        def goes(partition: Hashable, found: Found[Document]) -> bool:
-            here = where is None or where(partition)
-            return here and (named is None or any(one in named for one, _ in found))
+    def invalidate(
+        self,
+        *,
+        ids: Iterable[ResultId] | None = None,
+        texts: Iterable[str] | None = None,
+        where: Callable[[Document], bool] | None = None,
+        partition: Callable[[Hashable], bool] | None = None,
+    ) -> int:
+        """Drop entries of certain partitions that hold one of certain documents; returns how many.
 
-        return self._forget(goes)
+        A document counts if its id is among ``ids``, its text among ``texts``, or ``where`` is true for it;
+        with none of these every entry does. Call it when documents change or go. TypeError for one string
+        instead of several, or for ``texts`` without ``text``; OSError if other processes cannot be told.
+        """
+        if isinstance(ids, str) or isinstance(texts, str):
+            raise TypeError("ids and texts must be collections, not one string; put it into a list")
+        if texts is not None and self._text is None:
+            raise TypeError("texts can be compared only if the CachedRetrieval was given text=")
+        named, gone, text = frozenset(ids or ()), frozenset(texts or ()), self._text
+        everything = ids is None and texts is None and where is None
+
+        def counts(one: ResultId, document: Document) -> bool:
+            of_text = text is not None and bool(gone) and text(document) in gone
+            return one in named or of_text or (where is not None and where(document))
+
+        def goes(entry: Entry, held: Held[Document]) -> bool:
+            here = partition is None or partition(entry.partition)
+            return here and (everything or any(counts(*pair) for pair in held.found))
+
+        return self._invalidate(lambda entries: entries.drop_entries(goes))
+
+    def invalidate_near(self, embeddings: ArrayLike) -> int:
+        """Drop entries into whose results a new document may belong; returns how many.
+
+        ``embeddings`` ``[m, dim]`` are those of the new documents. An entry goes if one of these is
+        within the radius given to :meth:`insert`, and always if it has no radius or fewer than k results.
+        Embeddings of another width, or without rows, drop everything. OSError as for :meth:`invalidate`.
+        """
+        added = np.atleast_2d(np.asarray(embeddings, np.float64))
+
+        def drop(entries: Entries[Document]) -> int:
+            numbers = entries.reached(added)
+            return entries.drop(lambda number, _: number in numbers)
+
+        return self._invalidate(drop)
 
     def clear(self) -> int:
         """Drop all entries and documents; returns the number of entries dropped."""
-        return self.forget()
+        return self.invalidate()
 
     def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
-        """Drop entries of a namespace with a document whose text is ``forgotten``; all of them with None."""
+        """Drop entries of a namespace with a document whose text is ``forgotten``; with None, all."""
         text, is_gone = self._text, forgotten and functools.cache(forgotten)  # it may split texts into tokens
 
-        def goes(partition: Hashable, found: Found[Document]) -> bool:
-            if getattr(partition, "namespace", None) != namespace:
+        def goes(entry: Entry, held: Held[Document]) -> bool:
+            if getattr(entry.partition, "namespace", None) != namespace:
                 return False
-            return is_gone is None or text is None or any(is_gone(text(one)) for _, one in found)
+            return is_gone is None or text is None or any(is_gone(text(one)) for _, one in held.found)
 
-        return self._forget(goes)
+        return self._invalidate(lambda entries: entries.drop_entries(goes))
 
     def stats(self) -> QueryCacheStats:
         """The cache's counters."""
-        return self._cache.stats()
+        return self._entries.cache.stats()
+
+    def _looked_up(self, asked: Lookup[Document]) -> Lookup[Document]:
+        self._take_over()
+        refused: str | None = None
+        replaces: ResultId | None = None
+
+        def accept(entry: Entry) -> bool:
+            nonlocal refused, replaces
+            held = self._entries.held[entry.ids[0]]
+            if refused := held.refusal(asked.k):
+                replaces = entry.ids[0]
+            elif self._guard and asked.question is not None and held.question is not None:
+                refused = near_miss(parse(asked.question), held.question)
+            return refused is None
+
+        cache, tolerance = self._entries.cache, None
+        if self._adaptive is not None:
+            tolerance = self._adaptive.tolerance(asked.partition, asked.embedding, cache.tolerance)
+        hit = cache.lookup(asked.embedding, partition=asked.partition, tolerance=tolerance, accept=accept)
+        if hit is None:
+            result = replace(asked.result, refused=refused)
+            return asked._replace(result=result, epoch=self._epoch, replaces=replaces)
+        pairs = self._entries.held[hit.ids[0]].found[: asked.k]
+        documents = tuple([document for _, document in pairs])
+        result = replace(asked.result, documents=documents, hit=True, distance=hit.distance)
+        return asked._replace(result=result, epoch=self._epoch, ids=tuple([one for one, _ in pairs]))
+
+    def _insert(self, asked: Lookup[Document], held: Held[Document]) -> None:
+        """Insert unless something was invalidated, also by another process, since the lookup."""
+        for _ in range(_TRIES):
+            if asked.epoch != self._epoch:
+                return
+            try:
+                where, replaces = asked.partition, asked.replaces
+                self._entries.insert(asked.embedding, where, held, asked.question, replaces)
+                return
+            except BlockingIOError:
+                self._take_over(now=True)
+
+    def _take_over(self, *, now: bool = False) -> None:
+        if self._entries.take_over(now=now):
+            self._epoch += 1
 
     def _note(self, error: Exception) -> str:
         """The error as a note; logged once, since an embedder that fails may fail at every question."""
@@ -173,13 +276,12 @@ class CachedRetrieval(Generic[Document]):
         self._warn(f"{note}; searching instead", None if unusable else error)
         return note
 
-    def _forget(self, goes: Callable[[Hashable, Found[Document]], bool]) -> int:
+    def _invalidate(self, drop: Callable[[Entries[Document]], int]) -> int:
         with self._lock:
             self._epoch += 1  # what a search of before finds from here on is not inserted
-            left = self._cache.forget(lambda entry: goes(entry.partition, self._found[entry.ids[0]]))
-            self._drop(left)
-            return len(left)
-
-    def _drop(self, left: Iterable[Entry]) -> None:
-        for entry in left:
-            del self._found[entry.ids[0]]
+            try:
+                self._entries.begin_invalidation()
+            except OSError:
+                drop(self._entries)
+                raise
+            return drop(self._entries)

@@ -13,12 +13,13 @@ import numpy as np
 
 from ragcachekit.query.base import Partition
 from ragcachekit.query.candidates import Candidate, IndexChange, OwnIndex, OwnSearch
+from ragcachekit.query.lookups import Lookup, Retrieved
 from ragcachekit.query.noted_order import NotedOrder
 from ragcachekit.query.partition.objects import Identity
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval, Lookup, Retrieved
+from ragcachekit.query.retrieval import CachedRetrieval
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         self,
         embedding: Sequence[float] | None,
         partition: Partition | None,
-        question: str,
+        question: str | None = None,
         own: OwnSearch[Document] | None = None,
     ) -> Lookup[Document] | None:
         """Look a question up; None if nothing may be cached, or if there is no embedding."""

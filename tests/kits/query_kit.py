@@ -40,6 +40,8 @@ def check_cache(cache: ProximityCache) -> None:
 
 def check_retrieval(retrieval: CachedRetrieval) -> None:
     """Raise AssertionError if documents are stored without an entry, or the cache contradicts itself."""
-    check_cache(retrieval._cache)
-    named = [number for entry, _ in retrieval._cache.entries() for number in entry.ids]
-    assert sorted(named) == sorted(retrieval._found), "documents without an entry, or an entry without them"
+    check_cache(retrieval._entries.cache)
+    named = [number for entry, _ in retrieval._entries.cache.entries() for number in entry.ids]
+    assert sorted(named) == sorted(retrieval._entries.held), (
+        "documents without an entry, or an entry without them"
+    )

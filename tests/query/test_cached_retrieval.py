@@ -53,7 +53,7 @@ def test_partitions_share_no_document_under_one_id() -> None:
     retrieval.get(A, "acme", Search(("1", "acme's")))
     assert retrieval.get(A, "other", Search(("1", "other's"))).documents == ("other's",)
     assert retrieval.get(A, "acme", Search()).documents == ("acme's",)
-    assert retrieval.forget(where=lambda partition: partition == "acme") == 1
+    assert retrieval.invalidate(partition=lambda partition: partition == "acme") == 1
     assert retrieval.get(A, "other", Search()).hit
     check_retrieval(retrieval)
 
@@ -65,7 +65,7 @@ def test_documents_leave_with_their_entry() -> None:
     retrieval.get(C, "p", Search(("3", "three")))  # A leaves
     check_retrieval(retrieval)
     assert retrieval.get(B, "p", Search()).documents == ("two", "three")
-    assert retrieval.forget(ids=["2"]) == 1
+    assert retrieval.invalidate(ids=["2"]) == 1
     check_retrieval(retrieval)
     assert retrieval.clear() == 1
     assert retrieval.stats().entries == 0
@@ -104,7 +104,7 @@ def test_what_was_found_before_forget_is_not_kept_after() -> None:
     retrieval = make()
 
     def search() -> list[tuple[str, str]]:
-        retrieval.forget(ids=["1"])  # the document goes while the index is being asked
+        retrieval.invalidate(ids=["1"])  # the document goes while the index is being asked
         return [("1", "gone")]
 
     assert retrieval.get(A, "p", search).documents == ("gone",)

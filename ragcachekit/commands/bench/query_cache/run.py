@@ -40,6 +40,7 @@ class Sweep:
     tolerances: tuple[float, ...] = TOLERANCES
     eviction: str = "fifo"
     passes: int = 1
+    guard: bool = True
 
     def cases(self, distinct: int) -> Iterator[tuple[int, float]]:
         """Capacity and tolerance of every replay."""
@@ -96,11 +97,11 @@ def replays(
 
 def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
     cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
-    retrieval: CachedRetrieval[int] = CachedRetrieval(cache)
+    retrieval: CachedRetrieval[int] = CachedRetrieval(cache, guard=sweep.guard)
     lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
     for at in [*range(len(workload.texts))] * sweep.passes:
         start = time.perf_counter_ns()
-        asked = retrieval.lookup(workload.questions[at], PARTITION)
+        asked = retrieval.lookup(workload.questions[at], PARTITION, question=workload.texts[at])
         looked_up = time.perf_counter_ns()
         maker, ids = at, found.ids[at]
         if asked.result.hit:

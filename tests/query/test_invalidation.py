@@ -1,0 +1,222 @@
+"""Entries go when documents change: nothing stale is returned, with threads, against an independent model."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from query_kit import check_retrieval
+from ragcachekit.query.base import Partition
+from ragcachekit.query.lookups import Retrieved
+from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.query.retrieval import CachedRetrieval
+
+A, NEAR_A, B = [1.0, 0.0], [1.0, 0.01], [0.0, 1.0]
+
+
+def make(tolerance: float = 0.1, metric: str = "cosine", **options: object) -> CachedRetrieval[str]:
+    return CachedRetrieval(ProximityCache(20, tolerance, metric), text=str, **options)  # type: ignore[arg-type]
+
+
+def searched(retrieval: CachedRetrieval[str], embedding, documents, **options) -> Retrieved[str]:
+    return retrieval.get(embedding, "p", lambda: [(one, one) for one in documents], **options)
+
+
+def test_a_larger_k_is_cut_and_a_smaller_one_is_replaced() -> None:
+    retrieval = make()
+    searched(retrieval, A, "abc", k=3)
+    assert searched(retrieval, NEAR_A, "", k=2).documents == ("a", "b")
+    missed = searched(retrieval, NEAR_A, "abcde", k=5)
+    assert (missed.hit, missed.refused, missed.documents) == (False, "fewer results", tuple("abcde"))
+    assert retrieval.stats().entries == 1
+    assert searched(retrieval, A, "", k=5).documents == tuple("abcde")
+    assert searched(retrieval, A, "", k=3).documents == tuple("abc")
+    check_retrieval(retrieval)
+
+
+def test_an_index_that_has_fewer_answers_for_the_k_it_was_asked() -> None:
+    retrieval = make()
+    searched(retrieval, A, "ab", k=5)
+    assert searched(retrieval, A, "", k=5).documents == ("a", "b")
+    assert not searched(retrieval, A, "ab", k=6).hit
+
+
+def test_a_near_miss_is_searched() -> None:
+    retrieval = make()
+    searched(retrieval, A, "a", question="Which items are covered?")
+    asked = searched(retrieval, NEAR_A, "b", question="Which items are not covered?")
+    assert (asked.hit, asked.refused, asked.documents) == (False, "negation", ("b",))
+    assert searched(retrieval, A, "", question="Which items are covered?").documents == ("a",)
+    assert searched(retrieval, NEAR_A, "", question="Which items are not covered?").documents == ("b",)
+    assert searched(retrieval, A, "").documents == ("a",), "without a text nothing is compared"
+
+
+def test_the_guard_can_be_turned_off_and_does_not_run_at_tolerance_0() -> None:
+    for retrieval in (make(guard=False), make(tolerance=0.0)):
+        searched(retrieval, A, "a", question="Which items are covered?")
+        assert searched(retrieval, A, "b", question="Which items are not covered?").hit
+
+
+def test_invalidate_drops_what_holds_a_document() -> None:
+    retrieval = make(0.0)
+    for embedding, documents in ((A, "ab"), (B, "bc"), ([1.0, 1.0], "cd"), ([2.0, 1.0], "de")):
+        searched(retrieval, embedding, documents)
+    assert retrieval.invalidate(ids=["a"]) == 1
+    assert retrieval.invalidate(texts=["b"], where=lambda document: document == "e") == 2
+    assert retrieval.invalidate(ids=[]) == 0
+    assert retrieval.invalidate(partition=lambda place: place == "q") == 0
+    assert retrieval.invalidate(ids=["d"], partition=lambda place: place == "p") == 1
+    assert retrieval.stats().entries == 0
+    check_retrieval(retrieval)
+
+
+def test_bad_arguments_of_invalidate() -> None:
+    with pytest.raises(TypeError, match="put it into a list"):
+        make().invalidate(ids="document")
+    with pytest.raises(TypeError, match="text="):
+        CachedRetrieval[str](ProximityCache(1)).invalidate(texts=["a"])
+
+    def broken(document: str) -> bool:
+        raise KeyError(document)
+
+    retrieval = make()
+    searched(retrieval, A, "a")
+    with pytest.raises(KeyError):
+        retrieval.invalidate(where=broken)
+    check_retrieval(retrieval)
+
+
+@pytest.mark.parametrize(
+    ("metric", "radius", "inside", "outside"),
+    [
+        ("l2", 0.5, [1.0, 0.49], [1.0, 0.51]),
+        ("cosine", 0.1, [0.92, np.sqrt(1 - 0.92**2)], [0.88, np.sqrt(1 - 0.88**2)]),
+        ("ip", -0.5, [0.51, 3.0], [0.49, 3.0]),
+    ],
+)
+def test_a_new_document_within_the_radius_drops_the_entry(metric, radius, inside, outside) -> None:
+    for added, gone in ((inside, 1), (outside, 0), ([outside, inside], 1)):
+        retrieval = make(0.0, metric)
+        retrieval.insert(retrieval.lookup(A, "p", k=1), [("a", "a")], radius)
+        assert retrieval.invalidate_near(added) == gone
+
+
+def test_entries_without_a_radius_or_with_room_go_on_any_addition() -> None:
+    retrieval = make(0.0)
+    retrieval.insert(retrieval.lookup(A, "p", k=1), [("a", "a")])
+    retrieval.insert(retrieval.lookup(B, "p", k=2), [("a", "a")], 0.1)
+    retrieval.insert(retrieval.lookup([1.0, 1.0], "p", k=1), [("a", "a")], 0.1)
+    assert retrieval.invalidate_near([[-1.0, -1.0]]) == 2
+    assert retrieval.invalidate_near([[-1.0, -1.0, 0.0]]) == 1, "of another width"
+    searched(retrieval, A, "a")
+    assert retrieval.invalidate_near([float("nan"), 1.0]) == 1
+    check_retrieval(retrieval)
+
+
+def test_a_search_that_began_before_an_addition_is_not_inserted() -> None:
+    retrieval = make()
+    asked = retrieval.lookup(A, "p")
+    retrieval.invalidate_near(B)
+    retrieval.insert(asked, [("a", "a")])
+    assert retrieval.stats().entries == 0
+
+
+def test_a_question_of_another_namespace_keeps_its_entry() -> None:
+    retrieval = make()
+    for namespace in ("one", "two"):
+        retrieval.get(A, Partition.of(namespace, 1), lambda: [("a", "a")])
+    assert retrieval.invalidate(ids=["a"], partition=lambda place: place.namespace == "one") == 1
+    assert retrieval.get(A, Partition.of("two", 1), lambda: []).hit
+
+
+class Library:
+    """The model: vectors by id, searched one by one, and the version at which each changed last."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.lock = threading.RLock()
+        self.rows: dict[str, tuple[tuple[float, float], str]] = {}
+        for number in range(30):
+            self.rows[f"d{number}"] = (self.point(rng), f"text {number}.0")
+
+    @staticmethod
+    def point(rng: random.Random) -> tuple[float, float]:
+        return rng.uniform(-1, 1), rng.uniform(-1, 1)
+
+    def search(self, asked: tuple[float, float], k: int) -> tuple[list[tuple[str, str]], float]:
+        with self.lock:
+            ranked = sorted(
+                (((x - asked[0]) ** 2 + (y - asked[1]) ** 2) ** 0.5, one, text)
+                for one, ((x, y), text) in self.rows.items()
+            )
+        return [(one, text) for _, one, text in ranked[:k]], ranked[k - 1][0]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ten_thousand_operations_with_threads_return_nothing_stale(seed: int) -> None:
+    """A change happens in the model, then in the cache; a question asked after that must not see the old."""
+    rng = random.Random(seed)
+    library, k = Library(rng), 3
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(25, 0.0, "l2"), text=str)
+    questions = [Library.point(rng) for _ in range(40)]
+    changing, stale, hits = threading.Lock(), list[object](), [0]
+    settled: list[dict[str, tuple[tuple[float, float], str]]] = [dict(library.rows)]  # told to the cache
+    serial = [0]
+
+    def ask(own: random.Random) -> None:
+        asked = own.choice(questions)
+        begun = len(settled) - 1
+        lookup = retrieval.lookup(list(asked), "p", k=k)
+        if lookup.result.hit:
+            hits[0] += 1
+            documents = lookup.result.documents
+        else:
+            found, radius = library.search(asked, k)
+            documents = retrieval.insert(lookup, found, radius).documents
+        # Right for some state between the last one that the cache had been told and the present one.
+        states = [*settled[begun:], dict(library.rows)]
+        if documents not in {expected(state, asked) for state in states}:
+            with changing:  # a change may be half done: judge by the states after it
+                states = [*settled[begun:], dict(library.rows)]
+            if documents not in {expected(state, asked) for state in states}:
+                stale.append((asked, documents))
+
+    def expected(rows, asked) -> tuple[str, ...]:
+        ranked = sorted(((x - asked[0]) ** 2 + (y - asked[1]) ** 2, text) for (x, y), text in rows.values())
+        return tuple(text for _, text in ranked[:k])
+
+    def change(own: random.Random) -> None:
+        with changing:
+            kind, one = own.choice(("add", "delete", "update", "forget")), own.choice([*library.rows])
+            serial[0] += 1
+            point, text = Library.point(own), f"text {serial[0]}.1"
+            with library.lock:
+                if kind == "add" or len(library.rows) < 10:
+                    kind = "add"
+                    library.rows[f"n{serial[0]}"] = (point, text)
+                elif kind == "update":
+                    library.rows[one] = (point, text)
+                else:
+                    gone = library.rows.pop(one)
+            if kind in ("add", "update"):
+                retrieval.invalidate_near([point])
+            if kind == "forget":
+                retrieval.invalidate(texts=[gone[1]])
+            elif kind != "add":
+                retrieval.invalidate(ids=[one])
+            settled.append(dict(library.rows))
+
+    def work(own: random.Random) -> None:
+        for _ in range(2500):
+            (change if own.random() < 0.05 else ask)(own)
+
+    threads = [threading.Thread(target=work, args=(random.Random(f"{seed} {i}"),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stale == []
+    assert hits[0] > 500, "the cache was of use"
+    check_retrieval(retrieval)
