@@ -51,9 +51,9 @@ class GraphOptions:
         for name, value in asdict(self).items():
             object.__setattr__(self, name, positive(name, value))
 
-    def ladder(self, count: int, stages: int) -> list[int]:
-        """Breadths of a staged search for ``count`` candidates: doubling, the full one last."""
-        return sorted({max(count, self.ef_search >> step) for step in range(stages)})
+    def ladder(self, count: int, stages: int) -> list[int | None]:
+        """Breadths of a staged search for ``count`` candidates: doubling, and None for the full one."""
+        return [*sorted({max(count, self.ef_search >> step) for step in range(stages)})[:-1], None]
 
 
 def row_ranges(rows: int, stages: int) -> list[tuple[int, int]]:

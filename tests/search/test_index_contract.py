@@ -120,6 +120,23 @@ def test_removing_all_leaves_an_empty_index(make: Make) -> None:
         index.search(rows(1)[0], 1)
 
 
+def test_what_it_holds(make: Make) -> None:
+    index, keys = make(), rows(100)
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    index.add([f"d{i}" for i in range(50)], keys[:50])
+    index.add(list(range(50, 100)), keys[50:])
+    index.remove(["d0", 99, "unknown"])
+    index.remove(["unknown"])
+    assert index.version == 3
+    assert index.ids == (*(f"d{i}" for i in range(1, 50)), *range(50, 99))
+    assert "d1" in index
+    assert "d0" not in index
+    assert index.vectors(["d7", 60, "d1"]) == pytest.approx(keys[[7, 60, 1]], abs=1e-7)
+    assert index.vectors([]).shape == (0, 16)
+    with pytest.raises(RetrievalError, match="id 'd0' is not in the index"):
+        index.vectors(["d1", "d0"])
+
+
 def test_the_empty_index(make: Make) -> None:
     index = make()
     assert len(index) == 0

@@ -103,6 +103,14 @@ def test_changes_between_stages(kind: str) -> None:
     next(stages)
     index.remove([*new, before.ids[0]])
     assert [*stages] == [index.search(query, 5)]
+    stages = index.search_stages(query, 600, 4)
+    index.add(new, query + around)
+    *_, last = stages
+    if index.scans:
+        assert not set(last.ids) & set(new)
+    else:
+        assert last == index.search(query, 600)
+    index.remove(new)
     assert index.search(query, 4).ids == before.ids[1:]
     stages = index.search_stages(query, 5, 4)
     index.remove(list(range(500)))
