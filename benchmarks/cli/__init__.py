@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import demo, eviction, families, kernels, planner, store, world
+from benchmarks.cli import demo, eviction, families, kernels, planner, query_cache, store, world
 from ragcachekit.cli.console import Commands
 
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 app.callback()(root)
 for command in (
-    *(demo.demo, world.fidelity, world.query_cache, world.budget),
+    *(demo.demo, world.fidelity, world.query_cache, world.budget, query_cache.query_cache_lookup),
     *(eviction.eviction, planner.planner, store.store, kernels.kernels, families.families),
 ):
     app.command()(command)

@@ -85,7 +85,7 @@ def query_cache(
     quiet_loading()
     report = world_query_cache.run(lookups=lookups, questions=questions, seed=seed, progress=True)
     titles = {
-        "lookup": "One lookup, in microseconds (median, least, greatest)",
+        "lookup": "One lookup, in microseconds (median, 10th and 90th percentile)",
         "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
         "sweep": f"Hit rate and recall: {report.model}",
     }

@@ -1,4 +1,4 @@
-"""The query-cache bench: random vectors, and questions of the sample world in four wordings, shuffled."""
+"""The query-cache bench: made-up vectors, and questions of the sample world in four wordings, shuffled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.query_cache import lookup_rows
 from benchmarks.world.world import make_world, variants
 from ragcachekit.commands.bench import query_cache
 from ragcachekit.commands.bench.query_cache import PARTITION, RESULTS, SWEEP, Row, Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.query.base import Hit
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
 
@@ -26,11 +26,10 @@ NAME = "sample world, each question with four prefixes, shuffled; all-MiniLM-L6-
 _CAPACITIES = (300, 1000)
 _DIM = 768
 _METRICS = ("cosine", "l2", "ip")
-_CHECKED = 200  # lookups of each timing that are compared with the oracle
 
 
 def run(*, lookups: int = 2000, questions: int = 200, seed: int = 0, progress: bool = False) -> BenchReport:
-    """Time lookups over random vectors, and replay questions; 0 of these leave the sweep out.
+    """Time lookups over made-up questions, and replay those of a world; 0 of these leave the sweep out.
 
     Rows have a ``part``: ``lookup`` and ``wrapper`` in microseconds, ``sweep`` as of
     :func:`ragcachekit.commands.bench.query_cache.sweep`.
@@ -88,31 +87,6 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     figure.savefig(path)
 
 
-def lookup_rows(capacity: int, dim: int, metric: str, lookups: int, seed: int) -> list[Row]:
-    """Microseconds of a lookup in a full cache of random unit vectors: miss, hit nearby, repetition."""
-    rng = np.random.default_rng(seed)
-    cache = ProximityCache(capacity, 0.05, metric, dim=dim)
-    oracle = _Oracle(cache, dim)
-    keys = _units(rng, capacity, dim)
-    for slot, key in enumerate(keys):
-        cache.insert(key, (slot,), partition=PARTITION)
-        oracle.insert(key)
-    strangers, repeated = _units(rng, lookups, dim), keys[rng.integers(0, capacity, lookups)]
-    nearby = (repeated + 0.01 * strangers).astype(np.float32)
-    out = []
-    for kind, asked in {"miss": strangers, "near": nearby, "repeat": repeated}.items():
-        spent, hits = [], []
-        for row in list(asked):
-            start = time.perf_counter_ns()
-            hits.append(cache.lookup(row, partition=PARTITION))
-            spent.append((time.perf_counter_ns() - start) / 1e3)
-        for at in range(0, lookups, max(1, lookups // _CHECKED)):
-            oracle.check(asked[at], hits[at])
-        named = {"capacity": capacity, "dim": dim, "metric": metric, "kind": kind}
-        out.append(named | _spread("lookup_us", spent))
-    return out
-
-
 def wrapper_row(capacity: int, dim: int, calls: int, seed: int) -> Row:
     """Microseconds that :class:`CachedRetrieval` adds to an uncached call, embedding and search aside.
 
@@ -142,36 +116,3 @@ def _units(rng: np.random.Generator, rows: int, dim: int) -> NDArray[np.float32]
     drawn = rng.standard_normal((rows, dim), dtype=np.float32)
     units: NDArray[np.float32] = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
     return units
-
-
-class _Oracle:
-    """The keys of a first-in-first-out cache, compared in float64 without shortcuts."""
-
-    def __init__(self, cache: ProximityCache, dim: int) -> None:
-        self._cache = cache
-        self._keys = np.empty((cache.capacity, dim))
-        self._inserted = 0
-
-    def insert(self, key: NDArray[np.float32]) -> None:
-        self._keys[self._inserted % len(self._keys)] = key
-        self._inserted += 1
-
-    def check(self, query: NDArray[np.float32], hit: Hit | None) -> None:
-        """RuntimeError unless the hit is the nearest key, or the miss beyond the tolerance."""
-        keys = self._keys[: self._inserted]
-        nearest = float(self._distances(keys, query.astype(np.float64)).min(initial=np.inf))
-        slack = 1e-6 * (1 + nearest) if len(keys) else 0.0
-        if hit is None:
-            wrong = nearest < self._cache.tolerance - slack or bool((keys == query).all(axis=1).any())
-        else:
-            wrong = abs(hit.distance - nearest) > slack or hit.distance > self._cache.tolerance
-        if wrong:
-            raise RuntimeError(f"the cache returned {hit}, but the nearest key lies at {nearest}")
-
-    def _distances(self, keys: NDArray[np.float64], query: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self._cache.metric == "l2":
-            return np.asarray(np.linalg.norm(keys - query, axis=1))
-        dots, squares = keys @ query, np.einsum("ij,ij->i", keys, keys)
-        if self._cache.metric == "cosine":
-            return np.asarray(1 - dots / np.sqrt(squares * (query @ query)))
-        return np.asarray(np.maximum(squares, query @ query) - dots)

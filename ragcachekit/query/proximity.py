@@ -150,7 +150,8 @@ class ProximityCache:
         vector = exact_bytes(query.vector)
         with self._lock:
             self._fix_width(query.vector.size)
-            left = self._take_expired()
+            self._expire()
+            left = self._reported()
             self._counts["inserts"] += 1
             keys = self._partitions.get(partition)
             equal = None if keys is None else keys.with_digest(vector)
@@ -169,8 +170,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             dropped = [stored for stored in self._order if where(stored.entry)]
-            left = self._take_expired()
-            return (*left, *[self._drop(stored, "forgotten") for stored in dropped])
+            return (*self._reported(), *[self._drop(stored, "forgotten") for stored in dropped])
 
     def clear(self) -> tuple[Entry, ...]:
         """Drop and return all entries."""
@@ -207,8 +207,7 @@ class ProximityCache:
         for stored in self._expiry.overdue():
             self._expired.append(self._drop(stored, "expired"))
 
-    def _take_expired(self) -> list[Entry]:
-        self._expire()
+    def _reported(self) -> list[Entry]:
         left, self._expired = self._expired, []
         return left
 
