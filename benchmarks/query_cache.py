@@ -25,7 +25,8 @@ FAR, NEAR, EQUAL = "far", "near", "equal"
 TOLERANCE = 0.05
 
 _DIMENSIONS = 32  # of the space that topics and wordings differ in; the rest is noise
-_WORDINGS = 50  # of a topic
+_TOPICS = 200
+_WORDINGS = 50  # of a topic, if there are more keys than so many of each
 _CHECKED = 200  # lookups of each kind that are compared with a scan in float64
 _ROWS_AT_A_TIME = 8192
 _GAPS = {"cosine": 0.2, "ip": 0.2, "l2": 0.03}  # distances (l2) of near questions from their keys
@@ -44,7 +45,7 @@ class LookupSettings:
 
 
 def run(settings: LookupSettings, *, progress: bool = False) -> BenchReport:
-    """Time lookups in full caches of made-up questions: topics, each in about 50 wordings.
+    """Time lookups in full caches of made-up questions: wordings of topics.
 
     ``far`` is a new wording beyond the tolerance, ``near`` a key with noise, ``equal`` a key. ``recall`` is
     the share of hits in a float64 scan that are hits. Times are median, 10th and 90th percentile.
@@ -158,7 +159,7 @@ class _Questions:
     def __init__(self, count: int, dim: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self._dim = dim
-        self._topics = self._normal(max(1, count // _WORDINGS), _DIMENSIONS)
+        self._topics = self._normal(max(_TOPICS, count // _WORDINGS), _DIMENSIONS)
         self._axes = self._normal(_DIMENSIONS, dim) / np.float32(np.sqrt(_DIMENSIONS))
 
     def draw(self, count: int) -> Float32:

@@ -50,8 +50,8 @@ class ProximityCache:
     keys : {"auto", "exact", "graph"}
         ``exact``: hits and misses are those of a linear scan in float64. Most keys are excluded by a bound
         from their leading columns. ``graph``: partitions of 10,000 keys and more are searched through
-        hnswlib's graph. A hit is still measured exactly and never beyond the tolerance. A key within it
-        may be missed, or another one within it returned. ``auto``: a graph from a capacity of 20,000 on,
+        hnswlib's graph, one per partition. A hit is still measured exactly and never beyond the tolerance.
+        A key within it may be missed, or another one within it returned: see docs/benchmarks.md for rates. ``auto``: a graph from a capacity of 20,000 on,
         if hnswlib is installed.
     clock : callable
         Seconds that never go back, for ``ttl``.
@@ -114,7 +114,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             keys = self._partitions.get(partition)
-            return self._settle(keys.find(query, within) if keys else (None, 0.0), accept)
+            return self._settle((None, 0.0) if keys is None else keys.find(query, within), accept)
 
     def lookup_many(
         self,
@@ -133,7 +133,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             keys = self._partitions.get(partition)
-            found = keys.find_many(rows, queries, within) if keys else [(None, 0.0)] * len(rows)
+            found = [(None, 0.0)] * len(rows) if keys is None else keys.find_many(rows, queries, within)
             return [self._settle(one, accept and partial(accept, row)) for row, one in enumerate(found)]
 
     def insert(
