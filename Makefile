@@ -35,8 +35,7 @@ bench: $(STAMP)
 		--json $(RESULTS)/ttft-1-thread.json --plot $(RESULTS)/ttft-1-thread.png
 	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache --lookups 500 --questions 40 \
-		--json $(RESULTS)/query-cache.json --plot $(RESULTS)/query-cache.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache-lookup --json $(RESULTS)/query-cache-lookup.json
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
 		--json $(RESULTS)/ttft-policies-1-thread.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \

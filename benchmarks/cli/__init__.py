@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import demo, eviction, families, kernels, near_misses, planner, store, world
+from benchmarks.cli import demo, eviction, families, kernels, near_misses, planner, query_cache, store, world
 from ragcachekit.cli.console import Commands
 
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 app.callback()(root)
 for command in (
-    *(demo.demo, world.fidelity, world.query_cache, world.budget, near_misses.near_misses),
+    *(demo.demo, world.fidelity, world.budget, query_cache.query_cache_lookup, near_misses.near_misses),
     *(eviction.eviction, planner.planner, store.store, kernels.kernels, families.families),
 ):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""fidelity, query-cache and budget: the reader over the sample world."""
+"""fidelity and budget: the reader over the sample world."""
 
 from __future__ import annotations
 
@@ -66,33 +66,6 @@ def fidelity(
     report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
     if plot is not None:
         draw(report, plot)
-
-
-def query_cache(
-    lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 2000,
-    questions: Annotated[
-        int, typer.Option("--questions", min=0, help="Of the sweep, each in four wordings; 0: no sweep.")
-    ] = 200,
-    seed: Seed = 0,
-    json: Json = None,
-    plot: Plot = None,
-) -> None:
-    """Lookup times, the wrapper's overhead, and hit rates over tolerances on the sample world's questions."""
-    from benchmarks.world import query_cache as world_query_cache
-
-    if not questions and plot is not None:
-        raise ValueError("there is no sweep to draw: give --questions")
-    quiet_loading()
-    report = world_query_cache.run(lookups=lookups, questions=questions, seed=seed, progress=True)
-    titles = {
-        "lookup": "One lookup, in microseconds (median, least, greatest)",
-        "wrapper": "What the retriever wrapper adds to an uncached call, embedding aside",
-        "sweep": f"Hit rate and recall: {report.model}",
-    }
-    for name, title in titles.items():
-        if (part := report.part(name)).rows:
-            show(part.table(title))
-    written(report, json, plot, world_query_cache.plot)
 
 
 def budget(

@@ -50,9 +50,9 @@ class ProximityCache:
     keys : {"auto", "exact", "graph"}
         ``exact``: hits and misses are those of a linear scan in float64. Most keys are excluded by a bound
         from their leading columns. ``graph``: partitions of 10,000 keys and more are searched through
-        hnswlib's graph. A hit is still measured exactly and never beyond the tolerance. A key within it
-        may be missed, or another one within it returned. ``auto``: a graph from a capacity of 20,000 on,
-        if hnswlib is installed.
+        hnswlib's graph, one per partition. A hit is still measured exactly and never beyond the tolerance.
+        A key within it may be missed, or another one within it returned: see docs/benchmarks.md for rates.
+        ``auto``: a graph from a capacity of 20,000 on, if hnswlib is installed.
     clock : callable
         Seconds that never go back, for ``ttl``.
 
@@ -114,7 +114,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             keys = self._partitions.get(partition)
-            return self._settle(keys.find(query, within) if keys else (None, 0.0), accept)
+            return self._settle((None, 0.0) if keys is None else keys.find(query, within), accept)
 
     def lookup_many(
         self,
@@ -133,7 +133,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             keys = self._partitions.get(partition)
-            found = keys.find_many(rows, queries, within) if keys else [(None, 0.0)] * len(rows)
+            found = [(None, 0.0)] * len(rows) if keys is None else keys.find_many(rows, queries, within)
             return [self._settle(one, accept and partial(accept, row)) for row, one in enumerate(found)]
 
     def insert(
@@ -150,7 +150,8 @@ class ProximityCache:
         vector = exact_bytes(query.vector)
         with self._lock:
             self._fix_width(query.vector.size)
-            left = self._take_expired()
+            self._expire()
+            left = self._reported()
             self._counts["inserts"] += 1
             keys = self._partitions.get(partition)
             equal = None if keys is None else keys.with_digest(vector)
@@ -169,8 +170,7 @@ class ProximityCache:
         with self._lock:
             self._expire()
             dropped = [stored for stored in self._order if where(stored.entry)]
-            left = self._take_expired()
-            return (*left, *[self._drop(stored, "forgotten") for stored in dropped])
+            return (*self._reported(), *[self._drop(stored, "forgotten") for stored in dropped])
 
     def clear(self) -> tuple[Entry, ...]:
         """Drop and return all entries."""
@@ -207,8 +207,7 @@ class ProximityCache:
         for stored in self._expiry.overdue():
             self._expired.append(self._drop(stored, "expired"))
 
-    def _take_expired(self) -> list[Entry]:
-        self._expire()
+    def _reported(self) -> list[Entry]:
         left, self._expired = self._expired, []
         return left
 

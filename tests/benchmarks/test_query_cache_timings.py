@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.world.query_cache import lookup_rows, wrapper_row
+from benchmarks.query_cache import LookupSettings, lookup_rows, run
 from ragcachekit.query.base import Hit
 from ragcachekit.query.proximity import ProximityCache
 
@@ -12,11 +12,9 @@ from ragcachekit.query.proximity import ProximityCache
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
 def test_timings_come_with_their_spread(metric: str) -> None:
     rows = lookup_rows(5, 8, metric, lookups=20, seed=0)
-    assert [row["kind"] for row in rows] == ["miss", "near", "repeat"]
+    assert [row["kind"] for row in rows] == ["far", "near", "equal"]
     for row in rows:
-        assert 0 < row["lookup_us_min"] <= row["lookup_us"] <= row["lookup_us_max"]
-    overhead = wrapper_row(5, 64, calls=20, seed=0)
-    assert 0 < overhead["overhead_us_min"] <= overhead["overhead_us"]
+        assert 0 < row["lookup_us_p10"] <= row["lookup_us"] <= row["lookup_us_p90"]
 
 
 @pytest.mark.parametrize("wrong", [None, Hit((1,), 0.0)])
@@ -24,3 +22,24 @@ def test_a_wrong_cache_reports_no_timings(wrong: Hit | None, monkeypatch: pytest
     monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: wrong)
     with pytest.raises(RuntimeError, match="the nearest key lies at"):
         lookup_rows(8, 16, "cosine", lookups=20, seed=0)
+
+
+def test_a_report_has_a_row_for_every_capacity_metric_and_kind() -> None:
+    report = run(LookupSettings(capacities=(70, 300), metrics=("cosine", "l2"), dim=256, lookups=30))
+    assert len(report.rows) == 2 * 2 * 3
+    for row in report.rows:
+        assert row["keys"] == "exact"
+        assert row["hit_rate"] == (0.0 if row["kind"] == "far" else 1.0)
+        assert row["recall"] == (None if row["kind"] == "far" else 1.0)
+
+
+def test_a_graph_may_miss_but_not_return_what_is_beyond_the_tolerance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("hnswlib")
+    monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: None)
+    rows = lookup_rows(50, 16, "l2", lookups=20, seed=0, keys="graph")
+    assert [row["recall"] for row in rows if row["kind"] != "far"] == [0.0, 0.0]
+    monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: Hit((1,), 0.06))
+    with pytest.raises(RuntimeError, match="the nearest key lies at"):
+        lookup_rows(50, 16, "l2", lookups=20, seed=0, keys="graph")

@@ -13,7 +13,6 @@ LEADING_COLUMNS = 94
 """And two of bookkeeping: 96."""
 
 _ROWS_AT_A_TIME = 4096
-_MANY = 16  # one key in so many may remain, else reading all in full is as fast
 _STRIKES = 4
 _LONGEST_PAUSE = 4096  # lookups
 
@@ -86,14 +85,20 @@ class LeadingColumns:
         limit = self._metric.bounded_limit(tolerance, squared)
         least = max(-limit - self._metric.error(self._dot_error, squared, largest), -3e38)
         best = int(bounds.argmax())
-        if bounds.item(best) < least:
-            return ()
-        first, bounds[best] = bounds.item(best), -math.inf  # two argmax take less time than a comparison
-        if bounds.item(int(bounds.argmax())) < least:
-            return (best,)
-        bounds[best] = first
-        slots: list[int] = (bounds >= least).nonzero()[0].tolist()
-        return slots
+        highest = bounds.item(best)
+        if highest >= least:
+            bounds[best] = -math.inf  # two argmax take less time than one comparison
+            if bounds.item(int(bounds.argmax())) >= least:
+                bounds[best] = highest
+                return self._several((bounds >= least).nonzero()[0].tolist(), len(bounds))
+        if self._strikes:
+            self._strikes -= 1
+        return (best,) if highest >= least else ()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether too many keys remained too often for these columns."""
+        return self._strikes >= _STRIKES
 
     def pays(self, tolerance: float) -> bool:
         """Whether bounding is worth a try: for a while it is not where it left too many keys."""
@@ -102,19 +107,15 @@ class LeadingColumns:
         self._pause -= 1
         return False
 
-    def left(self, remaining: int, size: int) -> bool:
-        """Note how many keys remained; True if too many did so too often for these columns."""
-        if remaining * _MANY > size:
-            self._strikes += 1
-            return self._strikes >= _STRIKES
-        if self._strikes:
-            self._strikes -= 1
-        return False
-
     def pause(self, tolerance: float) -> None:
         """Have :meth:`pays` refuse this tolerance and greater ones: longer at each time."""
         self._longest_pause = min(2 * self._longest_pause, _LONGEST_PAUSE)
         self._strikes, self._pause, self._failed_at = _STRIKES - 1, self._longest_pause, tolerance
+
+    def _several(self, slots: list[int], size: int) -> list[int]:
+        is_slow = len(slots) * self._dim > size * self.columns  # to read them, compared with the bounds
+        self._strikes = max(0, self._strikes + (1 if is_slow else -1))
+        return slots
 
     def _split(self, query: Float32) -> Float32:
         rest, split = query[self.columns :], self._query

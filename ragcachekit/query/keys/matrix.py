@@ -109,7 +109,7 @@ class KeyMatrix:
         slots = leading.within(bounds, query.squared, self._largest, tolerance)
         if not slots:
             return None, 0.0
-        if leading.left(len(slots), self.size):
+        if leading.exhausted:
             self._widen(leading, tolerance)
         return self.nearest_among(query, slots, tolerance)
 

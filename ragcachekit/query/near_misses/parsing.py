@@ -12,6 +12,8 @@ from ragcachekit.query.near_misses.words import (
     ASKING,
     AUXILIARIES,
     CONSUMED,
+    EMBEDDING,
+    EMPHASIS,
     FUNCTION,
     LEAD,
     MAGNITUDES,
@@ -131,21 +133,24 @@ def _without_lead(tokens: list[str]) -> list[str]:
 
 def _what_is_asked(kinds: Sequence[Kind]) -> tuple[str, int]:
     """What the first question word asks for, and the place of a noun that is part of it, else -1."""
-    last = len(kinds) - 1
+    last, embedded = len(kinds) - 1, ""
     for at, kind in enumerate(kinds):
         if not kind.asked:
             continue
-        following = kinds[at + 1].word if at < last else ""
+        behind = next((i for i in range(at + 1, last + 1) if kinds[i].word not in EMPHASIS), last + 1)
+        following = kinds[behind].word if behind <= last else ""
         if kind.asked == "how":
             if following in ("many", "much"):
                 return "count", -1
             return ("how" if following in AUXILIARIES else "degree"), -1
         if kind.asked in ("when", "where") and following and following not in AUXILIARIES:
+            if at and kinds[at - 1].word in EMBEDDING:  # "do you know where she was born"
+                embedded = embedded or kind.asked
             continue  # a conjunction
         if kind.asked == "what":
             return _asked_by_noun(kinds, at)
         return kind.asked, -1
-    return "", -1
+    return embedded, -1
 
 
 def _asked_by_noun(kinds: Sequence[Kind], at: int) -> tuple[str, int]:

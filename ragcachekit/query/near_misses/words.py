@@ -18,9 +18,16 @@ FUNCTION = _set(
     takes took whether while because within own each every all both other another how's way's when's
     where's who's up out off down back come comes came go goes went like according need needs needed
     possible allowed put yes well now again further else ever still yet happen happens happened
+    really truly indeed precisely
     following following's known considered located"""
 )
 """Words that carry no meaning of their own in a question."""
+
+EMPHASIS = _set("exactly precisely really actually")
+"""Words between a question word and its verb."""
+
+EMBEDDING = _set("know tell me say wonder explain remember recall out")
+"""Words before a question inside another one."""
 
 LEAD = _set(
     """just curious wonder wondering notes note more question ask asking help with interested sorry hello hey
