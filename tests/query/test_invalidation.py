@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
-
 import numpy as np
 import pytest
 
@@ -13,6 +10,7 @@ from ragcachekit.query.base import Partition
 from ragcachekit.query.lookups import Retrieved
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
+from stale_kit import change_and_ask
 
 A, NEAR_A, B = [1.0, 0.0], [1.0, 0.01], [0.0, 1.0]
 
@@ -132,91 +130,10 @@ def test_a_question_of_another_namespace_keeps_its_entry() -> None:
     assert retrieval.get(A, Partition.of("two", 1), lambda: []).hit
 
 
-class Library:
-    """The model: vectors by id, searched one by one, and the version at which each changed last."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.lock = threading.RLock()
-        self.rows: dict[str, tuple[tuple[float, float], str]] = {}
-        for number in range(30):
-            self.rows[f"d{number}"] = (self.point(rng), f"text {number}.0")
-
-    @staticmethod
-    def point(rng: random.Random) -> tuple[float, float]:
-        return rng.uniform(-1, 1), rng.uniform(-1, 1)
-
-    def search(self, asked: tuple[float, float], k: int) -> tuple[list[tuple[str, str]], float]:
-        with self.lock:
-            ranked = sorted(
-                (((x - asked[0]) ** 2 + (y - asked[1]) ** 2) ** 0.5, one, text)
-                for one, ((x, y), text) in self.rows.items()
-            )
-        return [(one, text) for _, one, text in ranked[:k]], ranked[k - 1][0]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ten_thousand_operations_with_threads_return_nothing_stale(seed: int) -> None:
-    """A change happens in the model, then in the cache; a question asked after that must not see the old."""
-    rng = random.Random(seed)
-    library, k = Library(rng), 3
     retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(25, 0.0, "l2"), text=str)
-    questions = [Library.point(rng) for _ in range(40)]
-    changing, stale, hits = threading.Lock(), list[object](), [0]
-    settled: list[dict[str, tuple[tuple[float, float], str]]] = [dict(library.rows)]  # told to the cache
-    serial = [0]
-
-    def ask(own: random.Random) -> None:
-        asked = own.choice(questions)
-        begun = len(settled) - 1
-        lookup = retrieval.lookup(list(asked), "p", k=k)
-        if lookup.result.hit:
-            hits[0] += 1
-            documents = lookup.result.documents
-        else:
-            found, radius = library.search(asked, k)
-            documents = retrieval.insert(lookup, found, radius).documents
-        # Right for some state between the last one that the cache had been told and the present one.
-        states = [*settled[begun:], dict(library.rows)]
-        if documents not in {expected(state, asked) for state in states}:
-            with changing:  # a change may be half done: judge by the states after it
-                states = [*settled[begun:], dict(library.rows)]
-            if documents not in {expected(state, asked) for state in states}:
-                stale.append((asked, documents))
-
-    def expected(rows, asked) -> tuple[str, ...]:
-        ranked = sorted(((x - asked[0]) ** 2 + (y - asked[1]) ** 2, text) for (x, y), text in rows.values())
-        return tuple(text for _, text in ranked[:k])
-
-    def change(own: random.Random) -> None:
-        with changing:
-            kind, one = own.choice(("add", "delete", "update", "forget")), own.choice([*library.rows])
-            serial[0] += 1
-            point, text = Library.point(own), f"text {serial[0]}.1"
-            with library.lock:
-                if kind == "add" or len(library.rows) < 10:
-                    kind = "add"
-                    library.rows[f"n{serial[0]}"] = (point, text)
-                elif kind == "update":
-                    library.rows[one] = (point, text)
-                else:
-                    gone = library.rows.pop(one)
-            if kind in ("add", "update"):
-                retrieval.invalidate_near([point])
-            if kind == "forget":
-                retrieval.invalidate(texts=[gone[1]])
-            elif kind != "add":
-                retrieval.invalidate(ids=[one])
-            settled.append(dict(library.rows))
-
-    def work(own: random.Random) -> None:
-        for _ in range(2500):
-            (change if own.random() < 0.05 else ask)(own)
-
-    threads = [threading.Thread(target=work, args=(random.Random(f"{seed} {i}"),)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    hits, stale = change_and_ask([retrieval], seed, threads=4, operations=10_000)
     assert stale == []
-    assert hits[0] > 500, "the cache was of use"
+    assert hits > 500, "the cache was of use"
     check_retrieval(retrieval)
