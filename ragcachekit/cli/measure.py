@@ -151,6 +151,10 @@ def query_cache(
     tolerances: Annotated[str, typer.Option(help="Cosine distances, with commas.")] = "0,0.02,0.05,0.1",
     eviction: Annotated[str, typer.Option(help="fifo, lru or lfu.")] = "fifo",
     passes: Annotated[int, typer.Option(min=1, help="How often all of it is asked.")] = 1,
+    guard: Annotated[bool, typer.Option(help="Refuse hits on questions that only look alike.")] = True,
+    reorder: Annotated[
+        bool, typer.Option(help="Order candidates anew for each question, as over an index of its own.")
+    ] = True,
     chunk_tokens: opt.ChunkTokens = 200,
     seed: opt.Seed = 0,
     json: opt.Json = None,
@@ -168,6 +172,8 @@ def query_cache(
         opt.numbers("--tolerances", tolerances),
         eviction,
         passes,
+        guard,
+        reorder,
     )
     quiet_loading()
     if dataset is not None:

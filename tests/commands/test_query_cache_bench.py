@@ -33,7 +33,7 @@ def rows_of(asked: Workload, sweep: Sweep, find=search):
 
 
 def test_rows_of_a_sweep() -> None:
-    rows = rows_of(workload(), Sweep((2, 40), (0.0, 0.05)))
+    rows = rows_of(workload(), Sweep((2, 40), (0.0, 0.05), reorder=False))
     by_case = {(row["capacity"], row["tolerance"]): row for row in rows}
     assert by_case[40, 0.0]["hit_rate"] == 0.0
     assert by_case[40, 0.05]["hit_rate"] == 30 / 40
@@ -44,7 +44,7 @@ def test_rows_of_a_sweep() -> None:
 
 
 def test_a_second_pass_hits_what_the_first_left() -> None:
-    (row,) = rows_of(workload(), Sweep((40,), (0.0,), passes=2))
+    (row,) = rows_of(workload(), Sweep((40,), (0.0,), passes=2, reorder=False))
     assert (row["n"], row["hit_rate"]) == (80, 0.5)
 
 
@@ -52,16 +52,29 @@ def test_recall_counts_what_the_index_would_have_said() -> None:
     asked = np.array([[1.0, 0.0], [1.0, 0.01]], np.float32)
     answers = {0.0: [1, 2], 0.01: [2, 3]}
     two = Workload("two", ("a", "b"), asked, np.eye(2), (0, 1), (frozenset({1}), frozenset({3})))
-    (row,) = rows_of(two, Sweep((1,), (0.5,)), lambda q: answers[round(float(q[1]), 2)])
+    (row,) = rows_of(two, Sweep((1,), (0.5,), reorder=False), lambda q: answers[round(float(q[1]), 2)])
     assert (row["hit_rate"], row["result_recall"], row["wrong_hits"]) == (0.5, 0.75, 0.5)
     assert (row["evidence"], row["evidence_uncached"]) == (0.5, 1.0)
+
+
+def test_candidates_are_put_in_order_for_the_question_that_hits_them() -> None:
+    asked = np.array([[1.0, 0.0, 0.0], [0.9, 0.4, 0.0]], np.float32)
+    turns = np.linspace(-0.5, 1.0, 16)
+    chunks = np.stack([np.cos(turns), np.sin(turns), 0 * turns], 1).astype(np.float32)
+    two = Workload("two", ("a", "a"), asked, chunks, (0, 0))
+    nearest = [[int(at) for at in np.argsort(-(chunks @ question))] for question in asked]
+    found = searched(two, lambda question: nearest[int(question[1] > 0)])
+    assert set(found.ids[0]) != set(found.ids[1])
+    for reorder, recall in ((True, 1.0), (False, 0.5 + len({*found.ids[0]} & {*found.ids[1]}) / 8)):
+        (row,) = replays(two, found, Sweep((1,), (0.5,), reorder=reorder))
+        assert (row["hit_rate"], row["result_recall"]) == (0.5, recall)
 
 
 def test_a_saved_search_saves_its_own_time() -> None:
     asked, ms = workload(), iter(range(1, 41))
     found = searched(asked, search)
     object.__setattr__(found, "ms", tuple(1000.0 * next(ms) for _ in range(40)))
-    (row,) = replays(asked, found, Sweep((40,), (0.05,)))
+    (row,) = replays(asked, found, Sweep((40,), (0.05,), reorder=False))
     seen, spent = set(), 0.0
     for at, number in enumerate(asked.distinct):
         spent += 0.0 if number in seen else found.ms[at]

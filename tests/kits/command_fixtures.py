@@ -57,7 +57,7 @@ def one_minilm(minilm, monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", lambda: minilm)
-    monkeypatch.setattr("benchmarks.world.query_cache.MiniLM", lambda: minilm)
+    monkeypatch.setattr("ragcachekit.commands.bench.query_cache.workload.MiniLM", lambda: minilm)
     return minilm
 
 

@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.query.base import Partition, ResultId
+from ragcachekit.query.base import Partition
+from ragcachekit.query.candidates import FACTOR
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.search.registry import open_index
@@ -33,7 +34,8 @@ class Sweep:
     """What is varied: every capacity with every tolerance (cosine distance).
 
     Without ``capacities`` they are a tenth, half and all of the different questions. The workload is asked
-    ``passes`` times, each in the same order.
+    ``passes`` times, each in the same order. With ``reorder``, as over an index of the retriever's own, a hit
+    puts the cached question's candidates in order for its own; else it returns the cached list (the paper).
     """
 
     capacities: tuple[int, ...] = ()
@@ -41,6 +43,7 @@ class Sweep:
     eviction: str = "fifo"
     passes: int = 1
     guard: bool = True
+    reorder: bool = True
 
     def cases(self, distinct: int) -> Iterator[tuple[int, float]]:
         """Capacity and tolerance of every replay."""
@@ -50,10 +53,18 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Searched:
-    """The index's own answer to each question of a workload, and the milliseconds it took."""
+    """The index's own answer to each question of a workload, and the milliseconds it took.
 
-    ids: tuple[tuple[ResultId, ...], ...]
+    ``candidates`` are the results and those behind them.
+    """
+
+    candidates: tuple[tuple[int, ...], ...]
     ms: tuple[float, ...]
+
+    @property
+    def ids(self) -> tuple[tuple[int, ...], ...]:
+        """The results."""
+        return tuple(found[:RESULTS] for found in self.candidates)
 
 
 def run(
@@ -62,19 +73,20 @@ def run(
     """Replay a workload over an index; rows of the part ``sweep`` as of :func:`replays`."""
     built = open_index(index, workload.chunks.shape[1])
     built.add(range(len(workload.chunks)), workload.chunks)
-    found = searched(workload, lambda question: built.search(question, RESULTS).ids, progress)
+    count = FACTOR * RESULTS if sweep is None or sweep.reorder else RESULTS
+    found = searched(workload, lambda question: built.search(question, count).ids, progress)
     rows = [{"part": SWEEP, "index": index, **row} for row in replays(workload, found, sweep, progress)]
     return BenchReport("query-cache", f"{workload.name}; {index}", 0, tuple(rows))
 
 
 def searched(
-    workload: Workload, search: Callable[[NDArray[np.float32]], Sequence[ResultId]], progress: bool = False
+    workload: Workload, search: Callable[[NDArray[np.float32]], Sequence[Any]], progress: bool = False
 ) -> Searched:
     """Search for every question without a cache."""
     ids, ms = [], []
     for question in tqdm(workload.questions, "search", unit="question", disable=not progress):
         start = time.perf_counter()
-        ids.append(tuple(search(question)))
+        ids.append(tuple(map(int, search(question))))
         ms.append((time.perf_counter() - start) * 1e3)
     return Searched(tuple(ids), tuple(ms))
 
@@ -98,21 +110,24 @@ def replays(
 def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
     cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
     retrieval: CachedRetrieval[int] = CachedRetrieval(cache, guard=sweep.guard)
+    results = found.ids
     lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
     for at in [*range(len(workload.texts))] * sweep.passes:
         start = time.perf_counter_ns()
         asked = retrieval.lookup(workload.questions[at], PARTITION, question=workload.texts[at])
         looked_up = time.perf_counter_ns()
-        maker, ids = at, found.ids[at]
+        maker, ids = at, results[at]
         if asked.result.hit:
             maker = asked.result.documents[0]
-            ids = found.ids[maker]
+            ids = results[maker]
+            if sweep.reorder and asked.result.distance:
+                ids = _reordered(found.candidates[maker], workload, at)
         else:
             retrieval.insert(asked, [(at, at)])
             latency_ms += found.ms[at]
         latency_ms += (time.perf_counter_ns() - start) / 1e6
         lookups_us.append((looked_up - start) / 1e3)
-        right = set(found.ids[at])
+        right = set(results[at])
         recall += len(right.intersection(ids)) / len(right) if right else 1.0
         wrong += workload.distinct[maker] != workload.distinct[at]
         evidence += bool(workload.evidence and workload.evidence[at].intersection(ids))
@@ -131,7 +146,13 @@ def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, to
         "n": n,
     }
     if workload.evidence:
-        pairs = zip(workload.evidence, found.ids, strict=True)
+        pairs = zip(workload.evidence, results, strict=True)
         own = [bool(chunks.intersection(ids)) for chunks, ids in pairs]
         row |= {"evidence": evidence / n, "evidence_uncached": statistics.fmean(own)}
     return row
+
+
+def _reordered(candidates: tuple[int, ...], workload: Workload, at: int) -> tuple[int, ...]:
+    """The nearest candidates to a question."""
+    similar = workload.chunks[list(candidates)] @ workload.questions[at]
+    return tuple(candidates[place] for place in np.argsort(-similar, kind="stable")[:RESULTS])
