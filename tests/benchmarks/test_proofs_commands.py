@@ -47,6 +47,21 @@ def test_bench_query_cache_without_a_sweep(proofs, tmp_path):
     assert "no sweep to draw" in result.output
 
 
+def test_bench_query_cache_lookup(proofs, tmp_path):
+    result = proofs(
+        *("query-cache-lookup", "--capacities", "5,70", "--metrics", "l2", "--dim", "32", "--lookups", "9"),
+        *("--json", tmp_path / "q.json"),
+    )
+    assert result.exit_code == 0
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert [(row["capacity"], row["kind"]) for row in rows] == [
+        (capacity, kind) for capacity in (5, 70) for kind in ("far", "near", "equal")
+    ]
+    result = proofs("query-cache-lookup", "--capacities", "many")
+    assert result.exit_code == 2
+    assert "--capacities takes numbers" in result.output
+
+
 def test_too_many_questions_are_refused(proofs, one_minilm, small_world):
     result = proofs("query-cache", "--lookups", "5", "--questions", "5000")
     assert result.exit_code == 2
