@@ -204,8 +204,8 @@ class ProximityCache:
             raise RetrievalError(f"the embedding has {dim} numbers, expected {self._dim}")
 
     def _expire(self) -> None:
-        for stored in self._expiry.overdue():
-            self._expired.append(self._drop(stored, "expired"))
+        if self.ttl is not None:
+            self._expired += [self._drop(stored, "expired") for stored in self._expiry.overdue()]
 
     def _reported(self) -> list[Entry]:
         left, self._expired = self._expired, []
