@@ -50,9 +50,9 @@ class ProximityCache:
     keys : {"auto", "exact", "graph"}
         ``exact``: hits and misses are those of a linear scan in float64. Most keys are excluded by a bound
         from their leading columns. ``graph``: partitions of 10,000 keys and more are searched through
-        hnswlib's graph, one per partition. A hit is still measured exactly and never beyond the tolerance.
-        A key within it may be missed, or another one within it returned: see docs/benchmarks.md for rates.
-        ``auto``: a graph from a capacity of 20,000 on, if hnswlib is installed.
+        graphs of hnswlib. A hit is still measured exactly and never beyond the tolerance. A key within it
+        may be missed, or another one within it returned; docs/benchmarks.md says how often. ``auto``:
+        graphs from a capacity of 20,000 on, if hnswlib is installed.
     clock : callable
         Seconds that never go back, for ``ttl``.
 
@@ -204,8 +204,8 @@ class ProximityCache:
             raise RetrievalError(f"the embedding has {dim} numbers, expected {self._dim}")
 
     def _expire(self) -> None:
-        for stored in self._expiry.overdue():
-            self._expired.append(self._drop(stored, "expired"))
+        if self.ttl is not None:
+            self._expired += [self._drop(stored, "expired") for stored in self._expiry.overdue()]
 
     def _reported(self) -> list[Entry]:
         left, self._expired = self._expired, []

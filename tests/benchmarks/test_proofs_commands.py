@@ -1,11 +1,27 @@
 """python -m benchmarks: demo and a help text for every command."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.cli import app
 from benchmarks.demo.corpus import QUICK, Settings
+
+
+def test_bench_query_cache_lookup(proofs, tmp_path):
+    result = proofs(
+        *("query-cache-lookup", "--capacities", "5,70", "--metrics", "l2", "--dim", "32", "--lookups", "9"),
+        *("--json", tmp_path / "q.json"),
+    )
+    assert result.exit_code == 0
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert [(row["capacity"], row["kind"]) for row in rows] == [
+        (capacity, kind) for capacity in (5, 70) for kind in ("far", "near", "equal")
+    ]
+    result = proofs("query-cache-lookup", "--capacities", "many")
+    assert result.exit_code == 2
+    assert "--capacities takes numbers" in result.output
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,14 @@ def test_many_queries_are_answered_as_one_by_one(metric: str, tolerance: float) 
     together = list(filled(metric, keys).nearest_of_many(rows, queries, tolerance))
     assert together == [filled(metric, keys).nearest(query, tolerance) for query in queries]
     assert {slot for slot, _ in together[:40]} == set(range(40))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+@pytest.mark.parametrize("tolerance", [1e4, 1e30, 1e300])
+def test_a_boundless_tolerance_returns_the_nearest(metric: str, tolerance: float) -> None:
+    rng = np.random.default_rng(6)
+    keys = rng.standard_normal((KEYS, DIM)).astype(np.float32)
+    matrix = filled(metric, keys)
+    for query in rng.standard_normal((20, DIM)).astype(np.float32):
+        expected = exact(metric, query, keys)
+        assert ask(matrix, query, tolerance) == (expected.argmin(), pytest.approx(float(expected.min())))

@@ -83,13 +83,14 @@ class LeadingColumns:
     def within(self, bounds: Float32, squared: float, largest: float, tolerance: float) -> Sequence[int]:
         """Slots of the keys that may lie within the tolerance; ``bounds`` is overwritten."""
         limit = self._metric.bounded_limit(tolerance, squared)
-        least = max(-limit - self._metric.error(self._dot_error, squared, largest), -3e38)
+        least = -limit - self._metric.error(self._dot_error, squared, largest)
         best = int(bounds.argmax())
         highest = bounds.item(best)
         if highest >= least:
             bounds[best] = -math.inf  # two argmax take less time than one comparison
             if bounds.item(int(bounds.argmax())) >= least:
                 bounds[best] = highest
+                least = max(least, -3e38)  # which float32 can hold
                 return self._several((bounds >= least).nonzero()[0].tolist(), len(bounds))
         if self._strikes:
             self._strikes -= 1
