@@ -157,10 +157,9 @@ class CachedRetrieval(Generic[Document]):
 
         Does nothing without an adaptive tolerance.
         """
-        distance = asked.result.distance
-        if self._adaptive is not None and distance:
+        if self._adaptive is not None and asked.result.distance:  # an equal question needs no check
             where = asked.partition, asked.embedding
-            self._adaptive.check(*where, distance, asked.ids, lambda: [one for one, _ in search()])
+            self._adaptive.check(*where, asked.ids, lambda: [one for one, _ in search()])
 
     def invalidate(
         self,
