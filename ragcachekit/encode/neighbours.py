@@ -229,8 +229,8 @@ class TokenNeighbours:
         self._companions.forget(namespace, ids)
         if ids is None:
             self._orders.pop(namespace, None)
-        elif (order := self._orders.get(namespace)) is not None:
-            order.discard(texts)
+        else:
+            self.drop_order(namespace, texts)
 
     def order(
         self, namespace: str, document: str, texts: Sequence[str], starts: Sequence[int] | None
@@ -239,6 +239,11 @@ class TokenNeighbours:
         if namespace not in self._sources:
             self._orders.setdefault(namespace, DocumentOrder()).add(document, texts, starts)
             self._return(namespace, texts)
+
+    def drop_order(self, namespace: str, texts: Iterable[str]) -> None:
+        """Take chunks out of the order of their documents."""
+        if (order := self._orders.get(namespace)) is not None:
+            order.discard(texts)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note chunks that belong together."""

@@ -93,6 +93,13 @@ class ChunkMethods:
 
         self._unless_forgotten(note, texts, where, since)
 
+    def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
+        """Take chunks out of the order of their documents: no chunk is encoded behind them any more.
+
+        Their KV, and KV that was encoded behind them, stays until :meth:`forget`.
+        """
+        self._prompts.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
+
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
     ) -> None:

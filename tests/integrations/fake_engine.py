@@ -53,12 +53,18 @@ class FakeEngine:
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate = words, gate
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
-        self.query_caches = []
+        self.query_caches, self.orders, self.dropped = [], [], []
 
     def register(self, texts, *, namespace=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)
+
+    def order(self, document, texts, *, starts=None, namespace=None):
+        self.orders.append((namespace, document, list(texts), starts))
+
+    def drop_order(self, texts, *, namespace=None):
+        self.dropped.append((namespace, list(texts)))
 
     def add_query_cache(self, cache):
         self.query_caches.append(cache)

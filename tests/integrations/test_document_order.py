@@ -1,0 +1,86 @@
+"""The order of chunks that retrievers give to the engine, from the metadata of both frameworks."""
+
+from fake_engine import FakeEngine
+from integration_kit import FACTS, WordEmbeddings
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from llama_index.core import Document as LlamaDocument
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+
+from langchain_ragcachekit.document_order import note_order, stored_documents
+from llama_index_ragcachekit import document_order as llama
+
+TEXT = "\n\n".join(f"{fact} That is fact {number}." for number, fact in enumerate(FACTS * 3))
+
+
+def noted(note, chunks):
+    engine = FakeEngine()
+    note(engine, "space", chunks)
+    assert all(namespace == "space" for namespace, *_ in engine.orders)
+    return {document: (texts, starts) for _, document, texts, starts in engine.orders}
+
+
+def in_order(orders, document):
+    texts, starts = orders[document]
+    return [text for _, text in sorted(zip(starts, texts, strict=True))]
+
+
+def test_chunks_of_a_splitter_by_their_start_index():
+    splitter = RecursiveCharacterTextSplitter(chunk_size=120, chunk_overlap=0, add_start_index=True)
+    pages = [Document(TEXT, metadata={"source": "a.md"}), Document(TEXT[::-1], metadata={"source": "b.md"})]
+    chunks = splitter.split_documents(pages)
+    first = [chunk.page_content for chunk in chunks if chunk.metadata["source"] == "a.md"]
+    assert len(first) > 5
+    orders = noted(note_order, chunks[::-1])
+    assert set(orders) == {"a.md", "b.md"}
+    assert in_order(orders, "a.md") == first
+
+
+def test_pages_follow_each_other_and_chunks_without_a_place_come_by_arrival():
+    two = [
+        Document("c", metadata={"source": "p", "page": 1, "start_index": 0}),
+        Document("b", metadata={"source": "p", "page": 0, "start_index": 90}),
+        Document("a", metadata={"source": "p", "page": 0, "start_index": 0}),
+        Document("x", metadata={"doc_id": 7, "start_index": -1}),
+        Document("y", metadata={"doc_id": 7, "start_index": 3}),
+        Document("nobody's", metadata={"start_index": 3}),
+    ]
+    orders = noted(note_order, two)
+    assert in_order(orders, "p") == ["a", "b", "c"]
+    assert orders["7"] == (["x", "y"], None)
+    assert len(orders) == 2
+
+
+def test_a_store_in_memory_shows_its_documents():
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_texts(list(FACTS), [{"source": "f", "start_index": n} for n in range(len(FACTS))])
+    count, documents = stored_documents(store)
+    assert count == len(FACTS)
+    assert in_order(noted(note_order, documents), "f") == list(FACTS)
+
+
+def test_nodes_of_a_parser_by_their_place():
+    nodes = SentenceSplitter(chunk_size=40, chunk_overlap=0)([LlamaDocument(text=TEXT, id_="doc")])
+    assert len(nodes) > 5
+    orders = noted(llama.note_order, nodes[::-1])
+    assert in_order(orders, "doc") == [node.text for node in nodes]
+
+
+def linked(number, previous):
+    relationships = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc")}
+    if previous is not None:
+        relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=str(previous))
+    return TextNode(text=f"text {number}", id_=str(number), relationships=relationships)
+
+
+def test_nodes_without_a_place_by_what_stands_before_them():
+    nodes = [linked(number, number - 1 if number else None) for number in range(6)]
+    shuffled = [nodes[at] for at in (3, 0, 5, 1, 4, 2)]
+    assert in_order(noted(llama.note_order, shuffled), "doc") == [node.text for node in nodes]
+    circle = [linked(0, 1), linked(1, 0)]
+    assert noted(llama.note_order, circle)["doc"][1] is None
+    alone = [linked(0, None), linked(1, None)]
+    assert noted(llama.note_order, alone)["doc"][1] is None
+    assert noted(llama.note_order, [TextNode(text="nobody's")]) == {}
