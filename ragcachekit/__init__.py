@@ -16,22 +16,27 @@ if TYPE_CHECKING:
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.json_store import JsonStore
+    from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
-    from ragcachekit.query.candidates import OwnSearch
     from ragcachekit.query.lookups import Lookup, Retrieved
-    from ragcachekit.query.noted_order import NotedOrder
     from ragcachekit.query.partition.objects import Identity
     from ragcachekit.query.partition.partitioner import Partitioner
     from ragcachekit.query.partition.rules import KeyRules
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval
-    from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
+    from ragcachekit.query.retrievers.candidates import OwnSearch
+    from ragcachekit.query.retrievers.embedding_cache import EmbeddingCache
+    from ragcachekit.query.retrievers.noted_order import NotedOrder
+    from ragcachekit.query.retrievers.retriever_cache import RetrieverCache, RetrieverSettings
+    from ragcachekit.query.saved import SavedEntries
     from ragcachekit.search.documents.index import DocumentIndex
     from ragcachekit.search.documents.record import IndexChange
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdaptiveTolerance",
     "Answer",
     "CachedRetrieval",
     "CancelScope",
@@ -39,11 +44,13 @@ __all__ = [
     "Chunk",
     "CoRetrieved",
     "DocumentIndex",
+    "EmbeddingCache",
     "EncodingStats",
     "GenerateReport",
     "GraphConfig",
     "Identity",
     "IndexChange",
+    "JsonStore",
     "KeyRules",
     "LinkReport",
     "LoadConfig",
@@ -62,6 +69,7 @@ __all__ = [
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
+    "SavedEntries",
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
@@ -82,17 +90,21 @@ _LAZY = {
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
+    "ragcachekit.json_store": ("JsonStore",),
+    "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),
     "ragcachekit.query.calibrate": ("calibrate",),
-    "ragcachekit.query.noted_order": ("NotedOrder",),
-    "ragcachekit.query.candidates": ("OwnSearch",),
+    "ragcachekit.query.retrievers.noted_order": ("NotedOrder",),
+    "ragcachekit.query.retrievers.candidates": ("OwnSearch",),
     "ragcachekit.query.partition.rules": ("KeyRules",),
     "ragcachekit.query.partition.objects": ("Identity",),
     "ragcachekit.query.partition.partitioner": ("Partitioner",),
     "ragcachekit.query.proximity": ("ProximityCache",),
+    "ragcachekit.query.retrievers.embedding_cache": ("EmbeddingCache",),
     "ragcachekit.query.lookups": ("Lookup", "Retrieved"),
     "ragcachekit.query.retrieval": ("CachedRetrieval",),
-    "ragcachekit.query.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
+    "ragcachekit.query.retrievers.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
+    "ragcachekit.query.saved": ("SavedEntries",),
     "ragcachekit.search.documents.index": ("DocumentIndex",),
     "ragcachekit.search.documents.record": ("IndexChange",),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,16 +19,18 @@ from ragcachekit.config import positive
 from ragcachekit.query.base import ResultId
 from ragcachekit.query.metrics import Float64
 
-_STEPS = 32  # tolerances that are told apart, in equal steps up to the cache's
 _ALL_OF_FIRST = 20  # hits of a region that are all checked
+_RATE = 1.0  # how far one check moves a tolerance, on a logarithmic scale
+_SAFETY = 0.5  # of the way from the target to 1: what is aimed at, as single checks are noisy
+_LEAST = 2.0**-10  # of the cache's tolerance
+_IDLE = 1000  # lookups of a region without a check after which its tolerance doubles
 _SETTLING = 1000  # lookups of a partition that move its centroids
-_FORGETTING = 1000  # lookups of a region after which the oldest quarter of its checks goes
 _MOST_PARTITIONS = 1000
 _MOST_WAITING = 64  # checks; what comes beyond is not checked
 
 
 class RegionTolerance(NamedTuple):
-    """A region's tolerance, and the mean recall of results of its last checked hits, NaN without any."""
+    """A region's tolerance, and the mean recall of results of its checked hits, 0 without any."""
 
     partition: Hashable
     region: int
@@ -40,9 +43,11 @@ class AdaptiveTolerance:
     """Tolerances of a :class:`CachedRetrieval`, at most that of its cache, by checked hits. Thread safe.
 
     A share of the hits on near questions is searched again in the background. Recall of results is the part
-    of what the index finds that the hit returned too. Each region begins with the cache's tolerance and gets
-    the largest one at which the mean recall of its last checks reaches the target. Old checks are forgotten,
-    so a tolerance may rise again. Regions are cells around centroids of a partition's first questions.
+    of what the index finds that the hit returned too. A check below the target shrinks the tolerance of its
+    region, one above it widens it, in proportion to the difference: so the mean recall approaches the target
+    wherever the tolerance is not at its bound (as in adaptive conformal inference, Gibbs and Candès 2021).
+    Each region begins with the cache's tolerance. Regions are cells around centroids of a partition's first
+    questions.
 
     Results are compared by id, so searches must give real document ids.
 
@@ -54,8 +59,6 @@ class AdaptiveTolerance:
         Part of the hits to check, in (0, 1]; a region's first hits are all checked.
     regions : int
         Centroids per partition.
-    memory : int
-        Checks per region that count.
     seed : int
         Of the choice of hits. The same lookups and checks in the same order give the same tolerances.
 
@@ -65,14 +68,12 @@ class AdaptiveTolerance:
         For bad settings.
     """
 
-    def __init__(
-        self, target: float = 0.95, share: float = 0.1, *, regions: int = 8, memory: int = 256, seed: int = 0
-    ) -> None:
+    def __init__(self, target: float = 0.95, share: float = 0.1, *, regions: int = 8, seed: int = 0) -> None:
         for name, value in (("target", target), ("share", share)):
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
-        self._target, self._share = target, share
-        self._most, self._memory = positive("regions", regions), positive("memory", memory)
+        self._aim, self._share = target + _SAFETY * (1 - target), share
+        self._most = positive("regions", regions)
         self._partitions: OrderedDict[Hashable, _Cells] = OrderedDict()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -86,22 +87,19 @@ class AdaptiveTolerance:
             if not cells.fits(unit):
                 return most  # the cache refuses it
             region = cells.regions[cells.nearest(unit, learn=True)]
-            region.lookups += 1
-            if not region.lookups % _FORGETTING:
-                for _ in range(math.ceil(len(region.checks) / 4)):
-                    region.checks.popleft()
-                region.adjust(self._target)
-            return most * region.limit / _STEPS
+            region.idle += 1
+            if region.idle >= _IDLE:
+                region.idle, region.part = 0, min(1.0, 2 * region.part)
+            return most * region.part
 
     def check(
         self,
         partition: Hashable,
         embedding: ArrayLike,
-        distance: float,
         ids: Sequence[ResultId],
         search: Callable[[], Iterable[ResultId]],
     ) -> bool:
-        """Maybe compare the ``ids`` of a hit at ``distance`` with those of ``search()``, in the background.
+        """Maybe compare the ``ids`` of a hit with those of ``search()``, in the background.
 
         Returns whether a check was queued. An error of the search is logged.
         """
@@ -113,20 +111,13 @@ class AdaptiveTolerance:
             region.hits += 1
             if region.hits > _ALL_OF_FIRST and self._random.random() >= self._share:
                 return False
-            step = min(_STEPS - 1, int(_STEPS * distance / cells.most)) if cells.most else 0
-        return self._background.submit(partial(self._check, region, step, frozenset(ids), search))
+        return self._background.submit(partial(self._check, region, frozenset(ids), search))
 
     def report(self) -> list[RegionTolerance]:
         """The present tolerances of all regions."""
         with self._lock:
             return [
-                RegionTolerance(
-                    partition,
-                    number,
-                    cells.most * region.limit / _STEPS,
-                    float(np.mean([recall for _, recall in region.checks])) if region.checks else math.nan,
-                    len(region.checks),
-                )
+                RegionTolerance(partition, number, cells.most * region.part, region.recall, region.checks)
                 for partition, cells in self._partitions.items()
                 for number, region in enumerate(cells.regions)
             ]
@@ -142,43 +133,40 @@ class AdaptiveTolerance:
     def _cells(self, partition: Hashable, most: float) -> _Cells:
         cells = self._partitions.get(partition)
         if cells is None:
-            cells = self._partitions[partition] = _Cells(self._most, self._memory)
+            cells = self._partitions[partition] = _Cells(self._most)
             if len(self._partitions) > _MOST_PARTITIONS:
                 self._partitions.popitem(last=False)
         cells.most = most
         return cells
 
     def _check(
-        self, region: _Region, step: int, ids: frozenset[ResultId], search: Callable[[], Iterable[ResultId]]
+        self, region: _Region, ids: frozenset[ResultId], search: Callable[[], Iterable[ResultId]]
     ) -> None:
         found = frozenset(search())
+        recall = len(ids & found) / len(found) if found else 0.0
         with self._lock:
-            region.checks.append((step, len(ids & found) / len(found) if found else 0.0))
-            region.adjust(self._target)
+            region.checks += 1
+            region.recall += (recall - region.recall) / region.checks
+            region.idle = 0
+            region.part = min(1.0, max(_LEAST, region.part * math.exp(_RATE * (recall - self._aim))))
 
 
+@dataclass
 class _Region:
-    """Checked hits as ``(step, recall)``, and the number of steps within the tolerance."""
+    """A tolerance as part of the cache's, and what was counted of the region."""
 
-    def __init__(self, memory: int) -> None:
-        self.checks: deque[tuple[int, float]] = deque(maxlen=memory)
-        self.limit, self.hits, self.lookups = _STEPS, 0, 0
-
-    def adjust(self, target: float) -> None:
-        """Include all steps up to the last at which the mean recall exceeds the target by a margin."""
-        sums = np.zeros((2, _STEPS))
-        for step, recall in self.checks:
-            sums[:, step] += recall, 1.0
-        recalls, counts = sums.cumsum(axis=1)
-        good = recalls >= target * counts + (1 - target) * np.sqrt(counts) - 1e-9
-        self.limit = int(good.nonzero()[0][-1]) + 1 if good.any() else 0
+    part: float = 1.0
+    recall: float = 0.0
+    checks: int = 0
+    hits: int = 0
+    idle: int = 0
 
 
 class _Cells:
     """Centroids of a partition's questions (MacQueen's k-means), with a region around each."""
 
-    def __init__(self, most_regions: int, memory: int) -> None:
-        self._most_regions, self._memory = most_regions, memory
+    def __init__(self, most_regions: int) -> None:
+        self._most_regions = most_regions
         self._centroids: list[Float64] = []
         self._weights: list[int] = []
         self.regions: list[_Region] = []
@@ -195,7 +183,7 @@ class _Cells:
         if room and not any(np.array_equal(unit, one) for one in self._centroids):
             self._centroids.append(unit.copy())
             self._weights.append(0)
-            self.regions.append(_Region(self._memory))
+            self.regions.append(_Region())
         gaps = np.stack(self._centroids) - unit
         at = int(np.einsum("ij,ij->i", gaps, gaps).argmin())
         if learn and sum(self._weights) < _SETTLING:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.adaptive import AdaptiveTolerance
-from ragcachekit.query.base import Entry, LogOnce, QueryCacheStats, ResultId
+from ragcachekit.query.base import Entry, Hit, LogOnce, ResultId
 from ragcachekit.query.entries import Entries
+from ragcachekit.query.invalidation import RevocableEntries
 from ragcachekit.query.lookups import Found, Held, Lookup, Retrieved
 from ragcachekit.query.near_misses.guard import near_miss
 from ragcachekit.query.near_misses.parsing import parse
@@ -31,7 +29,7 @@ _NO_EPOCH = -1  # in which nothing is inserted
 _TRIES = 5
 
 
-class CachedRetrieval(Generic[Document]):
+class CachedRetrieval(RevocableEntries[Document]):
     """A query cache together with the documents that were found.
 
     Documents are stored with the entry of their search and dropped with it: never more than
@@ -68,26 +66,9 @@ class CachedRetrieval(Generic[Document]):
         saved: SavedEntries[Document] | None = None,
         adaptive: AdaptiveTolerance | None = None,
     ) -> None:
-        self._entries, self._text, self._adaptive = Entries(cache, saved), text, adaptive
-        self._guard = guard and cache.tolerance > 0
-        self._epoch = 0
+        super().__init__(Entries(cache, saved), text)
+        self._guard, self._adaptive = guard and cache.tolerance > 0, adaptive
         self._warn = LogOnce(log)
-        self._lock = threading.Lock()  # entries, documents and epoch change together
-        with self._lock:
-            self._take_over(now=True)
-
-    @property
-    def epoch(self) -> int:
-        """Rises whenever something is invalidated."""
-        return self._epoch
-
-    def while_current(self, epoch: int, action: Callable[[], object]) -> bool:
-        """Run ``action`` if nothing was invalidated since ``epoch``; nothing is until it has ended."""
-        with self._lock:
-            if epoch != self._epoch:
-                return False
-            action()
-            return True
 
     def get(
         self,
@@ -123,16 +104,21 @@ class CachedRetrieval(Generic[Document]):
         k documents are returned; one with a smaller k is a miss, and replaced by the insert.
         """
         start = time.perf_counter_ns()
-        asked = Lookup[Document](
-            Retrieved((), False, None, 0.0), embedding, partition, _NO_EPOCH, question, k
-        )
+        hit, epoch, refused, replaces, note = None, _NO_EPOCH, None, None, None
+        pairs: Found[Document] = ()
         try:
             with self._lock:
-                asked = self._looked_up(asked)
+                hit, refused, replaces = self._find(embedding, partition, question, k)
+                epoch = self._epoch
+                if hit is not None:
+                    pairs = self._entries.held[hit.ids[0]].found[:k]
         except Exception as error:
-            asked = asked._replace(result=replace(asked.result, note=self._note(error)))
-        lookup_us = (time.perf_counter_ns() - start) / 1e3
-        return asked._replace(result=replace(asked.result, lookup_us=lookup_us))
+            hit, note = None, self._note(error)
+        documents = tuple([document for _, document in pairs])
+        ids = tuple([one for one, _ in pairs]) if self._adaptive is not None else ()
+        distance, lookup_us = None if hit is None else hit.distance, (time.perf_counter_ns() - start) / 1e3
+        result = Retrieved(documents, hit is not None, distance, lookup_us, note, refused)
+        return Lookup(result, embedding, partition, epoch, question, k, ids, replaces)
 
     def insert(
         self, asked: Lookup[Document], found: Found[Document], radius: float | None = None
@@ -157,77 +143,14 @@ class CachedRetrieval(Generic[Document]):
 
         Does nothing without an adaptive tolerance.
         """
-        distance = asked.result.distance
-        if self._adaptive is not None and distance:
+        if self._adaptive is not None and asked.result.distance:  # an equal question needs no check
             where = asked.partition, asked.embedding
-            self._adaptive.check(*where, distance, asked.ids, lambda: [one for one, _ in search()])
+            self._adaptive.check(*where, asked.ids, lambda: [one for one, _ in search()])
 
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[ResultId] | None = None,
-        texts: Iterable[str] | None = None,
-        where: Callable[[Document], bool] | None = None,
-        partition: Callable[[Hashable], bool] | None = None,
-    ) -> int:
-        """Drop entries of certain partitions that hold one of certain documents; returns how many.
-
-        A document counts if its id is among ``ids``, its text among ``texts``, or ``where`` is true for it;
-        with none of these every entry does. Call it when documents change or go. TypeError for one string
-        instead of several, or for ``texts`` without ``text``; OSError if other processes cannot be told.
-        """
-        if isinstance(ids, str) or isinstance(texts, str):
-            raise TypeError("ids and texts must be collections, not one string; put it into a list")
-        if texts is not None and self._text is None:
-            raise TypeError("texts can be compared only if the CachedRetrieval was given text=")
-        named, gone, text = frozenset(ids or ()), frozenset(texts or ()), self._text
-        everything = ids is None and texts is None and where is None
-
-        def counts(one: ResultId, document: Document) -> bool:
-            of_text = text is not None and bool(gone) and text(document) in gone
-            return one in named or of_text or (where is not None and where(document))
-
-        def goes(entry: Entry, held: Held[Document]) -> bool:
-            here = partition is None or partition(entry.partition)
-            return here and (everything or any(counts(*pair) for pair in held.found))
-
-        return self._invalidate(lambda entries: entries.drop_entries(goes))
-
-    def invalidate_near(self, embeddings: ArrayLike) -> int:
-        """Drop entries into whose results a new document may belong; returns how many.
-
-        ``embeddings`` ``[m, dim]`` are those of the new documents. An entry goes if one of these is
-        within the radius given to :meth:`insert`, and always if it has no radius or fewer than k results.
-        Embeddings of another width, or without rows, drop everything. OSError as for :meth:`invalidate`.
-        """
-        added = np.atleast_2d(np.asarray(embeddings, np.float64))
-
-        def drop(entries: Entries[Document]) -> int:
-            numbers = entries.reached(added)
-            return entries.drop(lambda number, _: number in numbers)
-
-        return self._invalidate(drop)
-
-    def clear(self) -> int:
-        """Drop all entries and documents; returns the number of entries dropped."""
-        return self.invalidate()
-
-    def forget_texts(self, namespace: str, forgotten: Callable[[str], bool] | None = None) -> int:
-        """Drop entries of a namespace with a document whose text is ``forgotten``; with None, all."""
-        text, is_gone = self._text, forgotten and functools.cache(forgotten)  # it may split texts into tokens
-
-        def goes(entry: Entry, held: Held[Document]) -> bool:
-            if getattr(entry.partition, "namespace", None) != namespace:
-                return False
-            return is_gone is None or text is None or any(is_gone(text(one)) for _, one in held.found)
-
-        return self._invalidate(lambda entries: entries.drop_entries(goes))
-
-    def stats(self) -> QueryCacheStats:
-        """The cache's counters."""
-        return self._entries.cache.stats()
-
-    def _looked_up(self, asked: Lookup[Document]) -> Lookup[Document]:
+    def _find(
+        self, embedding: ArrayLike, partition: Hashable, question: str | None, k: int | None
+    ) -> tuple[Hit | None, str | None, ResultId | None]:
+        """The hit, or why an entry within the tolerance is none, and that entry if it is to be replaced."""
         self._take_over()
         refused: str | None = None
         replaces: ResultId | None = None
@@ -235,23 +158,17 @@ class CachedRetrieval(Generic[Document]):
         def accept(entry: Entry) -> bool:
             nonlocal refused, replaces
             held = self._entries.held[entry.ids[0]]
-            if refused := held.refusal(asked.k):
+            if refused := held.refusal(k):
                 replaces = entry.ids[0]
-            elif self._guard and asked.question is not None and held.question is not None:
-                refused = near_miss(parse(asked.question), held.question)
+            elif self._guard and question is not None and held.question is not None:
+                refused = near_miss(parse(question), held.question)
             return refused is None
 
         cache, tolerance = self._entries.cache, None
         if self._adaptive is not None:
-            tolerance = self._adaptive.tolerance(asked.partition, asked.embedding, cache.tolerance)
-        hit = cache.lookup(asked.embedding, partition=asked.partition, tolerance=tolerance, accept=accept)
-        if hit is None:
-            result = replace(asked.result, refused=refused)
-            return asked._replace(result=result, epoch=self._epoch, replaces=replaces)
-        pairs = self._entries.held[hit.ids[0]].found[: asked.k]
-        documents = tuple([document for _, document in pairs])
-        result = replace(asked.result, documents=documents, hit=True, distance=hit.distance)
-        return asked._replace(result=result, epoch=self._epoch, ids=tuple([one for one, _ in pairs]))
+            tolerance = self._adaptive.tolerance(partition, embedding, cache.tolerance)
+        hit = cache.lookup(embedding, partition=partition, tolerance=tolerance, accept=accept)
+        return hit, refused, replaces
 
     def _insert(self, asked: Lookup[Document], held: Held[Document]) -> None:
         """Insert unless something was invalidated, also by another process, since the lookup."""
@@ -265,23 +182,9 @@ class CachedRetrieval(Generic[Document]):
             except BlockingIOError:
                 self._take_over(now=True)
 
-    def _take_over(self, *, now: bool = False) -> None:
-        if self._entries.take_over(now=now):
-            self._epoch += 1
-
     def _note(self, error: Exception) -> str:
         """The error as a note; logged once, since an embedder that fails may fail at every question."""
         unusable = isinstance(error, RetrievalError | TypeError)
         note = f"{'the embedding cannot be used' if unusable else 'the query cache failed'}: {error}"
         self._warn(f"{note}; searching instead", None if unusable else error)
         return note
-
-    def _invalidate(self, drop: Callable[[Entries[Document]], int]) -> int:
-        with self._lock:
-            self._epoch += 1  # what a search of before finds from here on is not inserted
-            try:
-                self._entries.begin_invalidation()
-            except OSError:
-                drop(self._entries)
-                raise
-            return drop(self._entries)

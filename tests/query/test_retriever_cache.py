@@ -10,7 +10,7 @@ import pytest
 import ragcachekit
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
-from ragcachekit.query.retriever_cache import RetrieverCache, RetrieverSettings
+from ragcachekit.query.retrievers.retriever_cache import RetrieverCache, RetrieverSettings
 
 RULES = KeyRules()
 

@@ -16,9 +16,9 @@ from tqdm.auto import tqdm
 from ragcachekit.commands.bench.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.query.base import Partition
-from ragcachekit.query.candidates import FACTOR
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.query.retrievers.candidates import FACTOR
 from ragcachekit.search.registry import open_index
 
 SWEEP = "sweep"

@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ragcachekit.query.base import Partition
-from ragcachekit.query.candidates import Candidate, IndexChange, OwnIndex, OwnSearch
 from ragcachekit.query.lookups import Lookup, Retrieved
-from ragcachekit.query.noted_order import NotedOrder
 from ragcachekit.query.partition.objects import Identity
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.query.retrievers.candidates import Candidate, IndexChange, OwnIndex, OwnSearch
+from ragcachekit.query.retrievers.noted_order import NotedOrder
 
 log = logging.getLogger(__name__)
 

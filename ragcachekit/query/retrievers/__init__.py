@@ -1,0 +1,1 @@
+"""What the retriever wrappers of all frameworks share."""
