@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ragcachekit.query.retrievers.candidates import OwnSearch
     from ragcachekit.query.retrievers.embedding_cache import EmbeddingCache
     from ragcachekit.query.retrievers.noted_order import NotedOrder
-    from ragcachekit.query.retrievers.retriever_cache import RetrieverCache, RetrieverSettings
+    from ragcachekit.query.retrievers.retriever_cache import RetrieverCache, RetrieverSettings, name_of
     from ragcachekit.query.saved import SavedEntries
     from ragcachekit.search.documents.index import DocumentIndex
     from ragcachekit.search.documents.record import IndexChange
@@ -80,6 +80,7 @@ __all__ = [
     "agenerate",
     "astream",
     "calibrate",
+    "name_of",
     "to_thread",
 ]
 
@@ -103,7 +104,7 @@ _LAZY = {
     "ragcachekit.query.retrievers.embedding_cache": ("EmbeddingCache",),
     "ragcachekit.query.lookups": ("Lookup", "Retrieved"),
     "ragcachekit.query.retrieval": ("CachedRetrieval",),
-    "ragcachekit.query.retrievers.retriever_cache": ("RetrieverCache", "RetrieverSettings"),
+    "ragcachekit.query.retrievers.retriever_cache": ("RetrieverCache", "RetrieverSettings", "name_of"),
     "ragcachekit.query.saved": ("SavedEntries",),
     "ragcachekit.search.documents.index": ("DocumentIndex",),
     "ragcachekit.search.documents.record": ("IndexChange",),

@@ -70,7 +70,8 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition
+    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, target_recall,
+    embedding_cache, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -88,6 +89,8 @@ class RagCacheRetriever(BaseRetriever):
     ttl: float | None = Field(default=None, gt=0)
     guard: bool = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
+    target_recall: float | None = Field(default=None, gt=0, le=1)
+    embedding_cache: int | None = Field(default=None, ge=0)
     partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
@@ -154,8 +157,9 @@ class RagCacheRetriever(BaseRetriever):
             raise ValueError(f"partition= must be a function of (question, config), got {self.partition!r}")
         names = RetrieverSettings.__annotations__.keys() - {"namespace"}
         settings: Any = {name: getattr(self, name) for name in names}
+        folder = store.questions if isinstance(store, RagCacheVectorStore) else None
         try:
-            self._retrieval = RetrieverCache(RULES, _text, **settings)
+            self._retrieval = RetrieverCache(RULES, _text, folder=folder, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
         if isinstance(store, RagCacheVectorStore):
@@ -206,14 +210,12 @@ class RagCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
-        place, embedding = self._partition(search), None
-        try:
-            embedding = self.embeddings.embed_query(query)
-        except Exception:
-            self._retrieval.not_embedded()
+        place = self._partition(search)
+        embedding = self._retrieval.embed(self.embeddings, query, self.embeddings.embed_query)
         asked = self._retrieval.ask(embedding, place, query, search.own)
         if asked is None:
             return self._handed_out(search.run(None), epoch)
+        self._check(asked, search)
         if not asked.result.hit and search.own is not None and not asked.result.note:
             asked = self._searched(asked, search)
         elif not asked.result.hit:
@@ -226,14 +228,12 @@ class RagCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
-        place, embedding = self._partition(search), None
-        try:
-            embedding = await self.embeddings.aembed_query(query)
-        except Exception:
-            self._retrieval.not_embedded()
+        place = self._partition(search)
+        embedding = await self._retrieval.aembed(self.embeddings, query, self.embeddings.aembed_query)
         asked = self._retrieval.ask(embedding, place, query, search.own)
         if asked is None:
             return self._handed_out(await search.arun(None), epoch)
+        self._check(asked, search)
         if not asked.result.hit and search.own is not None and not asked.result.note:
             asked = await run_in_executor(None, self._searched, asked, search)
         elif not asked.result.hit:
@@ -242,6 +242,13 @@ class RagCacheRetriever(BaseRetriever):
         if run_manager.handlers:
             await adispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
         return self._handed_out(asked.result.documents, epoch)
+
+    def _check(self, asked: Lookup[Document], search: Search) -> None:
+        """Let a hit be compared with a search, now and then, where that is by vector and starts no run."""
+        if asked.result.hit and not search.is_by_text:
+            own, embedding = search.own, asked.embedding
+            find: Any = search.found_texts if own is None else own.ids
+            self._retrieval.check(asked, lambda: find(embedding))
 
     def _searched(self, asked: Lookup[Document], search: Search) -> Lookup[Document]:
         assert search.own is not None

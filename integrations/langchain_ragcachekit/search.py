@@ -84,6 +84,10 @@ class Search:
         """Whether what is found depends on more of the question than its embedding."""
         return self._store is None
 
+    def found_texts(self, embedding: Any) -> list[tuple[str, None]]:
+        """Texts of what a search by vector finds now."""
+        return [(found.page_content, None) for found in self.run(embedding.tolist())]
+
     def run(self, embedding: Any) -> list[Document]:
         """Search by vector where that is known to be the same, else by text; by text without an embedding."""
         if self._store is not None and embedding is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -13,7 +14,7 @@ from langchain_core.runnables import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from tqdm.auto import tqdm
 
-from ragcachekit import DocumentIndex
+from ragcachekit import DocumentIndex, name_of
 
 _TOGETHER = 256  # documents that are embedded and stored at once
 
@@ -61,7 +62,8 @@ class RagCacheVectorStore(VectorStore):
         **options: Any,
     ) -> None:
         self._embedding = embedding
-        self.index = DocumentIndex(index, metric=metric, path=path, mmap=mmap, **options)
+        named = None if path is None else name_of(embedding)
+        self.index = DocumentIndex(index, metric, path, embedder=named, mmap=mmap, **options)
 
     @classmethod
     def from_texts(
@@ -77,6 +79,11 @@ class RagCacheVectorStore(VectorStore):
         store = cls(embedding, **settings)
         store.add_texts(texts, metadatas, ids=ids)
         return store
+
+    @property
+    def questions(self) -> Path | None:
+        """Where a retriever keeps its questions over a restart."""
+        return None if self.index.path is None else self.index.path / "questions"
 
     @property
     def embeddings(self) -> Embeddings:

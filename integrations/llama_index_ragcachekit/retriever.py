@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
@@ -22,7 +23,7 @@ from llama_index_ragcachekit.document_order import noted_order
 from llama_index_ragcachekit.own_index import filters_of, own_index_of, own_search
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
-from ragcachekit import Lookup, OwnSearch, Partition, RetrieverCache, RetrieverSettings
+from ragcachekit import Lookup, OwnSearch, Partition, RetrieverCache, RetrieverSettings, name_of
 
 dispatcher = get_dispatcher(__name__)
 
@@ -101,7 +102,8 @@ class RagCacheRetriever(BaseRetriever):
         index = own_index_of(retriever)
         if others.get("metric") is None and index is not None:
             others["metric"] = index.metric
-        self._retrieval: RetrieverCache[NodeWithScore] = RetrieverCache(RULES, _text, **others)
+        folder = None if index is None or index.path is None else index.path / "questions"
+        self._retrieval: RetrieverCache[NodeWithScore] = RetrieverCache(RULES, _text, folder=folder, **others)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -133,7 +135,9 @@ class RagCacheRetriever(BaseRetriever):
         question, and only those that a change concerns are forgotten.
         """
         model = embed_model or Settings.embed_model
-        store = RagCacheVectorStore(index=index, path=path, metric=index_metric, **(index_options or {}))
+        store = RagCacheVectorStore(
+            index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
+        )
         new = [node for node in nodes if node.node_id not in store.client]
         over = VectorStoreIndex(
             new,
@@ -178,11 +182,12 @@ class RagCacheRetriever(BaseRetriever):
         epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
         place = self._partition(query_bundle, own)
         if embedding is None:
-            try:
-                embedding = self._embed_model.get_agg_embedding_from_queries(query_bundle.embedding_strs)
-            except Exception:
-                self._retrieval.not_embedded()
+            strings, model = query_bundle.embedding_strs, self._embed_model
+            embedding = self._retrieval.embed(
+                model, json.dumps(strings), lambda _: model.get_agg_embedding_from_queries(strings)
+            )
         asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
+        self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
             asked = self._searched(asked, own, query_bundle)
@@ -194,18 +199,24 @@ class RagCacheRetriever(BaseRetriever):
         epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
         place = self._partition(query_bundle, own)
         if embedding is None:
-            try:
-                strings = query_bundle.embedding_strs
-                embedding = await self._embed_model.aget_agg_embedding_from_queries(strings)
-            except Exception:
-                self._retrieval.not_embedded()
+            strings, model = query_bundle.embedding_strs, self._embed_model
+            embedding = await self._retrieval.aembed(
+                model, json.dumps(strings), lambda _: model.aget_agg_embedding_from_queries(strings)
+            )
         asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
+        self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
             asked = await asyncio.to_thread(self._searched, asked, own, query_bundle)
         elif asked is None or not asked.result.hit:
             found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
         return self._answer(asked, found, query_bundle, epoch, own)
+
+    def _check(self, asked: Lookup[NodeWithScore] | None, own: OwnSearch[NodeWithScore] | None) -> None:
+        """Let a hit be compared with a search of an index of one's own, now and then."""
+        if asked is not None and own is not None:
+            ids: Any = own.ids
+            self._retrieval.check(asked, lambda: ids(asked.embedding))
 
     def _own_search(self) -> OwnSearch[NodeWithScore] | None:
         return own_search(self._retriever, self._embed_model)

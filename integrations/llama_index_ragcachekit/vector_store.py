@@ -40,6 +40,8 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     metric : {"cosine", "l2", "ip"}
     mmap : bool
         Map the vectors from disk instead of reading them; ``faiss-*`` only.
+    embedder : str, optional
+        Name of the embedding model; opening the folder with another one is refused.
     **options
         Of the index, such as ``ef_search=128``.
 
@@ -61,10 +63,11 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         path: str | os.PathLike[str] | None = None,
         metric: str = "cosine",
         mmap: bool = False,
+        embedder: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(stores_text=True)
-        self._index = DocumentIndex(index, metric=metric, path=path, mmap=mmap, **options)
+        self._index = DocumentIndex(index, metric, path, embedder=embedder, mmap=mmap, **options)
 
     @classmethod
     def class_name(cls) -> str:

@@ -36,7 +36,7 @@ def made(engine: Engine | None = None) -> RetrieverCache[str]:
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "folder"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
     assert ragcachekit.RetrieverCache is RetrieverCache
     assert isinstance(made().partitioner, Partitioner)

@@ -8,6 +8,7 @@ times as many candidates have 99 %.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ class IndexChange(Protocol):
     """What an index reports: ids that went, and embeddings ``[n, dim]`` that came; None: anything."""
 
     @property
+    def version(self) -> int: ...
+    @property
     def gone(self) -> Sequence[str | int] | None: ...
     @property
     def embeddings(self) -> NDArray[np.float32] | None: ...
@@ -40,6 +43,9 @@ class OwnIndex(Protocol):
 
     @property
     def path(self) -> Path | None: ...
+    @property
+    def version(self) -> int: ...
+    def refresh(self) -> None: ...
     def search(self, embedding: ArrayLike, k: int, where: Any = None) -> Sequence[tuple[Any, float]]: ...
     def vectors(self, ids: Sequence[Any]) -> NDArray[np.float32]: ...
     def on_change(self, listener: Callable[[Any], object]) -> Callable[[], None]: ...
@@ -90,13 +96,21 @@ class OwnSearch(Generic[Document]):
         """Distance of the last candidate; None where there were no more, and any new document counts."""
         return candidates[-1].distance if len(candidates) == self.wanted else None
 
-    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> tuple[Document, ...]:
-        """The ``k`` candidates nearest to a question, as the index orders them."""
+    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> list[tuple[Any, float]]:
+        """The ``k`` candidates nearest to a question and their distances, as the index orders them."""
         if not candidates:
-            return ()
+            return []
         distances = self._distances(np.stack([one.vector for one in candidates]), embedding)
         order = np.argsort(distances, kind="stable")[: self.k]
-        return tuple(self.document(candidates[at].record, distances[at]) for at in order.tolist())
+        return [(candidates[at].record, float(distances[at])) for at in order.tolist()]
+
+    def documents(self, found: Sequence[tuple[Any, float]]) -> tuple[Document, ...]:
+        """What a retriever hands out."""
+        return tuple(self.document(record, distance) for record, distance in found)
+
+    def ids(self, embedding: ArrayLike) -> list[tuple[str | int, None]]:
+        """Ids of what a search finds now."""
+        return [(record.id, None) for record, _ in self.index.search(embedding, self.k, self.where)]
 
     def _distances(self, vectors: NDArray[np.float32], embedding: ArrayLike) -> NDArray[np.float64]:
         query, rows = np.asarray(embedding, np.float64), vectors.astype(np.float64)
@@ -105,3 +119,26 @@ class OwnSearch(Generic[Document]):
         if self.index.metric == "cosine":
             return np.asarray(1.0 - rows @ (query / np.linalg.norm(query)))
         return -(rows @ query)
+
+
+@dataclass(frozen=True)
+class SavedRecord:
+    """A document as an earlier run found it."""
+
+    id: str | int
+    text: str
+    metadata: dict[str, Any]
+
+
+def to_json(candidate: Any) -> dict[str, Any]:
+    """A candidate as a JSON value; AttributeError for anything else."""
+    record = candidate.record
+    vector = base64.b64encode(candidate.vector.astype("<f4").tobytes()).decode()
+    named = {"id": record.id, "text": record.text, "metadata": record.metadata}
+    return {**named, "vector": vector, "distance": candidate.distance}
+
+
+def from_json(value: Any) -> Candidate:
+    """What :func:`to_json` wrote; KeyError, TypeError or ValueError for anything else."""
+    vector = np.frombuffer(base64.b64decode(value["vector"], validate=True), "<f4").astype(np.float32)
+    return Candidate(SavedRecord(value["id"], value["text"], value["metadata"]), vector, value["distance"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ragcachekit.json_store import JsonStore
+from ragcachekit.query.adaptive import AdaptiveTolerance
 from ragcachekit.query.base import Partition
 from ragcachekit.query.lookups import Lookup, Retrieved
 from ragcachekit.query.partition.objects import Identity
@@ -18,13 +21,23 @@ from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
 from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.query.retrievers.candidates import Candidate, IndexChange, OwnIndex, OwnSearch
+from ragcachekit.query.retrievers.candidates import (
+    Candidate,
+    IndexChange,
+    OwnIndex,
+    OwnSearch,
+    from_json,
+    to_json,
+)
+from ragcachekit.query.retrievers.embedding_cache import EmbeddingCache
 from ragcachekit.query.retrievers.noted_order import NotedOrder
+from ragcachekit.query.saved import SavedEntries
 
 log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
 
+_VERSION = "index version"  # up to which its changes were applied
 _ENGINE = ("register", "prefetch", "add_query_cache")
 
 
@@ -48,6 +61,12 @@ class RetrieverSettings(TypedDict, total=False):
         does what to whom; on by default.
     version : callable or None
         Gives a value that changes whenever somebody else changes the index; asked at every question.
+    target_recall : float or None
+        With a tolerance: let a tenth of the hits be searched again in the background, and shrink the
+        tolerance where they return less than this share of what the search finds. For searches by vector.
+    embedding_cache : int or None
+        Questions whose embeddings are kept, so that exact repetitions are not embedded again; as many as
+        ``capacity`` by default, 0 for none.
     partition : callable or None
         Called with the question (and in LangChain the config of its run): what results depend on beside
         the namespace and the search arguments, such as a user's id. None from it: do not cache. It
@@ -64,6 +83,8 @@ class RetrieverSettings(TypedDict, total=False):
     ttl: float | None
     guard: bool
     version: Callable[[], object] | None
+    target_recall: float | None
+    embedding_cache: int | None
     partition: Callable[..., object] | None
 
 
@@ -71,7 +92,8 @@ class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
     ``rules`` are those of the retriever's framework, ``text`` gives the text of a document; for the rest see
-    :class:`RetrieverSettings`. ValueError or TypeError for bad settings.
+    :class:`RetrieverSettings`. ``folder`` keeps the results of an index of one's own, and embeddings, over a
+    restart. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -87,12 +109,20 @@ class RetrieverCache(CachedRetrieval[Document]):
         ttl: float | None = None,
         guard: bool = True,
         version: Callable[[], object] | None = None,
+        target_recall: float | None = None,
+        embedding_cache: int | None = None,
         partition: Callable[..., object] | None = None,
+        folder: Path | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
         keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
-        super().__init__(keys, _text_of(text), guard=guard)
+        adaptive = None if target_recall is None else AdaptiveTolerance(target_recall)
+        self._store = None if folder is None else JsonStore(folder)
+        saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
+        super().__init__(keys, _text_of(text), guard=guard, saved=saved, adaptive=adaptive)
+        self._embedded = capacity if embedding_cache is None else embedding_cache
+        self._embeddings: tuple[object, EmbeddingCache] | None = None
         self.partitioner = Partitioner(rules, partition, version)
         self._order: NotedOrder[Any] | None = None
         self._followed: WeakKeyDictionary[OwnIndex, Hashable] = WeakKeyDictionary()
@@ -114,6 +144,8 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Look a question up; None if nothing may be cached, or if there is no embedding."""
         if partition is None or embedding is None:
             return None
+        if own is not None:
+            own.index.refresh()  # what another process changed drops results now
         with np.errstate(over="ignore"):  # too large for float32: infinite, which the lookup refuses
             try:
                 row = np.asarray(embedding, np.float32)  # once for both halves
@@ -124,8 +156,35 @@ class RetrieverCache(CachedRetrieval[Document]):
                 return None
         if own is not None and asked.result.hit:
             found: Any = asked.result.documents
-            return asked._replace(result=replace(asked.result, documents=own.nearest(found, row)))
+            chosen = own.nearest(found, row)
+            result = replace(asked.result, documents=own.documents(chosen))
+            return asked._replace(result=result, ids=tuple(record.id for record, _ in chosen))
         return asked
+
+    def embed(self, embedder: object, text: str, embed: Callable[[str], Any]) -> Any:
+        """The embedding of a question, by ``embed(text)`` unless it is cached; None if that fails."""
+        try:
+            cache = self._embeddings_of(embedder)
+            return embed(text) if cache is None else cache.embed(text, embed).tolist()
+        except Exception:
+            self.not_embedded()
+            return None
+
+    async def aembed(self, embedder: object, text: str, embed: Callable[[str], Awaitable[Any]]) -> Any:
+        """:meth:`embed` with a coroutine function."""
+        try:
+            cache = self._embeddings_of(embedder)
+            return await embed(text) if cache is None else (await cache.aembed(text, embed)).tolist()
+        except Exception:
+            self.not_embedded()
+            return None
+
+    def _embeddings_of(self, embedder: object) -> EmbeddingCache | None:
+        if not self._embedded:
+            return None
+        if self._embeddings is None or self._embeddings[0] is not embedder:
+            self._embeddings = embedder, EmbeddingCache(name_of(embedder), self._embedded, self._store)
+        return self._embeddings[1]
 
     def not_embedded(self) -> None:
         """Log the present exception: the question has no embedding."""
@@ -137,7 +196,8 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Insert what a search found, if the partition is the same after it."""
         documents = tuple(found)
         if self.partitioner.is_unchanged(asked.partition, partition):
-            return self.insert(asked, list(enumerate(documents)))
+            named = self._text or str
+            return self.insert(asked, [(named(document), document) for document in documents])
         return replace(asked.result, documents=documents)
 
     def answer_own(
@@ -145,7 +205,7 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> Retrieved[Document]:
         """Search an index of one's own, and insert its candidates."""
         candidates = own.search(asked.embedding)
-        documents = own.nearest(candidates, asked.embedding)
+        documents = own.documents(own.nearest(candidates, asked.embedding))
         if self.partitioner.is_unchanged(asked.partition, partition):
             pairs: Any = [(one.record.id, one) for one in candidates]
             self.insert(asked, pairs, radius=own.radius(candidates))
@@ -189,6 +249,9 @@ class RetrieverCache(CachedRetrieval[Document]):
             stop = index.on_change(changed)
             weakref.finalize(self, stop)
             self._followed[index] = Identity(index) if index.path is None else str(index.path)
+            if self._store is not None and self._store.get(_VERSION) != index.version:
+                self.clear()  # changed while nobody followed it
+                self._store.put({_VERSION: index.version})
         return self._followed[index]
 
     def follow_order(self, order: NotedOrder[Any] | None) -> None:
@@ -204,9 +267,11 @@ class RetrieverCache(CachedRetrieval[Document]):
     def _apply(self, change: IndexChange) -> None:
         if change.gone is None or change.embeddings is None:
             self.clear()
-            return
-        self.invalidate(ids=change.gone)
-        self.invalidate_near(change.embeddings)
+        else:
+            self.invalidate(ids=change.gone)
+            self.invalidate_near(change.embeddings)
+        if self._store is not None:
+            self._store.put({_VERSION: change.version})
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
@@ -226,6 +291,14 @@ class RetrieverCache(CachedRetrieval[Document]):
             self.while_current(epoch, register)
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
+
+
+def name_of(embedder: object) -> str:
+    """Identity of an embedding model, as far as its class and the name of its model tell."""
+    names = ("model_name", "model", "model_id", "deployment", "repo_id")
+    values = (getattr(embedder, name, None) for name in names)
+    named = next((value for value in values if isinstance(value, str)), "")
+    return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{named}"
 
 
 def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:

@@ -114,6 +114,12 @@ class DocumentIndex:
         with self._session():
             return self._state.head.version
 
+    def refresh(self) -> None:
+        """Take over what other processes changed, as every other call does; quick without a path."""
+        if self.path is not None:
+            with self._session():
+                pass
+
     @property
     def ids(self) -> tuple[DocumentId, ...]:
         """Ids of all documents, in the order in which they were added."""

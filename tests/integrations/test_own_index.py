@@ -1,0 +1,227 @@
+"""RagCacheRetriever.from_documents and from_nodes: order, restart, repeated embeddings, recall of results."""
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import FACTS, WordEmbeddings
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from llama_index.core.schema import TextNode
+from llama_kit import Embedder
+
+from engine_kit import rag_for
+from langchain_ragcachekit import RagCacheRetriever
+from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
+
+QUESTION = "Where was Ada Lind born?"
+WORDS = [f"word{number}" for number in range(300)]
+
+
+def corpus(documents=150):
+    rng = random.Random(0)
+    sentences = [
+        [" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(rng.randrange(6, 14))]
+        for _ in range(documents)
+    ]
+    return [Document(" ".join(one), metadata={"source": f"{n}.md"}) for n, one in enumerate(sentences)]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_neighbours_are_found_without_a_line_of_the_users(own):
+    splitter = RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0, add_start_index=True)
+    chunks = splitter.split_documents(corpus())
+    assert len(chunks) > 450
+    with rag_for("llama", encoder="similar:1", policy="reuse") as rag:
+        if own:
+            RagCacheRetriever.from_documents(chunks, WordEmbeddings(), index="brute", cache=rag)
+        else:
+            store = InMemoryVectorStore.from_documents(chunks, WordEmbeddings())
+            RagCacheRetriever.wrap(store, cache=rag)
+        known = rag._prompts.neighbours
+        expected, last = {}, {}
+        for chunk in chunks:  # the splitter gives them in order
+            expected[chunk.page_content] = last.get(chunk.metadata["source"])
+            last[chunk.metadata["source"]] = chunk.page_content
+        followers = {text: before for text, before in expected.items() if before is not None}
+        right = sum(
+            known.of(text, "default", True)[1][:1] == (known._tokenise(before),)
+            for text, before in followers.items()
+        )
+        assert right >= 0.95 * len(followers)
+
+
+def test_a_restart_answers_from_the_cache_and_embeds_nothing(tmp_path):
+    documents = [Document(text, metadata={"row": n}) for n, text in enumerate(FACTS)]
+    path = tmp_path / "index"
+    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=2)
+    before = first.invoke(QUESTION)
+    first.vectorstore.close()
+    embeddings = WordEmbeddings()
+    again = RagCacheRetriever.from_documents(documents, embeddings, index="brute", path=path, k=2)
+    searched = again.vectorstore.index.search
+    again.vectorstore.index.search = None
+    assert again.invoke(QUESTION) == before
+    assert embeddings.asked == []
+    again.vectorstore.index.search = searched
+    again.vectorstore.delete([before[0].id])
+    assert before[0] not in again.invoke(QUESTION)
+
+
+def test_what_changed_while_nobody_followed_is_forgotten(tmp_path):
+    path, documents = tmp_path / "index", [Document(text) for text in FACTS]
+    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=1)
+    (gone,) = first.invoke(QUESTION)
+    first.vectorstore.close()
+    code = """
+import sys
+from ragcachekit import DocumentIndex
+
+DocumentIndex("brute", path=sys.argv[1]).delete([sys.argv[2]])
+"""
+    subprocess.run([sys.executable, "-c", code, str(path), gone.id], check=True)
+    again = RagCacheRetriever.from_documents([], WordEmbeddings(), index="brute", path=path, k=1)
+    assert again.invoke(QUESTION)[0] != gone
+
+
+def test_another_process_is_seen_by_the_next_question(tmp_path):
+    path = tmp_path / "index"
+    retriever = RagCacheRetriever.from_documents(
+        [Document(text) for text in FACTS], WordEmbeddings(), index="brute", path=path, k=1
+    )
+    (gone,) = retriever.invoke(QUESTION)
+    assert retriever.invoke(QUESTION) == [gone]
+    code = "import sys\nfrom ragcachekit import DocumentIndex\n"
+    code += "DocumentIndex('brute', path=sys.argv[1]).delete([sys.argv[2]])"
+    subprocess.run([sys.executable, "-c", code, str(path), gone.id], check=True)
+    assert retriever.invoke(QUESTION)[0] != gone
+
+
+def test_another_embedder_is_refused(tmp_path):
+    class Other(WordEmbeddings):
+        model = "other"
+
+    RagCacheRetriever.from_documents([Document("a")], WordEmbeddings(), index="brute", path=tmp_path)
+    with pytest.raises(ValueError, match="holds embeddings of"):
+        RagCacheRetriever.from_documents([], Other(), index="brute", path=tmp_path)
+
+
+async def test_an_equal_question_is_embedded_once():
+    embeddings = WordEmbeddings()
+    retriever = RagCacheRetriever.from_documents([Document(f) for f in FACTS], embeddings, index="brute")
+    for _ in range(3):
+        retriever.invoke(QUESTION)
+        await retriever.ainvoke(QUESTION)
+    assert embeddings.asked == [QUESTION]
+    without = RagCacheRetriever.from_documents(
+        [Document(f) for f in FACTS], embeddings, index="brute", embedding_cache=0
+    )
+    without.invoke(QUESTION)
+    without.invoke(QUESTION)
+    assert embeddings.asked == [QUESTION] * 3
+
+
+def test_larger_k_is_a_miss_and_smaller_k_is_cut():
+    retriever = RagCacheRetriever.from_documents(
+        [Document(f) for f in FACTS], WordEmbeddings(), index="brute", k=2
+    )
+    two = retriever.invoke(QUESTION)
+    assert retriever.invoke(QUESTION, k=1) == two[:1]
+    assert retriever._retrieval.stats().hits == 1
+    assert retriever.invoke(QUESTION, k=5)[:2] == two
+    assert retriever._retrieval.stats().hits == 1
+    assert len(retriever.invoke(QUESTION, k=4)) == 4
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_filters_are_partitions_and_functions_are_not_cached():
+    documents = [Document(text, metadata={"user": "ab"[n % 2]}) for n, text in enumerate(FACTS)]
+    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", k=3)
+    for _ in range(2):
+        for user in "ab":
+            found = retriever.invoke(QUESTION, filter={"user": user})
+            assert {one.metadata["user"] for one in found} == {user}
+    assert retriever._retrieval.stats().hits == 2
+    for _ in range(2):
+        found = retriever.invoke(QUESTION, filter=lambda document: document.metadata["user"] == "a")
+        assert {one.metadata["user"] for one in found} == {"a"}
+    assert retriever._retrieval.stats().hits == 2
+
+
+def test_a_near_question_gets_its_own_order_and_scores():
+    """Recall of results over an index: near questions hit, and are answered as a search would."""
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((20, 32))
+    table = {f"text {n}": row.tolist() for n, row in enumerate(rng.standard_normal((400, 32)))}
+    asked = {
+        f"q{n} {i}": (row + 0.05 * rng.standard_normal(32)).tolist()
+        for n, row in enumerate(base)
+        for i in range(4)
+    }
+
+    class Table(Embedder):
+        def _get_query_embedding(self, query):
+            return asked[query]
+
+        def _get_text_embedding(self, text):
+            return table[text]
+
+    nodes = [TextNode(text=text, id_=text) for text in table]
+    retriever = LlamaRetriever.from_nodes(
+        nodes, Table(asked=[]), index="brute", k=5, tolerance=0.1, guard=False
+    )
+    plain = retriever.index.as_retriever(similarity_top_k=5)
+    recall = []
+    for question in asked:
+        mine, right = retriever.retrieve(question), plain.retrieve(question)
+        recall.append(len({one.node_id for one in mine} & {one.node_id for one in right}) / 5)
+        scores = {one.node_id: one.score for one in right}
+        for one in mine:
+            assert one.score == pytest.approx(scores.get(one.node_id, one.score), abs=1e-5)
+            assert "ragcachekit_score" not in one.node.metadata
+    assert retriever._retrieval.stats().hits >= 55
+    assert np.mean(recall) > 0.98
+
+
+def test_the_tolerance_follows_the_recall(tmp_path):
+    rng = np.random.default_rng(0)
+    table = {f"text {n}": row.tolist() for n, row in enumerate(rng.standard_normal((400, 8)))}
+
+    class Table(WordEmbeddings):
+        def embed_query(self, text):
+            return json.loads(text)
+
+        def embed_documents(self, texts):
+            return [table[text] for text in texts]
+
+    retriever = RagCacheRetriever.from_documents(
+        [Document(text) for text in table],
+        Table(),
+        index="brute",
+        k=4,
+        tolerance=0.9,
+        guard=False,
+        target_recall=0.9,
+    )
+    adaptive = retriever._retrieval._adaptive
+    for _ in range(200):
+        retriever.invoke(json.dumps(rng.standard_normal(8).tolist()))
+        assert adaptive.flush(30)
+    assert any(region.checks for region in adaptive.report())
+    assert min(region.tolerance for region in adaptive.report() if region.checks) < 0.5
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="unknown index"):
+        RagCacheRetriever.from_documents([], WordEmbeddings(), index="annoy")
+    with pytest.raises(ValueError, match="target"):
+        RagCacheRetriever.from_documents([], WordEmbeddings(), index="brute", target_recall=2)
+    with pytest.raises(TypeError, match="metadata"):
+        RagCacheRetriever.from_documents(
+            [Document("a", metadata={"b": {1}})], WordEmbeddings(), index="brute", cache=FakeEngine()
+        )
