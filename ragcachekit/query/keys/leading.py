@@ -33,6 +33,7 @@ class LeadingColumns:
         self._upwards = 1 + self._dot_error
         self._keys: Float32 = np.empty((room, columns + 2), np.float32)  # k1, ||k2||, -offset
         self._query: Float32 = np.ones(columns + 2, np.float32)  # q1, ||q2||, 1
+        self._head: Float32 = self._query[:columns]
         self._strikes = self._pause = 0
         self._longest_pause = 32
         self._failed_at = math.inf
@@ -119,7 +120,8 @@ class LeadingColumns:
         return slots
 
     def _split(self, query: Float32) -> Float32:
-        rest, split = query[self.columns :], self._query
-        split[: self.columns] = query[: self.columns]
-        split[-2] = math.sqrt(float(rest.dot(rest)) + 1e-35) * self._upwards  # what underflows, and rounding
-        return split
+        self._head[:] = query[: self.columns]
+        rest = query[self.columns :]
+        norm = math.sqrt(float(rest.dot(rest)) + 1e-35)  # more than what underflows
+        self._query[-2] = norm * self._upwards
+        return self._query

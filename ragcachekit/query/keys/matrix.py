@@ -19,7 +19,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 _FIRST_ROOM = 16  # rows
 _ENOUGH = 64  # keys from which on bounds are faster
-_FEW = 8  # keys measured without ranking them in float32 first
+_FEW = 3  # keys measured without ranking them in float32 first
 _PRODUCTS = 1 << 22  # computed at a time for many queries: 16 MiB
 
 

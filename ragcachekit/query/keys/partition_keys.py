@@ -88,7 +88,8 @@ class PartitionKeys:
             return equal, 0.0
         if self._graph is not None and len(self.stored) >= GRAPH_FROM:
             return self._from_graph(self._graph, query.vector[None], [query], tolerance)[0]
-        return self._found(self.matrix.nearest(query, tolerance))
+        slot, distance = self.matrix.nearest(query, tolerance)
+        return (None if slot is None else self.stored[slot]), distance
 
     def find_many(self, rows: Float32, queries: Sequence[Query], tolerance: float) -> list[Found]:
         """As :meth:`find` for the queries, which are ``rows`` ``[n, dim]``."""
