@@ -145,7 +145,12 @@ class SavedEntries(Generic[Document]):
         """Remove entries; OSError if the store fails."""
         here = self._known.intersection(keys)
         if here:
-            self._store.put({**dict.fromkeys(here), _CHANGED: uuid.uuid4().hex})
+            mark = uuid.uuid4().hex
+            values = {**dict.fromkeys(here), _CHANGED: mark}
+            if self._store.put(values, where={_CHANGED: self._changed}):
+                self._changed = mark
+            else:  # others changed something too, which is seen at the next call of changes()
+                self._store.put(values)
             self._known -= here
 
     def remove_unread(self) -> None:

@@ -367,7 +367,7 @@ def test_a_failing_engine_or_embedding_costs_no_answer(documents, caplog):
 async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog):
     inner = Listed(documents=documents)
     retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
-    retriever._retrieval._entries = None
+    retriever._retrieval._entries.cache = None
     with caplog.at_level(logging.WARNING):
         assert retriever.invoke(QUESTION) == documents[:2]
         assert await retriever.ainvoke(QUESTION) == documents[:2]

@@ -15,9 +15,10 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from llama_index.core.schema import TextNode
 from llama_kit import Embedder
 
-from engine_kit import rag_for
 from langchain_ragcachekit import RagCacheRetriever
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
+from ragcachekit import RagCache
+from speaking import byte_level, speaker
 
 QUESTION = "Where was Ada Lind born?"
 WORDS = [f"word{number}" for number in range(300)]
@@ -33,11 +34,11 @@ def corpus(documents=150):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_neighbours_are_found_without_a_line_of_the_users(own):
+def test_neighbours_are_found_without_a_line_of_the_users(own, tmp_path):
     splitter = RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0, add_start_index=True)
     chunks = splitter.split_documents(corpus())
     assert len(chunks) > 450
-    with rag_for("llama", encoder="similar:1", policy="reuse") as rag:
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, encoder="similar:1", policy="reuse") as rag:
         if own:
             RagCacheRetriever.from_documents(chunks, WordEmbeddings(), index="brute", cache=rag)
         else:
