@@ -67,7 +67,7 @@ class JsonStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], size_limit: int | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._options: dict[str, Any] = {"disk_min_file_size": _LARGEST_BLOB}
         if size_limit is None:

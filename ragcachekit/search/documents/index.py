@@ -70,10 +70,11 @@ class DocumentIndex:
         self.metric = metric
         self._lock = threading.RLock()
         self._listeners: list[Callable[[IndexChange], object]] = []
-        self._storage = Storage(None if path is None else Path(path))
+        path = None if path is None else Path(path).expanduser()
+        self._storage = Storage(path)
         self._writers: AbstractContextManager[object] = threading.RLock()
         if path is not None:
-            self._writers = FileLock(Path(path) / "lock")
+            self._writers = FileLock(path / "lock")
             held = self._storage.head()
             if held is not None:
                 check_same(wanted, held, options, path)
