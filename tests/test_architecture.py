@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -288,3 +289,19 @@ def test_the_edges_are_those_of_the_design() -> None:
     assert ALLOWED["forward"] == {*FREE, "model", "store", "prefix_tree", "reports", "policies", "plan"}
     assert {"generate", "prompt", "query", "search"} <= ALLOWED["engine"]
     assert not {"cli", "commands", PUBLIC} & ALLOWED["engine"]
+
+
+def test_nothing_shipped_unpickles_or_evaluates() -> None:
+    """What a cache reads from disk or network must not run code."""
+    code = re.compile(
+        r"\b(import (c?pickle|dill|marshal|shelve|joblib)|from (c?pickle|dill|marshal|shelve|joblib) import"
+        r"|allow_pickle=True|weights_only=False|torch\.load\(|(?<![\w.])(eval|exec)\()"
+    )
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for package in packages()
+        for file in sorted(package.rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if code.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)

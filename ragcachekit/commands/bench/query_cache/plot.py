@@ -35,7 +35,9 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
         axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
         for (y, x), value in np.ndenumerate(values):
             colour = "white" if value < 0.6 else "black"
-            axes.text(x, y, f"{round(value, 2) + 0.0:.0%}", ha="center", va="center", color=colour, fontsize=8)
+            axes.text(
+                x, y, f"{round(value, 2) + 0.0:.0%}", ha="center", va="center", color=colour, fontsize=8
+            )
         axes.set_xticks(range(len(capacities)), [str(size) for size in capacities])
         axes.set_yticks(range(len(tolerances)), [f"{tolerance:g}" for tolerance in tolerances])
         axes.set_xlabel("capacity (entries)")
