@@ -176,7 +176,7 @@ class RagCacheRetriever(BaseRetriever):
         texts: Iterable[str] | None = None,
         filter: Callable[[Document], bool] | None = None,
     ) -> int:
-        """Forget cached results with one of these documents; returns how many.
+        """Forget cached results, all of them or those with one of these documents; returns how many.
 
         ``ids`` and ``texts`` name documents, ``filter`` is a function of the document. Needed where an index
         was changed past its methods; a document that is new there calls for :meth:`clear`.

@@ -160,7 +160,7 @@ class RagCacheRetriever(BaseRetriever):
         texts: Iterable[str] | None = None,
         filter: Callable[[NodeWithScore], bool] | None = None,
     ) -> int:
-        """Forget cached results with one of these nodes; returns how many.
+        """Forget cached results, all of them or those with one of these nodes; returns how many.
 
         ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
         changed past its methods; a node that is new there calls for :meth:`clear`.

@@ -226,3 +226,49 @@ def test_bad_settings():
         RagCacheRetriever.from_documents(
             [Document("a", metadata={"b": {1}})], WordEmbeddings(), index="brute", cache=FakeEngine()
         )
+
+
+def test_a_failing_disk_of_the_questions_costs_no_change_and_nothing_stale(tmp_path, caplog):
+    documents = [Document(text) for text in FACTS]
+    retriever = RagCacheRetriever.from_documents(
+        documents, WordEmbeddings(), index="brute", path=tmp_path / "index", k=1
+    )
+    (gone,) = retriever.invoke(QUESTION)
+
+    def full(*_args, **_options):
+        raise OSError("no space left on device")
+
+    store = retriever._retrieval._store
+    put, store.put = store.put, full
+    retriever.vectorstore.delete([gone.id])
+    assert "could not be told" in caplog.text
+    (next_best,) = retriever.invoke(QUESTION)
+    assert next_best != gone
+    retriever.vectorstore.add_documents([gone])
+    assert retriever.invoke(QUESTION) == [gone]
+    store.put = put
+    retriever.vectorstore.close()
+    again = RagCacheRetriever.from_documents(
+        [], WordEmbeddings(), index="brute", path=tmp_path / "index", k=1
+    )
+    again.vectorstore.delete([gone.id])
+    assert again.invoke(QUESTION) == [next_best]
+
+
+def test_invalidate_by_id_text_and_filter_or_everything():
+    documents = [Document(text, id=str(n), metadata={"row": n}) for n, text in enumerate(FACTS)]
+    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", k=1)
+    held = retriever._retrieval.stats
+    (found,) = retriever.invoke(QUESTION)
+    row = found.metadata["row"]
+    assert retriever.invalidate(ids=["unknown"], texts=["unknown"], filter=lambda one: False) == 0
+    for named in (
+        {"ids": [str(row)]},
+        {"texts": [f" {found.page_content}\n"]},
+        {"filter": lambda one: one.metadata["row"] == row},
+        {},
+    ):
+        assert held().entries == 1
+        assert retriever.invalidate(**named) == 1
+        assert held().entries == 0
+        retriever.invoke(QUESTION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -222,7 +223,10 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Forget results with one of these documents; returns how many.
 
         ``found_by`` gives the id of a document, ``convert`` makes one of what an index of one's own holds.
+        Without ``ids``, ``texts`` and ``where`` all results go.
         """
+        if ids is None and texts is None and where is None:
+            return self.clear()
         named, bare = frozenset(ids or ()), frozenset(text.strip() for text in texts or ())
         text = self._text
 
@@ -265,13 +269,20 @@ class RetrieverCache(CachedRetrieval[Document]):
         return self.partitioner.changes_of(index)
 
     def _apply(self, change: IndexChange) -> None:
-        if change.gone is None or change.embeddings is None:
-            self.clear()
-        else:
-            self.invalidate(ids=change.gone)
-            self.invalidate_near(change.embeddings)
+        """Drop what a change concerns. A failing disk is logged; what it holds goes at the next start."""
+        gone, came = change.gone, change.embeddings
+        drops: list[Callable[[], object]] = [self.clear]
+        if gone is not None and came is not None:
+            drops = [lambda: self.invalidate(ids=gone), lambda: self.invalidate_near(came)]
         if self._store is not None:
-            self._store.put({_VERSION: change.version})
+            store = self._store
+            drops.append(lambda: store.put({_VERSION: change.version}))
+        try:
+            with ExitStack() as all_of_them:  # each one runs, whether or not another one fails
+                for drop in reversed(drops):
+                    all_of_them.callback(drop)
+        except OSError:
+            log.warning("saved questions could not be told of a change of the index", exc_info=True)
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
