@@ -200,7 +200,7 @@ def _names(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
 
 def _digest(document: Document) -> str:
     parts = (document.page_content, *sorted(f"{name}={value!r}" for name, value in document.metadata.items()))
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _is_same(known: Any, document: Document) -> bool:

@@ -111,7 +111,7 @@ class EmbeddingCache:
         with self._lock:
             self._remember(text, row)
             self._stored += 1
-            full = self._stored % max(1, self._capacity // _ROOM) == 1
+            full = (self._stored - 1) % max(1, self._capacity // _ROOM) == 0
         if self._store is not None:
             try:
                 self._store.put({self._key(text): _encoded(row)})

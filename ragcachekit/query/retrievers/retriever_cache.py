@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,6 +40,14 @@ Document = TypeVar("Document")
 
 _VERSION = "index version"  # up to which its changes were applied
 _ENGINE = ("register", "prefetch", "add_query_cache")
+
+
+class _Unknown(NamedTuple):
+    """Any change, up to a version."""
+
+    version: int
+    gone: None = None
+    embeddings: None = None
 
 
 class RetrieverSettings(TypedDict, total=False):
@@ -125,6 +134,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         self._embeddings: tuple[object, EmbeddingCache] | None = None
         self.partitioner = Partitioner(rules, partition, version)
         self._order: NotedOrder[Any] | None = None
+        self._behind = False  # entries on disk that a change should have dropped
         self._followed: WeakKeyDictionary[OwnIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
             cache.add_query_cache(self)
@@ -250,8 +260,7 @@ class RetrieverCache(CachedRetrieval[Document]):
             weakref.finalize(self, stop)
             self._followed[index] = Identity(index) if index.path is None else str(index.path)
             if self._store is not None and self._store.get(_VERSION) != index.version:
-                self.clear()  # changed while nobody followed it
-                self._store.put({_VERSION: index.version})
+                self._apply(_Unknown(index.version))  # changed while nobody followed it
         return self._followed[index]
 
     def follow_order(self, order: NotedOrder[Any] | None) -> None:
@@ -265,13 +274,22 @@ class RetrieverCache(CachedRetrieval[Document]):
         return self.partitioner.changes_of(index)
 
     def _apply(self, change: IndexChange) -> None:
-        if change.gone is None or change.embeddings is None:
-            self.clear()
-        else:
-            self.invalidate(ids=change.gone)
-            self.invalidate_near(change.embeddings)
-        if self._store is not None:
-            self._store.put({_VERSION: change.version})
+        """Drop what a change concerns; where the disk fails, all of it now and at the next change."""
+        try:
+            if self._behind or change.gone is None or change.embeddings is None:
+                self.clear()
+            else:
+                self.invalidate(ids=change.gone)
+                if len(change.embeddings):  # without rows, everything would be dropped
+                    self.invalidate_near(change.embeddings)
+            if self._store is not None:
+                self._store.put({_VERSION: change.version})
+            self._behind = False
+        except OSError:
+            self._behind = True
+            log.warning("a change of the index could not be applied to the saved questions", exc_info=True)
+            with suppress(OSError):  # memory is emptied first
+                self.clear()
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
