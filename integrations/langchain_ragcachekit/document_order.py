@@ -67,6 +67,7 @@ def noted_order(
         get=lambda ids: [(one, _as_document(held[one])) for one in ids if one in held],
         text=text_of,
         note=note_order,
+        may_replace=True,
     )
 
 

@@ -57,8 +57,8 @@ class RagCacheRetriever(BaseRetriever):
     are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
-    callbacks: the distance of the cached question, the microseconds of the lookup, and a note where the
-    question's embedding was of no use.
+    callbacks: the distance of the cached question, the microseconds of the lookup, a note where the
+    question's embedding was of no use, and why a near enough question was refused.
 
     Attributes
     ----------
@@ -228,11 +228,11 @@ class RagCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
-        place = self._partition(search)
+        place = await self._aside(self._partition, search)
         embedding = await self._retrieval.aembed(self.embeddings, query, self.embeddings.aembed_query)
-        asked = self._retrieval.ask(embedding, place, query, search.own)
+        asked = await self._aside(self._retrieval.ask, embedding, place, query, search.own)
         if asked is None:
-            return self._handed_out(await search.arun(None), epoch)
+            return list(await self._aside(self._handed_out, await search.arun(None), epoch))
         self._check(asked, search)
         if not asked.result.hit and search.own is not None and not asked.result.note:
             asked = await run_in_executor(None, self._searched, asked, search)
@@ -241,7 +241,13 @@ class RagCacheRetriever(BaseRetriever):
             asked = self._inserted(asked, found, search)
         if run_manager.handlers:
             await adispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
-        return self._handed_out(asked.result.documents, epoch)
+        return list(await self._aside(self._handed_out, asked.result.documents, epoch))
+
+    async def _aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call in a thread where a file may be read or written, else here."""
+        if self._retrieval.is_on_disk:
+            return await run_in_executor(None, work, *arguments)
+        return work(*arguments)
 
     def _check(self, asked: Lookup[Document], search: Search) -> None:
         """Let a hit be compared with a search, now and then, where that is by vector and starts no run."""
@@ -312,5 +318,5 @@ def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _event(result: Retrieved[Document]) -> tuple[str, dict[str, float | str | None]]:
     measured: dict[str, float | str | None] = {"distance": result.distance, "lookup_us": result.lookup_us}
-    note = {"note": result.note} if result.note else {}
-    return HIT_EVENT if result.hit else MISS_EVENT, measured | note
+    more = {"note": result.note, "refused": result.refused}
+    return HIT_EVENT if result.hit else MISS_EVENT, measured | {n: one for n, one in more.items() if one}

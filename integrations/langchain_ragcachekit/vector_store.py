@@ -80,6 +80,10 @@ class RagCacheVectorStore(VectorStore):
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
+    def cache_key_parts(self) -> tuple[object, ...]:
+        """What results depend on beside the object: changes of other processes and objects on the folder."""
+        return (self.index.version,)
+
     @property
     def questions(self) -> Path | None:
         """Where a retriever keeps its questions over a restart."""
@@ -200,7 +204,7 @@ def _names(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
 
 def _digest(document: Document) -> str:
     parts = (document.page_content, *sorted(f"{name}={value!r}" for name, value in document.metadata.items()))
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _is_same(known: Any, document: Document) -> bool:

@@ -58,6 +58,7 @@ def noted_order(
         get=get,
         text=text_of,
         note=note_order,
+        may_replace=True,
     )
 
 

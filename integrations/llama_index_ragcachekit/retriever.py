@@ -41,6 +41,7 @@ class QueryCacheEvent(BaseEvent):
     distance: float | None
     lookup_us: float
     note: str | None = None
+    refused: str | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -130,7 +131,7 @@ class RagCacheRetriever(BaseRetriever):
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
-        With a ``path``, nodes whose ids are there already are not embedded again, and an empty list opens
+        With a ``path``, nodes that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
         question, and only those that a change concerns are forgotten.
         """
@@ -138,7 +139,7 @@ class RagCacheRetriever(BaseRetriever):
         store = RagCacheVectorStore(
             index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
         )
-        new = [node for node in nodes if node.node_id not in store.client]
+        new = store.changed(nodes)
         over = VectorStoreIndex(
             new,
             storage_context=StorageContext.from_defaults(vector_store=store),
@@ -197,20 +198,26 @@ class RagCacheRetriever(BaseRetriever):
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
-        place = self._partition(query_bundle, own)
+        place = await self._aside(self._partition, query_bundle, own)
         if embedding is None:
             strings, model = query_bundle.embedding_strs, self._embed_model
             embedding = await self._retrieval.aembed(
                 model, json.dumps(strings), lambda _: model.aget_agg_embedding_from_queries(strings)
             )
-        asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
+        asked = await self._aside(self._retrieval.ask, embedding, place, query_bundle.query_str, own)
         self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
             asked = await asyncio.to_thread(self._searched, asked, own, query_bundle)
         elif asked is None or not asked.result.hit:
             found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._answer(asked, found, query_bundle, epoch, own)
+        return list(await self._aside(self._answer, asked, found, query_bundle, epoch, own))
+
+    async def _aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call in a thread where a file may be read or written, else here."""
+        if self._retrieval.is_on_disk:
+            return await asyncio.to_thread(work, *arguments)
+        return work(*arguments)
 
     def _check(self, asked: Lookup[NodeWithScore] | None, own: OwnSearch[NodeWithScore] | None) -> None:
         """Let a hit be compared with a search of an index of one's own, now and then."""
@@ -273,7 +280,11 @@ class RagCacheRetriever(BaseRetriever):
                 copies = [copied(item) for item in found]
                 result = self._retrieval.answer(asked, copies, self._partition(bundle, own))
             event = QueryCacheEvent(
-                hit=result.hit, distance=result.distance, lookup_us=result.lookup_us, note=result.note
+                hit=result.hit,
+                distance=result.distance,
+                lookup_us=result.lookup_us,
+                note=result.note,
+                refused=result.refused,
             )
             dispatcher.event(event)
         nodes_found = found or []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         """Name under which LlamaIndex serialises the class."""
         return "RagCacheVectorStore"
 
+    def cache_key_parts(self) -> tuple[object, ...]:
+        """What results depend on beside the object: changes of other processes and objects on the folder."""
+        return (self._index.version,)
+
     @property
     def client(self) -> DocumentIndex:
         """The index below."""
@@ -84,9 +89,22 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         ids = [node.node_id for node in nodes]
         texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
         embeddings = [node.get_embedding() for node in nodes]
-        metadatas = [node_to_metadata_dict(node, remove_text=True) for node in nodes]
-        self._index.add(ids, embeddings, texts, metadatas, replace=True)
+        self._index.add(ids, embeddings, texts, [metadata_of(node) for node in nodes], replace=True)
         return ids
+
+    def changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
+        """Those nodes that are not there with the same text and metadata, under their id or another one.
+
+        Parsers give new ids to the same nodes in every run.
+        """
+        stored = [as_node(found) for found in self._index.get(self._index.ids)]
+        known, by_id = {_content_of(node) for node in stored}, {node.node_id: node for node in stored}
+
+        def is_there(node: BaseNode) -> bool:
+            held = by_id.get(node.node_id)
+            return _content_of(node) in known if held is None else _content_of(held) == _content_of(node)
+
+        return [node for node in nodes if not is_there(node)]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete the nodes of a document."""
@@ -131,6 +149,17 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     def _matching(self, accepts: Callable[[Any], bool]) -> list[str]:
         return [str(found.id) for found in self._index.get(self._index.ids) if accepts(found)]
+
+
+def _content_of(node: BaseNode) -> tuple[str, str]:
+    content = node.get_content(metadata_mode=MetadataMode.NONE)
+    return content, json.dumps(node.metadata, sort_keys=True, default=str)
+
+
+def metadata_of(node: BaseNode) -> dict[str, Any]:
+    """A node as JSON, without its text."""
+    found: dict[str, Any] = node_to_metadata_dict(node, remove_text=True)
+    return found
 
 
 def similarity(metric: str, distance: float) -> float:

@@ -147,11 +147,13 @@ class SavedEntries(Generic[Document]):
         if here:
             mark = uuid.uuid4().hex
             values = {**dict.fromkeys(here), _CHANGED: mark}
+            self._known -= here
+            self._unread |= here  # where the store fails: removed at the next invalidation
             if self._store.put(values, where={_CHANGED: self._changed}):
                 self._changed = mark
             else:  # others changed something too, which is seen at the next call of changes()
                 self._store.put(values)
-            self._known -= here
+            self._unread -= here
 
     def remove_unread(self) -> None:
         """Remove entries that could not be read, as nobody knows what they hold."""

@@ -241,7 +241,7 @@ def test_a_failing_disk_of_the_questions_costs_no_change_and_nothing_stale(tmp_p
     store = retriever._retrieval._store
     put, store.put = store.put, full
     retriever.vectorstore.delete([gone.id])
-    assert "could not be told" in caplog.text
+    assert "could not be applied to the saved questions" in caplog.text
     (next_best,) = retriever.invoke(QUESTION)
     assert next_best != gone
     retriever.vectorstore.add_documents([gone])

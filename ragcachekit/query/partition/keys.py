@@ -65,9 +65,9 @@ def object_key(value: object, rules: KeyRules | None = None) -> Hashable:
     return _Reader(rules or KeyRules()).key(value)
 
 
-def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int], ...]:
+def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int, Hashable], ...]:
     """The versions of the indexes in attributes, short containers and closures that ``value`` refers to."""
-    versions: list[tuple[Identity, int]] = []
+    versions: list[tuple[Identity, int, Hashable]] = []
     seen: set[int] = set()
     todo = [value]
     while todo and len(seen) < MAX_VALUES:
@@ -76,7 +76,9 @@ def index_versions(value: object, rules: KeyRules) -> tuple[tuple[Identity, int]
             continue
         seen.add(id(one))
         if isinstance(one, rules.indexes) and (changes := observe(one, rules.delegating)) is not None:
-            versions.append((Identity(one), changes.version))
+            parts = class_with_parts(type(one), rules)
+            own = None if parts is None else object_key(parts.cache_key_parts(one), rules)
+            versions.append((Identity(one), changes.version, own))
         todo += referred_by(one)
     return tuple(versions)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Hashable
 
@@ -71,14 +70,16 @@ class Partitioner:
     ) -> Partition | None:
         """The partition of an index that reports its changes; None if the call must not be cached.
 
-        It holds JSON texts, so that it is the same after a restart. ``where`` is the filter of the search.
+        It holds plain values, so that it is the same after a restart. ``where`` is the filter of the search.
         """
         try:
             counts = None if self._custom is None else self._custom(*question)
             if self._custom is not None and counts is None:
                 return None
             parts = (where, counts, self._present_version())
-            filters, run, version = (None if part is None else json.dumps(part) for part in parts)
+            filters, run, version = (
+                None if part is None else object_key(part, self._rules) for part in parts
+            )
             return Partition(namespace, 1, filters, run, (index, version))
         except Exception as error:
             self._refuse("the index", error)

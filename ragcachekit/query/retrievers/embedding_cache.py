@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -72,8 +73,11 @@ class EmbeddingCache:
 
     async def aembed(self, text: str, embed: Callable[[str], Awaitable[ArrayLike]]) -> Float64:
         """:meth:`embed` with a coroutine function."""
-        found = self.get(text)
-        return self._kept(text, await embed(text)) if found is None else found
+        if self._store is None:
+            found = self.get(text)
+            return self._kept(text, await embed(text)) if found is None else found
+        found = await asyncio.to_thread(self.get, text)  # the disk may be slow, or locked by another process
+        return await asyncio.to_thread(self._kept, text, await embed(text)) if found is None else found
 
     def get(self, text: str) -> Float64 | None:
         """The embedding of ``text`` if it is cached."""
@@ -111,7 +115,7 @@ class EmbeddingCache:
         with self._lock:
             self._remember(text, row)
             self._stored += 1
-            full = self._stored % max(1, self._capacity // _ROOM) == 1
+            full = (self._stored - 1) % max(1, self._capacity // _ROOM) == 0
         if self._store is not None:
             try:
                 self._store.put({self._key(text): _encoded(row)})

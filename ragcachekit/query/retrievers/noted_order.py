@@ -16,7 +16,8 @@ class NotedOrder(Generic[Document]):
     """What of an index was given to an engine in one namespace. Thread safe.
 
     ``version`` changes with the index, ``ids`` lists its documents, ``get`` reads those of these ids,
-    ``text`` is the text of one, and ``note`` gives the order of documents to the engine.
+    ``text`` is the text of one, and ``note`` gives the order of documents to the engine. With
+    ``may_replace``, a text may change under its id without a call of :meth:`forget`.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class NotedOrder(Generic[Document]):
         get: Callable[[Sequence[Any]], Iterable[tuple[Hashable, Document]]],
         text: Callable[[Document], str],
         note: Callable[[Any, str, Iterable[Document]], None],
+        may_replace: bool = False,
     ) -> None:
         self._engine, self._namespace = engine, namespace
         self._version_of, self._ids, self._get, self._text, self._note = version, ids, get, text, note
+        self._may_replace = may_replace
         self._lock = threading.Lock()
         self._version: Hashable = object()
         self._texts: dict[Hashable, str] = {}
@@ -47,11 +50,27 @@ class NotedOrder(Generic[Document]):
         except Exception:
             log.warning("the order of chunks in their documents could not be read", exc_info=True)
 
+    def forget(self, ids: Iterable[Hashable] | None) -> None:
+        """Take documents that were deleted or replaced (None: any) out of the order until the next update."""
+        with self._lock:
+            self._drop([one for one in (self._texts if ids is None else ids) if one in self._texts])
+            self._version = object()
+
+    def _drop(self, gone: Iterable[Hashable]) -> None:
+        texts = {self._texts.pop(one) for one in gone}
+        # Another document with such a text takes its place.
+        for one in [one for one, text in self._texts.items() if text in texts]:
+            del self._texts[one]
+        if texts:
+            self._engine.drop_order(sorted(texts), namespace=self._namespace)
+
     def _follow(self) -> None:
         present = dict.fromkeys(self._ids())
         gone = [one for one in self._texts if one not in present]
-        if gone:
-            self._engine.drop_order([self._texts.pop(one) for one in gone], namespace=self._namespace)
+        if self._may_replace:
+            read = {one: self._text(document) for one, document in self._get(list(self._texts))}
+            gone += [one for one, text in self._texts.items() if one in present and read.get(one) != text]
+        self._drop(gone)
         new = [one for one in present if one not in self._texts]
         found = list(self._get(new))
         self._note(self._engine, self._namespace, [document for _, document in found])

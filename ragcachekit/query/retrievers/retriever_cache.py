@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ragcachekit.json_store import JsonStore
 from ragcachekit.query.adaptive import AdaptiveTolerance
 from ragcachekit.query.base import Partition
 from ragcachekit.query.lookups import Lookup, Retrieved
-from ragcachekit.query.partition.objects import Identity
 from ragcachekit.query.partition.partitioner import Partitioner
 from ragcachekit.query.partition.rules import KeyRules
 from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.query.retrievers.candidates import (
-    Candidate,
-    IndexChange,
-    OwnIndex,
     OwnSearch,
-    from_json,
-    to_json,
 )
 from ragcachekit.query.retrievers.embedding_cache import EmbeddingCache
-from ragcachekit.query.retrievers.noted_order import NotedOrder
-from ragcachekit.query.saved import SavedEntries
+from ragcachekit.query.retrievers.following import FollowingCache
 
 log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
 
-_VERSION = "index version"  # up to which its changes were applied
+_MODEL_SETTINGS = (
+    *(
+        "model_name",
+        "model",
+        "model_id",
+        "deployment",
+        "repo_id",
+        "dimensions",
+        "truncate_dim",
+        "encode_kwargs",
+    ),
+    *("normalize", "query_instruction", "text_instruction", "embed_instruction", "task_type", "max_length"),
+)
+"""Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
 _ENGINE = ("register", "prefetch", "add_query_cache")
 
 
@@ -89,7 +91,7 @@ class RetrieverSettings(TypedDict, total=False):
     partition: Callable[..., object] | None
 
 
-class RetrieverCache(CachedRetrieval[Document]):
+class RetrieverCache(FollowingCache[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
     ``rules`` are those of the retriever's framework, ``text`` gives the text of a document; for the rest see
@@ -119,14 +121,12 @@ class RetrieverCache(CachedRetrieval[Document]):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
         keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
         adaptive = None if target_recall is None else AdaptiveTolerance(target_recall)
-        self._store = None if folder is None else JsonStore(folder)
-        saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
-        super().__init__(keys, _text_of(text), guard=guard, saved=saved, adaptive=adaptive)
+        if adaptive is not None:
+            weakref.finalize(self, adaptive.close)
+        super().__init__(keys, text, guard, folder, adaptive)
         self._embedded = capacity if embedding_cache is None else embedding_cache
         self._embeddings: tuple[object, EmbeddingCache] | None = None
         self.partitioner = Partitioner(rules, partition, version)
-        self._order: NotedOrder[Any] | None = None
-        self._followed: WeakKeyDictionary[OwnIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
             cache.add_query_cache(self)
 
@@ -145,8 +145,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Look a question up; None if nothing may be cached, or if there is no embedding."""
         if partition is None or embedding is None:
             return None
-        if own is not None:
-            own.index.refresh()  # what another process changed drops results now
+        self.refresh()
         with np.errstate(over="ignore"):  # too large for float32: infinite, which the lookup refuses
             try:
                 row = np.asarray(embedding, np.float32)  # once for both halves
@@ -201,89 +200,6 @@ class RetrieverCache(CachedRetrieval[Document]):
             return self.insert(asked, [(named(document), document) for document in documents])
         return replace(asked.result, documents=documents)
 
-    def answer_own(
-        self, asked: Lookup[Document], own: OwnSearch[Document], partition: Partition | None
-    ) -> Retrieved[Document]:
-        """Search an index of one's own, and insert its candidates."""
-        candidates = own.search(asked.embedding)
-        documents = own.documents(own.nearest(candidates, asked.embedding))
-        if self.partitioner.is_unchanged(asked.partition, partition):
-            pairs: Any = [(one.record.id, one) for one in candidates]
-            self.insert(asked, pairs, radius=own.radius(candidates))
-        return replace(asked.result, documents=documents)
-
-    def invalidate_documents(
-        self,
-        found_by: Callable[[Document], Hashable],
-        ids: Iterable[Hashable] | None,
-        texts: Iterable[str] | None,
-        where: Callable[[Document], bool] | None,
-        convert: Callable[[Any, float], Document],
-    ) -> int:
-        """Forget results with one of these documents; returns how many.
-
-        ``found_by`` gives the id of a document, ``convert`` makes one of what an index of one's own holds.
-        Without ``ids``, ``texts`` and ``where`` all results go.
-        """
-        if ids is None and texts is None and where is None:
-            return self.clear()
-        named, bare = frozenset(ids or ()), frozenset(text.strip() for text in texts or ())
-        text = self._text
-
-        def goes(found: Any) -> bool:
-            document = convert(found.record, found.distance) if isinstance(found, Candidate) else found
-            if found_by(document) in named or (text is not None and text(found).strip() in bare):
-                return True
-            return where is not None and where(document)
-
-        return self.invalidate(where=goes)
-
-    def follow(self, index: OwnIndex) -> Hashable:
-        """The name of an index that reports its changes, which drop results from now on.
-
-        Results that hold a deleted or replaced document go, and those that a new one may belong to.
-        """
-        if index not in self._followed:
-            this = weakref.ref(self)
-
-            def changed(change: IndexChange) -> None:
-                if (cache := this()) is not None:
-                    cache._apply(change)
-
-            stop = index.on_change(changed)
-            weakref.finalize(self, stop)
-            self._followed[index] = Identity(index) if index.path is None else str(index.path)
-            if self._store is not None and self._store.get(_VERSION) != index.version:
-                self.clear()  # changed while nobody followed it
-                self._store.put({_VERSION: index.version})
-        return self._followed[index]
-
-    def follow_order(self, order: NotedOrder[Any] | None) -> None:
-        """Give the engine the order of chunks in their documents, now and after changes of the index."""
-        self._order = order
-        if order is not None:
-            order.update()
-
-    def changes_of(self, index: object) -> Hashable:
-        """Number of changes of a wrapped index, as far as they can be seen."""
-        return self.partitioner.changes_of(index)
-
-    def _apply(self, change: IndexChange) -> None:
-        """Drop what a change concerns. A failing disk is logged; what it holds goes at the next start."""
-        gone, came = change.gone, change.embeddings
-        drops: list[Callable[[], object]] = [self.clear]
-        if gone is not None and came is not None:
-            drops = [lambda: self.invalidate(ids=gone), lambda: self.invalidate_near(came)]
-        if self._store is not None:
-            store = self._store
-            drops.append(lambda: store.put({_VERSION: change.version}))
-        try:
-            with ExitStack() as all_of_them:  # each one runs, whether or not another one fails
-                for drop in reversed(drops):
-                    all_of_them.callback(drop)
-        except OSError:
-            log.warning("saved questions could not be told of a change of the index", exc_info=True)
-
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
 
@@ -306,11 +222,8 @@ class RetrieverCache(CachedRetrieval[Document]):
 
 def name_of(embedder: object) -> str:
     """Identity of an embedding model, as far as its class and the name of its model tell."""
-    names = ("model_name", "model", "model_id", "deployment", "repo_id")
-    values = (getattr(embedder, name, None) for name in names)
-    named = next((value for value in values if isinstance(value, str)), "")
-    return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{named}"
-
-
-def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:
-    return lambda found: found.text if isinstance(found, Candidate) else text(found)
+    named = {name: getattr(embedder, name, None) for name in _MODEL_SETTINGS}
+    shown = ",".join(
+        f"{name}={value}" for name, value in named.items() if isinstance(value, str | int | dict)
+    )
+    return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{shown}"

@@ -1,0 +1,158 @@
+"""What a reviewer and a newcomer found: replaced chunks, other ways to search, filters, threads, restarts."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import FACTS, WordEmbeddings
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import Document as LlamaDocument
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import TextNode
+from llama_kit import Embedder
+
+from langchain_ragcachekit import RagCacheRetriever, RagCacheVectorStore
+from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
+
+QUESTION = "Where was Ada Lind born?"
+DELETE = """
+import sys
+from ragcachekit import DocumentIndex
+
+DocumentIndex("brute", path=sys.argv[1]).delete([sys.argv[2]])
+"""
+
+
+def stored(texts=FACTS):
+    return [
+        Document(text, id=str(n), metadata={"source": "f", "start_index": n}) for n, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_replaced_chunk_leaves_the_order_and_the_new_one_takes_its_place(own):
+    engine = FakeEngine()
+    if own:
+        retriever = RagCacheRetriever.from_documents(stored(), WordEmbeddings(), index="brute", cache=engine)
+    else:
+        store = InMemoryVectorStore(WordEmbeddings())
+        store.add_documents(stored())
+        retriever = RagCacheRetriever.wrap(store, cache=engine)
+    new = Document("Ada Lind was born in Chur.", id="0", metadata={"source": "f", "start_index": 0})
+    retriever.vectorstore.add_documents([new])
+    retriever.invoke(QUESTION)
+    assert engine.dropped == [("default", [FACTS[0]])]
+    assert engine.orders[1:] == [("default", "f", [new.page_content], [0])]
+
+
+def test_a_text_of_two_documents_stays_in_the_order_of_the_other_one():
+    engine = FakeEngine()
+    both = [Document("the same", id=name, metadata={"source": name, "start_index": 0}) for name in "ab"]
+    retriever = RagCacheRetriever.from_documents(both, WordEmbeddings(), index="brute", cache=engine)
+    retriever.vectorstore.delete(["a"])
+    retriever.invoke(QUESTION)
+    assert engine.dropped == [("default", ["the same"])]
+    assert engine.orders[-1] == ("default", "b", ["the same"], [0])
+
+
+@pytest.mark.parametrize("partition", [None, lambda *_: "all"])
+def test_other_kinds_of_search_see_the_changes_of_other_processes(tmp_path, partition):
+    store = RagCacheVectorStore(WordEmbeddings(), index="brute", path=tmp_path)
+    store.add_documents(stored())
+    inner = store.as_retriever(
+        search_type="similarity_score_threshold", search_kwargs={"k": 1, "score_threshold": 0.01}
+    )
+    retriever = RagCacheRetriever.wrap(inner, embeddings=store.embeddings, partition=partition)
+    (gone,) = retriever.invoke(QUESTION)
+    assert retriever.invoke(QUESTION) == [gone]
+    assert retriever._retrieval.stats().hits == 1
+    subprocess.run([sys.executable, "-c", DELETE, str(tmp_path), gone.id], check=True)
+    assert retriever.invoke(QUESTION) != [gone]
+
+
+def test_filters_of_other_types_are_other_questions():
+    documents = [Document("a", metadata={"1": "x"}), Document("b", metadata={"tags": ["a"]})]
+    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", k=1)
+    assert len(retriever.invoke(QUESTION, filter={"1": "x"})) == 1
+    assert retriever.invoke(QUESTION, filter={1: "x"}) == []
+    assert len(retriever.invoke(QUESTION, filter={"tags": ["a"]})) == 1
+    assert retriever.invoke(QUESTION, filter={"tags": ("a",)}) == []
+
+
+def test_dropped_retrievers_leave_no_threads():
+    def used():
+        retriever = RagCacheRetriever.from_documents(
+            stored(), WordEmbeddings(), index="brute", tolerance=0.5, guard=False, target_recall=0.9
+        )
+        for question in (QUESTION, "Where was Ada Lind, the baker, born?"):
+            retriever.invoke(question)
+        assert retriever._retrieval._adaptive.flush(30)
+
+    used()
+    gc.collect()
+    before = threading.active_count()
+    for _ in range(5):
+        used()
+    gc.collect()
+    assert threading.active_count() <= before + 1
+
+
+def test_a_deletion_keeps_the_questions_that_it_does_not_concern():
+    retriever = RagCacheRetriever.from_documents(stored(), WordEmbeddings(), index="brute", k=1)
+    (found,) = retriever.invoke(QUESTION)
+    near = {one.id for one, _ in retriever.vectorstore.similarity_search_with_score(QUESTION, k=4)}
+    far = next(document.id for document in stored() if document.id not in near)
+    retriever.vectorstore.delete([far])
+    assert retriever.invoke(QUESTION) == [found]
+    assert retriever._retrieval.stats().hits == 1
+
+
+def test_a_second_run_of_a_program_adds_no_node_twice(tmp_path):
+    """Parsers and documents get random ids in every run."""
+
+    def run():
+        documents = [LlamaDocument(text=text, metadata={"row": n}) for n, text in enumerate(FACTS)]
+        nodes = SentenceSplitter(chunk_size=64, chunk_overlap=0)(documents)
+        return LlamaRetriever.from_nodes(nodes, Embedder(asked=[]), index="brute", path=tmp_path, k=3)
+
+    first = run()
+    texts = [one.node.text for one in first.retrieve(QUESTION)]
+    first.index.vector_store.close()
+    second = run()
+    assert len(second.index.vector_store.client) == len(FACTS)
+    assert [one.node.text for one in second.retrieve(QUESTION)] == texts
+
+
+def test_a_node_with_another_text_replaces_the_one_of_its_id(tmp_path):
+    model = Embedder(asked=[])
+    for text in ("Ada Lind was born in Bern.", "Ada Lind was born in Chur."):
+        retriever = LlamaRetriever.from_nodes(
+            [TextNode(text=text, id_="a")], model, index="brute", path=tmp_path
+        )
+        assert [one.node.text for one in retriever.retrieve(QUESTION)] == [text]
+        retriever.index.vector_store.close()
+
+
+async def test_the_event_says_why_a_near_question_was_refused():
+    events = []
+
+    class Seen(FakeEngine):
+        pass
+
+    from langchain_core.callbacks import AsyncCallbackHandler
+
+    class Handler(AsyncCallbackHandler):
+        async def on_custom_event(self, name, data, **kwargs):
+            events.append((name, data))
+
+    retriever = RagCacheRetriever.from_documents(
+        stored(), WordEmbeddings(), index="brute", tolerance=0.9, cache=Seen()
+    )
+    for question in (QUESTION, "Where was Ada Lind not born?"):
+        await retriever.ainvoke(question, {"callbacks": [Handler()]})
+    assert [name for name, _ in events] == ["ragcachekit_query_miss"] * 2
+    assert [data.get("refused") for _, data in events] == [None, "negation"]
