@@ -97,7 +97,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
         Parsers give new ids to the same nodes in every run.
         """
-        stored = [as_node(found) for found in self._index.get(self._index.ids)]
+        stored = [as_node(found) for found in self._index.get(self._index.ids if nodes else ())]
         known, by_id = {_content_of(node) for node in stored}, {node.node_id: node for node in stored}
 
         def is_there(node: BaseNode) -> bool:
