@@ -57,9 +57,11 @@ class Storage:
         """The committed state, None before the first change; RetrievalError where it was lost."""
         held = self._values.get("head")
         if held is None and (len(self._values) or any(self._remains())):
-            raise RetrievalError(
-                f"the documents in {self.path} cannot be read; add them again under another path"
-            )
+            held = self._values.get("head")  # another process may have made its first change in between
+            if held is None:
+                raise RetrievalError(
+                    f"the documents in {self.path} cannot be read; add them again under another path"
+                )
         return None if held is None else Head(**held)
 
     def record(self, one: DocumentId) -> Record | None:

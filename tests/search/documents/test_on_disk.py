@@ -253,6 +253,26 @@ def test_another_index_is_refused(tmp_path: Path, options: dict[str, Any], match
         assert again._state.index.options()["links"] == 8
 
 
+def test_the_first_change_of_another_process_arrives_between_two_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        DocumentIndex("faiss-flat", "l2", tmp_path) as one,
+        DocumentIndex("faiss-flat", "l2", tmp_path) as two,
+    ):
+        count = JsonStore.__len__
+
+        def changed_first(store: JsonStore) -> int:
+            monkeypatch.setattr(JsonStore, "__len__", count)
+            fill(two, 0, 3)
+            return count(store)
+
+        monkeypatch.setattr(JsonStore, "__len__", changed_first)
+        found = one.search(rows(3)[1], 1)
+        assert JsonStore.__len__ is count, "the head was found at once: no other change came in between"
+        assert [hit.record.id for hit in found] == [1]
+
+
 def test_two_indexes_on_one_path_see_each_other(tmp_path: Path) -> None:
     told: list[IndexChange] = []
     with (
