@@ -207,12 +207,13 @@ async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, cal
 
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading
 from layer_kit import watched
 from speaking import byte_level, speaker
 from langchain_ragcachekit import ChatRagCache
 from ragcachekit import CancelScope, RagCache
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 model = speaker(num_hidden_layers=30, max_position_embeddings=1024)
 cancelled, cancel = threading.Event(), CancelScope.cancel
 CancelScope.cancel = lambda scope: (cancel(scope), cancelled.set())

@@ -57,8 +57,8 @@ def test_a_bound_is_never_above_the_distance(metric: str, scale: float, shape: s
         gaps = exact(metric, query, keys)
         for tolerance in (float(gaps.min()), float(np.median(gaps)), float(gaps.max())):
             bounds = leading.bounds(query, KEYS)
-            slots = leading.within(bounds, checked(query, False).squared, largest, max(0.0, tolerance))
-            assert set(np.flatnonzero(gaps <= tolerance)) <= set(slots)
+            least = leading.least(max(0.0, tolerance), checked(query, False).squared, largest)
+            assert set(np.flatnonzero(gaps <= tolerance)) <= set(leading.remaining(bounds, least))
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
@@ -69,7 +69,7 @@ def test_unrelated_keys_are_excluded(metric: str) -> None:
     leading = filled(metric, keys)._leading
     assert leading is not None
     query = (keys[3] + 0.001 * rng.standard_normal(DIM)).astype(np.float32)
-    assert list(leading.within(leading.bounds(query, KEYS), 1.0, 1.0, 0.05)) == [3]
+    assert leading.remaining(leading.bounds(query, KEYS), leading.least(0.05, 1.0, 1.0)) == [3]
 
 
 def test_narrow_and_small_keys_are_scanned_in_full() -> None:
@@ -80,12 +80,13 @@ def test_narrow_and_small_keys_are_scanned_in_full() -> None:
 
 def test_columns_that_exclude_too_little_are_widened_and_then_left_alone() -> None:
     rng = np.random.default_rng(4)
-    keys = (rng.standard_normal(DIM) + rng.standard_normal((KEYS, DIM))).astype(np.float32)  # cosines of 0.5
-    matrix, queries = filled("cosine", keys), keys + np.float32(0.1)
+    wordings = rng.standard_normal(DIM) + rng.standard_normal((KEYS + 100, DIM))  # cosines of 0.5
+    keys, queries = np.split(wordings.astype(np.float32), [KEYS])
+    matrix = filled("cosine", keys)
     widths, pauses = set(), 0
-    for query in queries[:100]:
+    for query in queries:
         expected = exact("cosine", query, keys)
-        assert ask(matrix, query, 0.4) == (expected.argmin(), pytest.approx(float(expected.min()), abs=1e-9))
+        assert ask(matrix, query, 0.6) == (expected.argmin(), pytest.approx(float(expected.min()), abs=1e-9))
         assert matrix._leading is not None
         widths.add(matrix._leading.columns)
         pauses += matrix._leading._pause > 0
@@ -93,7 +94,17 @@ def test_columns_that_exclude_too_little_are_widened_and_then_left_alone() -> No
     assert pauses > 50
     assert matrix._leading is not None
     assert matrix._leading.pays(0.01)
-    assert not matrix._leading.pays(0.4)
+    assert not matrix._leading.pays(0.6)
+
+
+def test_a_near_key_excludes_the_others_of_its_topic() -> None:
+    rng = np.random.default_rng(6)
+    keys = (rng.standard_normal(DIM) + rng.standard_normal((KEYS, DIM))).astype(np.float32)
+    matrix, queries = filled("cosine", keys), keys + np.float32(0.1)
+    for number, query in enumerate(queries):
+        assert ask(matrix, query, 0.6)[0] == number
+    assert matrix._leading is not None
+    assert (matrix._leading.columns, matrix._leading.pays(0.6)) == (LEADING_COLUMNS, True)
 
 
 def test_a_pause_ends_and_grows() -> None:
@@ -101,7 +112,7 @@ def test_a_pause_ends_and_grows() -> None:
     for number in range(2000):
         if leading.pays(1.0):
             tried.append(number)
-            leading.within(np.zeros(10, np.float32), 1.0, 1.0, 1e3)  # all remain
+            assert len(leading.remaining(np.zeros(10, np.float32), -1.0)) == 10
             if leading.exhausted:
                 leading.pause(1.0)
     gaps = np.diff(tried[3:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -81,21 +80,27 @@ class LeadingColumns:
         bounds: Float32 = split.dot(self._keys[:size].T)
         return bounds
 
-    def within(self, bounds: Float32, squared: float, largest: float, tolerance: float) -> Sequence[int]:
-        """Slots of the keys that may lie within the tolerance; ``bounds`` is overwritten."""
-        limit = self._metric.bounded_limit(tolerance, squared)
-        least = -limit - self._metric.error(self._dot_error, squared, largest)
-        best = int(bounds.argmax())
-        highest = bounds.item(best)
-        if highest >= least:
-            bounds[best] = -math.inf  # two argmax take less time than one comparison
-            if bounds.item(int(bounds.argmax())) >= least:
-                bounds[best] = highest
-                least = max(least, -3e38)  # which float32 can hold
-                return self._several((bounds >= least).nonzero()[0].tolist(), len(bounds))
+    def least(self, distance: float, squared: float, largest: float) -> float:
+        """The lowest bound that a key within ``distance`` of the query can have.
+
+        ``squared`` and ``largest`` are the squared norms of the query and of the longest key.
+        """
+        error = self._metric.error(self._dot_error, squared, largest)
+        return max(-self._metric.bounded_limit(distance, squared) - error, -3e38)  # which float32 can hold
+
+    def remaining(self, bounds: Float32, least: float) -> list[int]:
+        """Slots of the keys that their bounds do not exclude; too many, too often, exhaust these columns."""
+        slots: list[int] = (bounds >= least).nonzero()[0].tolist()
+        is_slow = (
+            len(slots) * self._dim > len(bounds) * self.columns
+        )  # to read them, compared with the bounds
+        self._strikes = max(0, self._strikes + (1 if is_slow else -1))
+        return slots
+
+    def note_single(self) -> None:
+        """Count a lookup for which the bounds left one key at most."""
         if self._strikes:
             self._strikes -= 1
-        return (best,) if highest >= least else ()
 
     @property
     def exhausted(self) -> bool:
@@ -113,11 +118,6 @@ class LeadingColumns:
         """Have :meth:`pays` refuse this tolerance and greater ones: longer at each time."""
         self._longest_pause = min(2 * self._longest_pause, _LONGEST_PAUSE)
         self._strikes, self._pause, self._failed_at = _STRIKES - 1, self._longest_pause, tolerance
-
-    def _several(self, slots: list[int], size: int) -> list[int]:
-        is_slow = len(slots) * self._dim > size * self.columns  # to read them, compared with the bounds
-        self._strikes = max(0, self._strikes + (1 if is_slow else -1))
-        return slots
 
     def _split(self, query: Float32) -> Float32:
         self._head[:] = query[: self.columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -94,11 +95,14 @@ class KeyMatrix:
         best: int | None = None
         nearest = tolerance
         for slot in slots:
-            key = self.rows[slot].astype(np.float64)
-            distance = self._metric.distance(query.wide, key, query.squared, self.squares.item(slot))
+            distance = self._distance(query, slot)
             if distance < nearest or (distance == nearest and (best is None or self._older(slot, best))):
                 best, nearest = slot, distance
         return best, (0.0 if best is None else nearest)
+
+    def _distance(self, query: Query, slot: int) -> float:
+        key = self.rows[slot].astype(np.float64)
+        return self._metric.distance(query.wide, key, query.squared, self.squares.item(slot))
 
     def _older(self, a: int, b: int) -> bool:
         return self._serials.item(a) < self._serials.item(b)
@@ -106,9 +110,23 @@ class KeyMatrix:
     def _nearest_of_bounded(
         self, query: Query, tolerance: float, bounds: Float32, leading: LeadingColumns
     ) -> Nearest:
-        slots = leading.within(bounds, query.squared, self._largest, tolerance)
-        if not slots:
+        """The nearest key; ``bounds`` is overwritten.
+
+        The key with the highest bound is measured first: others must be able to lie as near as it does.
+        """
+        first = int(bounds.argmax())
+        highest = bounds.item(first)
+        if highest < leading.least(tolerance, query.squared, self._largest):
+            leading.note_single()
             return None, 0.0
+        distance = self._distance(query, first)
+        least = leading.least(min(distance, tolerance), query.squared, self._largest)
+        bounds[first] = -math.inf  # two argmax take less time than one comparison
+        if bounds.item(int(bounds.argmax())) < least:
+            leading.note_single()
+            return (first, distance) if distance <= tolerance else (None, 0.0)
+        bounds[first] = highest
+        slots = leading.remaining(bounds, least)
         if leading.exhausted:
             self._widen(leading, tolerance)
         return self.nearest_among(query, slots, tolerance)

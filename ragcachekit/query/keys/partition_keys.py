@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -41,6 +42,7 @@ class PartitionKeys:
         self.matrix = KeyMatrix(dim, metric, most)
         self.stored: list[Stored] = []  # by slot
         self._by_digest: dict[int, Stored] = {}
+        self._squares: Counter[float] = Counter()  # keys of each squared norm: few have a query's own
         self._by_serial: dict[int, Stored] = {}  # of the keys in the graph
         self._wants_graph = graph
         self._graph: KeyGraph | None = None
@@ -62,6 +64,7 @@ class PartitionKeys:
         stored = Stored(Entry(self.partition, entry.ids), self, slot, serial, hash(vector))
         self.stored.append(stored)
         self._by_digest[stored.digest] = stored
+        self._squares[squared] += 1
         if self._graph is not None:
             self._add_to_graph(self._graph, [stored])
         elif self._wants_graph and len(self.stored) >= _BUILT_FROM:
@@ -72,6 +75,10 @@ class PartitionKeys:
     def remove(self, stored: Stored) -> None:
         """Take an entry out."""
         del self._by_digest[stored.digest]
+        squared = self.matrix.squares.item(stored.slot)
+        self._squares[squared] -= 1
+        if not self._squares[squared]:
+            del self._squares[squared]
         if self._graph is not None:
             del self._by_serial[stored.serial]
             self._graph.remove(stored.serial)
@@ -102,6 +109,8 @@ class PartitionKeys:
         return found
 
     def _equal(self, query: Query) -> Stored | None:
+        if query.squared not in self._squares:
+            return None
         vector = exact_bytes(query.vector)
         stored = self._by_digest.get(hash(vector))
         is_equal = stored is not None and self.matrix.rows[stored.slot].tobytes() == vector
