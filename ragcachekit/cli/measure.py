@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,6 +156,11 @@ def query_cache(
     reorder: Annotated[
         bool, typer.Option(help="Order candidates anew for each question, as over an index of its own.")
     ] = True,
+    answers: Annotated[
+        int, typer.Option(min=0, help="Lookups of the dataset that a model answers, to score them.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="That answers: a folder, a hub id, or 'sample'.")] = "sample",
+    policy: Annotated[str, typer.Option(help="Of these answers: full shows the query cache alone.")] = "full",
     chunk_tokens: opt.ChunkTokens = 200,
     seed: opt.Seed = 0,
     json: opt.Json = None,
@@ -182,7 +188,18 @@ def query_cache(
         assert log is not None
         assert corpus is not None
         found = asked.of_log(log, corpus, chunk_tokens, progress=True)
-    report = module.run(found, sweep, index, progress=True)
+    with ExitStack() as opened:
+        scores = None
+        if answers:
+            from ragcachekit.commands.bench.query_cache.answers import Answering, AnswerScores
+            from ragcachekit.commands.sample_model import SAMPLE, resolve_model
+            from ragcachekit.engine.rag_cache import RagCache
+
+            rag = opened.enter_context(
+                RagCache.from_pretrained(resolve_model(model or SAMPLE), policy=policy)
+            )
+            scores = AnswerScores(rag, found, Answering(answers, policy, seed=seed), progress=True)
+        report = module.run(found, sweep, index, progress=True, answers=scores)
     show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
     written(report, json, plot, picture.plot)
 

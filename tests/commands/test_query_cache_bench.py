@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from ragcachekit.commands.bench.query_cache.answers import Answering, AnswerScores
 from ragcachekit.commands.bench.query_cache.plot import PANELS, plot
 from ragcachekit.commands.bench.query_cache.run import Sweep, replays, run, searched
 from ragcachekit.commands.bench.query_cache.wordings import PREFIXES, variants
 from ragcachekit.commands.bench.query_cache.workload import Workload, of_dataset, with_copies
+from ragcachekit.types import Chunk, Prompt
+from speaking import byte_level
 
 
 def workload(evidence=()) -> Workload:
@@ -55,6 +60,40 @@ def test_recall_counts_what_the_index_would_have_said() -> None:
     (row,) = rows_of(two, Sweep((1,), (0.5,), reorder=False), lambda q: answers[round(float(q[1]), 2)])
     assert (row["hit_rate"], row["result_recall"], row["wrong_hits"]) == (0.5, 0.75, 0.5)
     assert (row["evidence"], row["evidence_uncached"]) == (0.5, 1.0)
+
+
+class Reader:
+    """Answers with the first passage of the prompt."""
+
+    tokenizer = byte_level()
+
+    def __init__(self) -> None:
+        self.asked: list[Prompt] = []
+
+    def generate(self, prompt: Prompt, **options: Any) -> SimpleNamespace:
+        self.asked.append(prompt)
+        return SimpleNamespace(text=next(part.text for part in prompt.segments if isinstance(part, Chunk)))
+
+
+def test_answers_are_scored_over_what_each_lookup_returned() -> None:
+    asked = np.array([[1.0, 0.0], [1.0, 0.01]], np.float32)
+    two = Workload(
+        "two",
+        ("a", "b"),
+        asked,
+        np.eye(3),
+        (0, 1),
+        answers=(("red",), ("no", "blue")),
+        passages=("red", "blue"),
+    )
+    found, reader = searched(two, lambda q: [0] if q[1] == 0 else [7, 1]), Reader()
+    scores = AnswerScores(cast(Any, reader), two, Answering(2))
+    rows = list(replays(two, found, Sweep((1,), (0.0, 0.5), reorder=False), answers=scores))
+    assert [row["answer_f1_uncached"] for row in rows] == [1.0, 1.0]  # 7 is a copy, without a text
+    assert [row["answer_f1"] for row in rows] == [1.0, 0.5]  # the second question got the first one's passage
+    assert len(reader.asked) == 3  # each question and list once
+    with pytest.raises(ValueError, match="--dataset"):
+        AnswerScores(cast(Any, reader), workload(), Answering(2))
 
 
 def test_candidates_are_put_in_order_for_the_question_that_hits_them() -> None:

@@ -14,6 +14,7 @@ PANELS = {
     "latency_saved": "search time saved",
     "result_recall": "recall of results",
     "evidence": "chunk with the answer found",
+    "answer_f1": "F1 of answers",
     "wrong_hits": "hits on another question",
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from ragcachekit.commands.bench.query_cache.answers import AnswerScores
 from ragcachekit.commands.bench.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.query.base import Partition
@@ -68,14 +69,19 @@ class Searched:
 
 
 def run(
-    workload: Workload, sweep: Sweep | None = None, index: str = "faiss-flat", progress: bool = False
+    workload: Workload,
+    sweep: Sweep | None = None,
+    index: str = "faiss-flat",
+    progress: bool = False,
+    answers: AnswerScores | None = None,
 ) -> BenchReport:
     """Replay a workload over an index; rows of the part ``sweep`` as of :func:`replays`."""
     built = open_index(index, workload.chunks.shape[1])
     built.add(range(len(workload.chunks)), workload.chunks)
     count = FACTOR * RESULTS if sweep is None or sweep.reorder else RESULTS
     found = searched(workload, lambda question: built.search(question, count).ids, progress)
-    rows = [{"part": SWEEP, "index": index, **row} for row in replays(workload, found, sweep, progress)]
+    cases = replays(workload, found, sweep, progress, answers)
+    rows = [{"part": SWEEP, "index": index, **row} for row in cases]
     return BenchReport("query-cache", f"{workload.name}; {index}", 0, tuple(rows))
 
 
@@ -92,25 +98,34 @@ def searched(
 
 
 def replays(
-    workload: Workload, found: Searched, sweep: Sweep | None = None, progress: bool = False
+    workload: Workload,
+    found: Searched,
+    sweep: Sweep | None = None,
+    progress: bool = False,
+    answers: AnswerScores | None = None,
 ) -> Iterator[Row]:
     """One row per capacity and tolerance; embedding the questions is in no figure.
 
     A miss costs its lookup, its insert and the time that its own search took without a cache.
     ``latency_saved`` is the share of all search time; ``result_recall`` the mean share of the index's own
     results that are returned. ``wrong_hits`` are hits on another question's entry, as a share of all
-    lookups. ``evidence`` is the share of lookups that return a chunk with the answer.
+    lookups. ``evidence`` is the share of lookups that return a chunk with the answer, and ``answer_f1``
+    scores a model's answers over what the last pass returned.
     """
     sweep = sweep or Sweep()
     cases = list(sweep.cases(len(set(workload.distinct))))
     for capacity, tolerance in tqdm(cases, "replay", unit="case", disable=not progress):
-        yield _replay(workload, found, sweep, capacity, tolerance)
+        row, returned = _replay(workload, found, sweep, capacity, tolerance)
+        yield row if answers is None else row | answers.row(returned, found.ids)
 
 
-def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
+def _replay(
+    workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float
+) -> tuple[Row, list[tuple[int, ...]]]:
     cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
     retrieval: CachedRetrieval[int] = CachedRetrieval(cache, guard=sweep.guard)
     results = found.ids
+    returned: list[tuple[int, ...]] = [()] * len(results)
     lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
     for at in [*range(len(workload.texts))] * sweep.passes:
         start = time.perf_counter_ns()
@@ -127,7 +142,7 @@ def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, to
             latency_ms += found.ms[at]
         latency_ms += (time.perf_counter_ns() - start) / 1e6
         lookups_us.append((looked_up - start) / 1e3)
-        right = set(results[at])
+        right, returned[at] = set(results[at]), ids
         recall += len(right.intersection(ids)) / len(right) if right else 1.0
         wrong += workload.distinct[maker] != workload.distinct[at]
         evidence += bool(workload.evidence and workload.evidence[at].intersection(ids))
@@ -149,7 +164,7 @@ def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, to
         pairs = zip(workload.evidence, results, strict=True)
         own = [bool(chunks.intersection(ids)) for chunks, ids in pairs]
         row |= {"evidence": evidence / n, "evidence_uncached": statistics.fmean(own)}
-    return row
+    return row, returned
 
 
 def _reordered(candidates: tuple[int, ...], workload: Workload, at: int) -> tuple[int, ...]:

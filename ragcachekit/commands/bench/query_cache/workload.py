@@ -30,7 +30,7 @@ class Workload:
 
     ``questions`` and ``chunks`` are embeddings ``[n, dim]``; ``texts`` are the questions' and ``distinct``
     tells equal questions in different wordings by one number. ``evidence`` are the chunks with the answer to
-    each, where they are known.
+    each, where they are known, ``answers`` the right ones. ``passages`` are the texts of the first chunks.
     """
 
     name: str
@@ -39,6 +39,8 @@ class Workload:
     chunks: NDArray[np.float32]
     distinct: tuple[int, ...]
     evidence: tuple[frozenset[int], ...] = ()
+    answers: tuple[tuple[str, ...], ...] = ()
+    passages: tuple[str, ...] = ()
 
 
 def of_log(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progress: bool = False) -> Workload:
@@ -89,6 +91,8 @@ def of_dataset(
         with_copies(chunks, vectors, seed),
         tuple(number for number, _ in asked),
         tuple(evidence[number] for number, _ in asked),
+        tuple(chosen[number].answers for number, _ in asked),
+        tuple(places),
     )
 
 
