@@ -57,7 +57,8 @@ def test_a_bound_is_never_above_the_distance(metric: str, scale: float, shape: s
         gaps = exact(metric, query, keys)
         for tolerance in (float(gaps.min()), float(np.median(gaps)), float(gaps.max())):
             bounds = leading.bounds(query, KEYS)
-            least = leading.least(max(0.0, tolerance), checked(query, False).squared, largest)
+            squared = checked(query, False).squared
+            least = leading.least(max(0.0, tolerance), squared, leading.error(squared, largest))
             assert set(np.flatnonzero(gaps <= tolerance)) <= set(leading.remaining(bounds, least))
 
 
@@ -69,7 +70,9 @@ def test_unrelated_keys_are_excluded(metric: str) -> None:
     leading = filled(metric, keys)._leading
     assert leading is not None
     query = (keys[3] + 0.001 * rng.standard_normal(DIM)).astype(np.float32)
-    assert leading.remaining(leading.bounds(query, KEYS), leading.least(0.05, 1.0, 1.0)) == [3]
+    assert leading.remaining(
+        leading.bounds(query, KEYS), leading.least(0.05, 1.0, leading.error(1.0, 1.0))
+    ) == [3]
 
 
 def test_narrow_and_small_keys_are_scanned_in_full() -> None:

@@ -80,12 +80,12 @@ class LeadingColumns:
         bounds: Float32 = split.dot(self._keys[:size].T)
         return bounds
 
-    def least(self, distance: float, squared: float, largest: float) -> float:
-        """The lowest bound that a key within ``distance`` of the query can have.
+    def error(self, squared: float, largest: float) -> float:
+        """How far rounding may lift a distance; ``squared`` norms of the query and of the longest key."""
+        return self._metric.error(self._dot_error, squared, largest)
 
-        ``squared`` and ``largest`` are the squared norms of the query and of the longest key.
-        """
-        error = self._metric.error(self._dot_error, squared, largest)
+    def least(self, distance: float, squared: float, error: float) -> float:
+        """The lowest bound that a key within ``distance`` of the query can have."""
         return max(-self._metric.bounded_limit(distance, squared) - error, -3e38)  # which float32 can hold
 
     def remaining(self, bounds: Float32, least: float) -> list[int]:

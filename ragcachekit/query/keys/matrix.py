@@ -88,12 +88,14 @@ class KeyMatrix:
 
     def nearest_among(self, query: Query, slots: Sequence[int], tolerance: float) -> Nearest:
         """As :meth:`nearest`, of the keys at ``slots``."""
+        return self._nearest_among(query, slots, None, tolerance)
+
+    def _nearest_among(self, query: Query, slots: Sequence[int], best: int | None, nearest: float) -> Nearest:
+        """The nearest of ``slots`` and ``best``, which lies at ``nearest``, or none lies within that."""
         if len(slots) > _FEW:
             near = np.array(slots)
             products = self.rows.take(near, axis=0).dot(query.vector)
-            slots = near.take(self._within(query, products, self._side.take(near), tolerance)).tolist()
-        best: int | None = None
-        nearest = tolerance
+            slots = near.take(self._within(query, products, self._side.take(near), nearest)).tolist()
         for slot in slots:
             distance = self._distance(query, slot)
             if distance < nearest or (distance == nearest and (best is None or self._older(slot, best))):
@@ -114,22 +116,22 @@ class KeyMatrix:
 
         The key with the highest bound is measured first: others must be able to lie as near as it does.
         """
-        first = int(bounds.argmax())
-        highest = bounds.item(first)
-        if highest < leading.least(tolerance, query.squared, self._largest):
+        first, squared = int(bounds.argmax()), query.squared
+        error = leading.error(squared, self._largest)
+        if bounds.item(first) < leading.least(tolerance, squared, error):
             leading.note_single()
             return None, 0.0
         distance = self._distance(query, first)
-        least = leading.least(min(distance, tolerance), query.squared, self._largest)
+        best, nearest = (first, distance) if distance <= tolerance else (None, tolerance)
+        least = leading.least(nearest, squared, error)
         bounds[first] = -math.inf  # two argmax take less time than one comparison
         if bounds.item(int(bounds.argmax())) < least:
             leading.note_single()
-            return (first, distance) if distance <= tolerance else (None, 0.0)
-        bounds[first] = highest
+            return best, (0.0 if best is None else nearest)
         slots = leading.remaining(bounds, least)
         if leading.exhausted:
             self._widen(leading, tolerance)
-        return self.nearest_among(query, slots, tolerance)
+        return self._nearest_among(query, slots, best, nearest)
 
     def _nearest_of_all(self, query: Query, tolerance: float, products: Float32) -> Nearest:
         near = self._within(query, products, self._side[: self.size], tolerance)
