@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.json_store import JsonStore
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
@@ -73,6 +74,7 @@ __all__ = [
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
+    "SpeculativePipeline",
     "StoreConfig",
     "Text",
     "TreeConfig",
@@ -91,6 +93,7 @@ _LAZY = {
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
+    "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),
