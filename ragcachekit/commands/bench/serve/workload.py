@@ -58,7 +58,7 @@ class Documents:
         weights = (1.0 + np.random.default_rng(0).permutation(size)) ** -alpha
         arrivals = np.cumsum(rng.exponential(size=count))
         return tuple(
-            ServeRequest(float(arrival), self._prompt(drawn.tolist(), int(rng.integers(len(self.questions)))))
+            ServeRequest(float(arrival), self.prompt(drawn.tolist(), int(rng.integers(len(self.questions)))))
             for arrival in arrivals
             for drawn in [rng.choice(size, chunks, replace=False, p=weights / weights.sum())]
         )
@@ -66,9 +66,10 @@ class Documents:
     def each_once(self, chunks: int) -> Iterator[Prompt]:
         """Prompts that have every document once."""
         for start in range(0, len(self.chunks), chunks):
-            yield self._prompt(range(len(self.chunks))[start : start + chunks], 0)
+            yield self.prompt(range(len(self.chunks))[start : start + chunks], 0)
 
-    def _prompt(self, places: Sequence[int], question: int) -> Prompt:
+    def prompt(self, places: Sequence[int], question: int) -> Prompt:
+        """The prompt of these documents, in order, and one of the questions."""
         documents = [Chunk(token_ids=self.chunks[place]) for place in places]
         return Prompt([Text(token_ids=self.system), *documents, Text(token_ids=self.questions[question])])
 
