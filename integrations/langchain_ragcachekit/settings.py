@@ -20,7 +20,7 @@ NOT_FOR_GENERATE = frozenset({"stream", "tool_choice", "tools"})
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
-    """Configs of ``count`` prompts: all at the same time, up to :data:`MOST_THREADS`, unless they say how many.
+    """Configs of ``count`` prompts: all at a time, up to :data:`MOST_THREADS`, unless they say how many.
 
     LangChain's own number of threads goes by the processor's cores; these threads only wait for the engine.
     """
