@@ -54,18 +54,16 @@ def test_documents_are_drawn_by_zipfs_law():
     expected = 6000 * weights / weights.sum()
     found = np.array(sorted(drawn.values(), reverse=True))
     assert np.abs(found - expected).max() < 4 * np.sqrt(expected.max())
-    same = Counter(r.prompt.segments[1].token_ids for r in DOCUMENTS.requests(6000, 1, 0.0, (0,)))
-    assert max(same.values()) < 1.3 * min(same.values())
+    alike = Counter(r.prompt.segments[1].token_ids for r in DOCUMENTS.requests(6000, 1, 0.0, (0,)))
+    assert all(abs(count - 300) < 4 * np.sqrt(300) for count in alike.values())
 
 
 def test_popular_documents_are_the_same_in_every_draw():
-    popular = {
-        Counter(r.prompt.segments[1].token_ids for r in DOCUMENTS.requests(500, 1, 1.0, (seed,))).most_common(
-            1
-        )[0][0]
-        for seed in range(3)
-    }
-    assert len(popular) == 1
+    def popular(seed):
+        requests = DOCUMENTS.requests(500, 1, 1.0, (seed,))
+        return Counter(r.prompt.segments[1].token_ids for r in requests).most_common(1)[0][0]
+
+    assert popular(0) == popular(1) == popular(2)
 
 
 def test_arrivals_are_a_poisson_process():
@@ -94,11 +92,11 @@ def test_each_document_once():
 
 
 def test_documents_of_a_folder_are_its_text(tmp_path):
-    (tmp_path / "a.md").write_text("Rome is a town in the south. " * 40)
+    (tmp_path / "a.md").write_text("a town is in the town. " * 40)
     tokenizer = AutoTokenizer.from_pretrained(READER)
     documents = text_documents(tokenizer, 5, 10, corpus=tmp_path)
     text = tokenizer.decode([i for chunk in documents.chunks for i in chunk])
-    assert text.strip() in "Rome is a town in the south. " * 40
+    assert text.strip() in "a town is in the town. " * 40
     assert {len(chunk) for chunk in documents.chunks} == {10}
     with pytest.raises(CorpusError, match="fewer documents"):
         text_documents(tokenizer, 5000, 10, corpus=tmp_path)
