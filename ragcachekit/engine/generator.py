@@ -38,14 +38,11 @@ class Generator:
         self.model, self._rope, self._prompts = model, rope, prompts
         self.run = partial(run_generate, model, rope, pad=prompts.pad, decode=prompts.decode)
 
-    def options(
-        self, options: Mapping[str, Any], plans: Sequence[LinkPlan], stop: Sequence[str]
-    ) -> dict[str, Any]:
-        """The options of generate with their defaults; ValueError or TypeError for bad ones."""
+    def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
+        """The options of generate for a prompt of ``tokens``; ValueError or TypeError for bad ones."""
         if stop:
             _ = self._prompts.tokens  # stop strings are text
-        longest = max(len(plan.token_ids) for plan in plans)
-        return filled_options(options, longest, pad=self._prompts.pad, context=self._prompts.context)
+        return filled_options(options, tokens, pad=self._prompts.pad, context=self._prompts.context)
 
     def answers(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
