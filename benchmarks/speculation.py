@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Asker:
             ended.append(time.perf_counter())
             yield found[-1]
 
-        def prompt(ids: Ids) -> Any:
+        def prompt(ids: Sequence[Any]) -> Any:
             places = dict.fromkeys(one % len(self.documents.chunks) for one in ids)
             return self.documents.prompt(list(places), at % len(self.documents.questions))
 

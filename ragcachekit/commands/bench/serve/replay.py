@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.serve.systems import Served, System
 from ragcachekit.commands.bench.serve.workload import Ids, ServeRequest
-from ragcachekit.engine.admission import tolerance_for
 from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.agreement import tolerance_for
 
 Row = dict[str, Any]
 

@@ -13,6 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit.commands.bench.serve.workload import Ids, ServeRequest
+from ragcachekit.engine.queue.request import Request
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import QueueFull, RagCacheError
 from ragcachekit.threads import DaemonPool, Job
@@ -167,8 +168,8 @@ class Engine:
 
     def __init__(self, name: str, rag: RagCache, new_tokens: int, prompts: Sequence[Any]) -> None:
         self.name, self._rag, self._prompts = name, rag, prompts
-        self._options = {"max_new_tokens": new_tokens, "do_sample": False}
-        self._open: list[tuple[Served, Any]] = []
+        self._options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        self._open: list[tuple[Served, Request]] = []
 
     def warm_up(self, requests: Sequence[ServeRequest]) -> None:
         """Choose what ``auto`` stands for, encode all documents, then answer the requests."""
