@@ -8,14 +8,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Event
+from typing import Any
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.queue.request import Request
-from ragcachekit.engine.queue.simple_decoder import BatchDecoder, Decoding
 from ragcachekit.engine.request_path import RequestPath
 from ragcachekit.forward.own_rows import own_entries
+from ragcachekit.generate.batch.decoder import BatchDecoder
+from ragcachekit.generate.batch.decoding import Decoding
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
@@ -143,7 +145,7 @@ class Runner:
 
     @cached_property
     def _decoder(self) -> BatchDecoder:
-        return BatchDecoder(self._components.generator.run)
+        return self._components.generator.batch_decoder(self._config)
 
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
@@ -162,7 +164,12 @@ class Runner:
     def _begin(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
         asked, decoder, path = request.work.asked, self._decoder, self._path
         run.first = self._components.shadow.draw(1, asked.options)
-        how = {"cancel": request.work.cancel, "first": run.first, "own": path.own, "replan": path.plan}
+        how: dict[str, Any] = {
+            "cancel": request.work.cancel,
+            "first": run.first,
+            "own": path.own,
+            "replan": path.plan,
+        }
         if together:
             run.decoding = decoder.begin(plan, asked.options, stop=asked.stop, **how)
         else:
