@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.json_store import JsonStore
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
@@ -94,6 +95,7 @@ __all__ = [
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
+    "SpeculativePipeline",
     "StoreConfig",
     "Text",
     "TreeConfig",
@@ -113,6 +115,7 @@ _LAZY = {
     "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.queue.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
+    "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),

@@ -46,6 +46,16 @@ class FakeStream:
         self.cancel()
 
 
+class FakeRequest:
+    """A request that was answered at once."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def result(self, timeout=None):
+        return self._answer
+
+
 class FakeEngine:
     def __init__(self, words=WORDS, gate=None):
         self.namespace, self.policy = "default", "lego:16"
@@ -53,7 +63,7 @@ class FakeEngine:
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate = words, gate
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
-        self.query_caches, self.orders, self.dropped = [], [], []
+        self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
 
     def register(self, texts, *, namespace=None):
         texts = list(texts)
@@ -74,6 +84,10 @@ class FakeEngine:
 
     def generate(self, prompt, *, namespace=None, policy=None, stop=None, **generate_kwargs):
         return self._finish(prompt, namespace, policy, stop, generate_kwargs)(self.words, "stop")
+
+    def submit(self, prompt, *, wait=False, **options):
+        self.submitted.append({"prompt": prompt, "wait": wait})
+        return FakeRequest(self.generate(prompt, **options))
 
     def generate_batch(self, prompts, **options):
         return [self.generate(prompt, **options) for prompt in prompts]

@@ -19,7 +19,16 @@ from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnableP
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
+from layer_kit import (
+    LONG,
+    WAITED,
+    cancellations,
+    interrupted_reader,
+    interrupts,
+    streams_ended,
+    threads_ended,
+    watched,
+)
 from ragcachekit import CancelScope, RagCache
 
 LAYERS = 8
@@ -47,7 +56,7 @@ def model(tiny_tokenizer):
 def rag(model, tiny_tokenizer, digests):
     with RagCache(model, tiny_tokenizer, policy="lego:4", cold="never", cache_dir=digests) as rag:
         yield rag
-    assert not [t for t in threading.enumerate() if t.name.startswith("ragcachekit-")]
+    assert threads_ended()
 
 
 @pytest.fixture

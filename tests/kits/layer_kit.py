@@ -74,6 +74,14 @@ def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def threads_ended() -> bool:
+    """Whether the library's threads end, with nothing more to do."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("ragcachekit-")]
+    for thread in ours:
+        thread.join(LONG)
+    return not any(thread.is_alive() for thread in ours)
+
+
 async def streams_ended() -> None:
     """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it."""
     for thread in threading.enumerate():

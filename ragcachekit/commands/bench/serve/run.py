@@ -1,0 +1,241 @@
+"""The serving bench: every system at every rate, beside a check that exact systems answer alike."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.bench.serve.replay import Row, check_same, figures, replay, same_answers
+from ragcachekit.commands.bench.serve.systems import ContinuousBatching, Engine, Sequential, System
+from ragcachekit.commands.bench.serve.workload import (
+    Documents,
+    Ids,
+    ServeRequest,
+    random_documents,
+    text_documents,
+)
+from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
+from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.config import QueueConfig, StoreConfig, TreeConfig, positive
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.pretrained import load_model
+from ragcachekit.policies.registry import open_policy
+
+SEQUENTIAL, BATCHING, SHARING = BASELINES = ("sequential", "batching", "sharing")
+EXACT = (*BASELINES, "full", "prefix")
+CACHES = {"warm": 4.0, "half": 0.5}
+"""Budget of the chunk KV, as a multiple of the KV of all documents (``warm``: whatever the encoder)."""
+ORDERS = {"cache-aware": QueueConfig().window, "fifo": 0}
+LOADS = (0.5, 1.0, 2.0)
+"""Rates by default, in multiples of what :data:`SEQUENTIAL` answers."""
+PATIENCE = 5.0
+"""Deadline of a first token by default, over that of :data:`SEQUENTIAL` alone (RAGCache, section 7)."""
+_SHAPE = "smollm2-135m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """What is served, and how.
+
+    ``model`` is a folder, a hub id or ``sample``, else ``shape`` has random weights. Documents are cut from
+    ``dataset`` or ``corpus``, else random tokens. ``systems`` are :data:`BASELINES` and policies of ours,
+    each under every one of ``caches`` and ``orders``; ``sequential`` is always measured. ``rates`` are
+    requests per second, by default :data:`LOADS`; all at once comes first. ``deadline`` is in seconds to the
+    first token. ValueError for unknown names and what does not fit together.
+    """
+
+    shape: str | None = None
+    model: str | None = None
+    dataset: str | None = None
+    corpus: str | os.PathLike[str] | None = None
+    systems: tuple[str, ...] = (*BASELINES, "full", "prefix", "auto")
+    caches: tuple[str, ...] = ("warm",)
+    orders: tuple[str, ...] = ("cache-aware",)
+    rates: tuple[float, ...] = ()
+    requests: int = 24
+    documents: int = 64
+    chunks: int = 5
+    chunk_tokens: int = 190
+    new_tokens: int = 32
+    alpha: float = 1.0
+    warm_up: int = 8
+    max_batch: int = 16
+    max_waiting: int = 256
+    deadline: float | None = None
+    runs: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and self.model is not None:
+            raise ValueError("give a shape (random weights) or a model, not both")
+        if self.model is None and (self.dataset or self.corpus):
+            raise ValueError("a dataset or a corpus needs the tokenizer of a model; random weights have none")
+        if self.dataset is not None and self.corpus is not None:
+            raise ValueError("give a dataset or a corpus, not both")
+        for name in ("requests", "documents", "chunks", "chunk_tokens", "new_tokens", "warm_up", "runs"):
+            positive(name, getattr(self, name))
+        if self.alpha < 0 or any(rate <= 0 for rate in self.rates):
+            raise ValueError("alpha must be >= 0, and rates > 0 requests per second")
+        for what, given, known in (("cache", self.caches, CACHES), ("order", self.orders, ORDERS)):
+            if not given or not set(given) <= set(known):
+                raise ValueError(f"unknown {what} in {given}; known: {', '.join(known)}")
+        for system in self.systems:
+            if system not in BASELINES:
+                open_policy(system)
+        dtype_named(self.dtype)
+
+
+class Variant(NamedTuple):
+    """One system as it is measured; baselines have no cache and no order of ours."""
+
+    system: str
+    cache: str = ""
+    order: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+
+def run(settings: ServeSettings, progress: bool = False) -> BenchReport:
+    """Measure every system; rows of one system at one rate each, columns as of :func:`.replay.figures`.
+
+    ``rate`` is in requests per second, None where all come at once: there ``throughput`` is the system's
+    greatest, and ``speedup`` that over ``sequential``. ``same`` is the share of the answers that have the
+    tokens of ``sequential``. RagCacheError if an exact system answers otherwise: no figure is given then.
+    """
+    bench = _Bench(settings, progress)
+    variants = list(_variants(settings))
+    with tqdm(unit="request", disable=not progress) as bar:
+        rates = settings.rates or LOADS
+        bar.total = len(variants) * settings.runs * (1 + len(rates)) * settings.requests
+        rows = [row for variant in variants for row in bench.measured(variant, bar)]
+    return BenchReport("serve", bench.name, settings.seed, tuple(rows))
+
+
+def _variants(settings: ServeSettings) -> Iterator[Variant]:
+    yield Variant(SEQUENTIAL)
+    for system in dict.fromkeys(settings.systems):
+        if system in BASELINES:
+            yield from [Variant(system)] if system != SEQUENTIAL else []
+        else:
+            each = itertools.product([system], settings.caches, settings.orders)
+            yield from itertools.starmap(Variant, each)
+
+
+class _Bench:
+    """Two models of equal weights, one plain and one for our engines, and what was found so far."""
+
+    def __init__(self, settings: ServeSettings, progress: bool) -> None:
+        self._settings, self._progress = settings, progress
+        self._plain, tokenizer = self._loaded()
+        self._ours, self._tokenizer = self._loaded()
+        self._documents = self._made(tokenizer)
+        self._answers: dict[tuple[int, int], list[Ids]] = {}
+        self._throughputs: dict[int, float] = {}
+        self._rates, self._deadline = settings.rates, settings.deadline
+        used = settings.model or describe(settings.shape or _SHAPE, settings.dtype)
+        self.name = (
+            f"{used}; {len(self._documents.chunks)} documents of {settings.chunk_tokens} tokens "
+            f"({self._documents.name}), {settings.chunks} per prompt, Zipf {settings.alpha:g}, "
+            f"{settings.new_tokens} new tokens"
+        )
+
+    def measured(self, variant: Variant, bar: tqdm[Any]) -> Iterator[Row]:
+        """Rows of one variant: all at once, then every rate; all that as often as there are runs."""
+        bar.set_description(f"{variant}: warm-up")
+        warm_up = self._requests(self._settings.warm_up, (0,))
+        with (
+            tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
+            closing(self._opened(variant, folder)) as system,
+        ):
+            system.warm_up(warm_up)
+            if self._deadline is None:
+                alone = figures(replay(system, warm_up[:1], None), None)
+                self._deadline = PATIENCE * alone["ttft_ms"] / 1e3
+            bar.set_description(str(variant))
+            for number in range(self._settings.runs):
+                yield from self._run(variant, system, number, bar)
+
+    def _run(self, variant: Variant, system: System, number: int, bar: tqdm[Any]) -> Iterator[Row]:
+        first = self._row(variant, system, number, 0, None, bar)
+        self._throughputs.setdefault(number, first["throughput"])
+        first["speedup"] = first["throughput"] / self._throughputs[number]
+        yield first
+        self._rates = self._rates or tuple(round(load * first["throughput"], 4) for load in LOADS)
+        for place, rate in enumerate(self._rates, 1):
+            yield self._row(variant, system, number, place, rate, bar)
+
+    def _row(
+        self, variant: Variant, system: System, run: int, place: int, rate: float | None, bar: tqdm[Any]
+    ) -> Row:
+        requests = self._requests(self._settings.requests, (1, run, place))
+        served = replay(system, requests, rate, bar)
+        expected = self._answers.setdefault((run, place), [one.token_ids for one in served])
+        if variant.system in EXACT:
+            check_same(self._plain, expected, served, str(variant))
+        row = {"system": variant.system, "cache": variant.cache, "order": variant.order, "rate": rate}
+        found = {**row, "run": run, **figures(served, self._deadline)}
+        return {**found, "same": same_answers(expected, served), "speedup": None}
+
+    def _requests(self, count: int, seed: Sequence[int]) -> tuple[ServeRequest, ...]:
+        settings = self._settings
+        return self._documents.requests(count, settings.chunks, settings.alpha, (settings.seed, *seed))
+
+    def _opened(self, variant: Variant, folder: str) -> System:
+        settings, documents = self._settings, self._documents
+        if variant.system == SEQUENTIAL:
+            return Sequential(self._plain, settings.new_tokens)
+        prompt = max(len(request.token_ids) for request in self._requests(settings.warm_up, (0,)))
+        if variant.system in BASELINES:
+            shared = len(documents.chunks) * settings.chunk_tokens if variant.system == SHARING else 0
+            tokens = prompt + settings.new_tokens
+            sizes = {"max_batch": settings.max_batch, "request_tokens": tokens, "shared_tokens": shared}
+            return ContinuousBatching(self._plain, settings.new_tokens, **sizes)
+        tokens = len(documents.chunks) * settings.chunk_tokens
+        budget = int(CACHES[variant.cache] * tokens * KVLayout.of(self._ours).token_bytes)
+        rag = RagCache(
+            self._ours,
+            self._tokenizer,
+            policy=variant.system,
+            store=StoreConfig(host_bytes=budget),
+            tree=TreeConfig(host_bytes=budget) if variant.system == "prefix" else None,
+            namespace="bench",
+            encode_after=1,
+            cache_dir=folder,
+            queue=QueueConfig(
+                max_batch=settings.max_batch,
+                max_waiting=settings.max_waiting,
+                window=ORDERS[variant.order],
+            ),
+        )
+        return Engine(variant.system, rag, settings.new_tokens, list(documents.each_once(settings.chunks)))
+
+    def _loaded(self) -> tuple[Any, Any]:
+        settings = self._settings
+        if settings.model is None:
+            shape = settings.shape or _SHAPE
+            model, tokenizer = random_model(shape, dtype=settings.dtype, device=settings.device), None
+        else:
+            dtype = dtype_named(settings.dtype)
+            model, tokenizer = load_model(resolve_model(settings.model), settings.device, dtype=dtype)
+        model.generation_config.eos_token_id = None  # all answers have the same length
+        return model, tokenizer
+
+    def _made(self, tokenizer: Any) -> Documents:
+        settings = self._settings
+        if settings.dataset or settings.corpus:
+            sizes = settings.documents, settings.chunk_tokens
+            return text_documents(tokenizer, *sizes, dataset=settings.dataset, corpus=settings.corpus)
+        vocab = self._plain.config.get_text_config().vocab_size
+        return random_documents(vocab, settings.documents, settings.chunk_tokens, settings.seed)
