@@ -82,7 +82,7 @@ class Request:
     ) -> None:
         self.work, self._on_cancel = work, on_cancel
         self.prefetched, self.batch = False, 0
-        self._tokens, self._detokenizer = tokens, detokenizer
+        self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
         self._state: State = "waiting"
         self._answer: Answer | None = None
@@ -133,7 +133,7 @@ class Request:
         given, tokens, self._tokens = "", self._tokens, None
         try:
             for ids in tokens or ():
-                if piece := self._detokenizer.push(ids):
+                if piece := self.detokenizer.push(ids):
                     given += piece
                     yield piece
             if rest := self.result().text[len(given) :]:
