@@ -143,7 +143,9 @@ def main() -> None:
         for framework, asked in ways(rag, chunks, given.max_tokens).items():
             bar.set_description(framework)
             rows += [{"framework": framework, **row} for row in measure(asked, given.runs, bar)]
-    report = BenchReport("framework-batches", f"{given.model}, {given.policy}, {given.dataset}", 0, tuple(rows))
+    report = BenchReport(
+        "framework-batches", f"{given.model}, {given.policy}, {given.dataset}", 0, tuple(rows)
+    )
     show(report.table(f"{given.questions} questions of {given.max_tokens} tokens each: {report.model}"))
     if given.json:
         report.write_json(given.json)
