@@ -1,7 +1,7 @@
 """Eight questions at once through LangChain and LlamaIndex, against one after the other, on one engine.
 
-Every prompt holds three documents, all cached. The ways take turns, so that a drifting machine hits all alike;
-all must answer alike. ``generate`` is ``rag.generate``: what an ``invoke`` may cost beside it is shown, too.
+Every prompt holds three documents, all cached. The ways take turns, so that a drifting machine hits all
+alike, and must answer alike. ``generate`` is ``rag.generate``: it shows what an ``invoke`` costs beside it.
 
     OMP_NUM_THREADS=1 python benchmarks/framework_batches.py --dataset squad:dev-v2.0.json --json out.json
 """
@@ -13,7 +13,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ Ways = dict[str, Callable[[], Answers]]
 class Given(BaseRetriever):
     """Gives every question its documents."""
 
-    def __init__(self, chunks: dict[str, Sequence[str]]) -> None:
+    def __init__(self, chunks: Mapping[str, Sequence[str]]) -> None:
         self._chunks = chunks
         super().__init__()
 
@@ -57,7 +57,7 @@ class Given(BaseRetriever):
         return self._retrieve(query_bundle)
 
 
-def ways(rag: RagCache, chunks: dict[str, Sequence[str]], max_tokens: int) -> dict[str, Ways]:
+def ways(rag: RagCache, chunks: Mapping[str, Sequence[str]], max_tokens: int) -> dict[str, Ways]:
     """Ways to ask all questions, by framework; the first of each is one after the other."""
     inputs = [{"context": "\n\n".join(texts), "question": question} for question, texts in chunks.items()]
     prompt = ChatPromptTemplate.from_messages([("human", TEMPLATE)])
@@ -143,9 +143,7 @@ def main() -> None:
         for framework, asked in ways(rag, chunks, given.max_tokens).items():
             bar.set_description(framework)
             rows += [{"framework": framework, **row} for row in measure(asked, given.runs, bar)]
-    report = BenchReport(
-        "framework-batches", f"{given.model}, {given.policy}, {given.dataset}", 0, tuple(rows)
-    )
+    report = BenchReport("framework-batches", f"{given.model}, {given.policy}", 0, tuple(rows))
     show(report.table(f"{given.questions} questions of {given.max_tokens} tokens each: {report.model}"))
     if given.json:
         report.write_json(given.json)

@@ -49,8 +49,8 @@ class ServeSettings:
     ``model`` is a folder, a hub id or ``sample``, else ``shape`` has random weights. Documents are cut from
     ``dataset`` or ``corpus``, else random tokens. ``systems`` are :data:`BASELINES` and policies of ours,
     each under every one of ``caches`` and ``orders``; ``sequential`` is always measured. ``rates`` are
-    requests per second, by default (None) :data:`LOADS`; all at once comes first. ``deadline`` is in seconds to the
-    first token. ValueError for unknown names and what does not fit together.
+    requests per second, by default (None) :data:`LOADS`; all at once comes first. ``deadline`` is in seconds
+    to the first token. ValueError for unknown names and what does not fit together.
     """
 
     shape: str | None = None
