@@ -76,7 +76,7 @@ class Runner:
     def begin(self, request: Request, closed: Event) -> bool:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
         run = self._runs[request] = _Run(time.perf_counter())
-        with request.work.scope, CancelScope(closed):
+        with request.work.scope, CancelScope(closed), CancelScope(request.work.cancel):
             why = self._decoder.unsupported(request.work.asked.options)
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
