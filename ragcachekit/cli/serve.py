@@ -78,17 +78,18 @@ def serve(
     token within the deadline) are answers per second. A missing rate is "all at once": the greatest
     throughput. Exact systems must give the answers of sequential, or no figure is shown.
 
-    Takes about half an hour on one core with the sample model. To try it out:
+    Takes about an hour on one core with the sample model. To try it out:
 
         ragcachekit bench serve --shape tiny --requests 8 --documents 10 --chunk-tokens 20
     """
     from ragcachekit.commands.bench.serve import plot as picture
     from ragcachekit.commands.bench.serve import run as module
+    from ragcachekit.commands.bench.serve.settings import ServeSettings
 
     quiet_loading()
     lists = {"systems": opt.names(systems), "caches": opt.names(caches), "orders": opt.names(orders)}
     settings = opt.settings_of(
-        module.ServeSettings,
+        ServeSettings,
         locals(),
         **lists,
         rates=() if rates == "none" else opt.numbers("--rates", rates) if rates else None,

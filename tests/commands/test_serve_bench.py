@@ -19,6 +19,7 @@ from ragcachekit.cli import app
 from ragcachekit.commands.bench.serve import replay as replays
 from ragcachekit.commands.bench.serve import run as module
 from ragcachekit.commands.bench.serve.plot import plot
+from ragcachekit.commands.bench.serve.settings import EXACT, ServeSettings
 from ragcachekit.commands.bench.serve.systems import Served, TokenTimes
 from ragcachekit.commands.bench.serve.workload import random_documents, text_documents
 from ragcachekit.commands.bench.shapes import random_model
@@ -40,7 +41,7 @@ def own_cache(tmp_path_factory):
 def report():
     orders = ("cache-aware", "fifo")
     return module.run(
-        module.ServeSettings(shape="tiny", systems=SYSTEMS, orders=orders, requests=6, rates=(50.0,), **SIZES)
+        ServeSettings(shape="tiny", systems=SYSTEMS, orders=orders, requests=6, rates=(50.0,), **SIZES)
     )
 
 
@@ -214,7 +215,7 @@ def test_rows_are_every_system_at_every_rate(report):
 
 
 def test_exact_systems_answer_as_the_model_alone(report):
-    assert {row["same"] for row in report.rows if row["system"] in module.EXACT} == {1.0}
+    assert {row["same"] for row in report.rows if row["system"] in EXACT} == {1.0}
 
 
 def test_speedups_are_over_sequential(report):
@@ -245,7 +246,9 @@ def test_a_picture(report, tmp_path):
         ({"shape": "tiny", "model": "x"}, "not both"),
         ({"dataset": "squad:x"}, "needs the tokenizer"),
         ({"model": "x", "dataset": "squad:x", "corpus": "y"}, "not both"),
-        ({"systems": ("vllm",)}, "known"),
+        ({"systems": ("vllm",)}, "'vllm' is no system: give sequential, batching, sharing or a policy"),
+        ({"chunks": 5, "documents": 4}, "5 documents, and there are 4"),
+        ({"deadline": 0.0}, "deadline must be > 0"),
         ({"caches": ("cold",)}, "unknown cache in .*known: warm, half"),
         ({"orders": ()}, "unknown order .*known: cache-aware, fifo"),
         ({"rates": (0.0,)}, "rates > 0"),
@@ -255,7 +258,7 @@ def test_a_picture(report, tmp_path):
 )
 def test_bad_settings_are_refused(options, what):
     with pytest.raises(ValueError, match=what):
-        module.ServeSettings(**options)
+        ServeSettings(**options)
 
 
 def test_the_command_shows_and_writes_the_rows(tmp_path):

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.serve.replay import Row, check_same, figures, replay, same_answers
+from ragcachekit.commands.bench.serve.settings import (
+    BASELINES,
+    CACHES,
+    EXACT,
+    LOADS,
+    ORDERS,
+    PATIENCE,
+    SEQUENTIAL,
+    SHAPE,
+    SHARING,
+    ServeSettings,
+    Variant,
+    variants,
+)
 from ragcachekit.commands.bench.serve.systems import ContinuousBatching, Engine, Sequential, System
 from ragcachekit.commands.bench.serve.workload import (
     Documents,
@@ -24,87 +35,10 @@ from ragcachekit.commands.bench.serve.workload import (
 )
 from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
 from ragcachekit.commands.sample_model import resolve_model
-from ragcachekit.config import QueueConfig, StoreConfig, TreeConfig, positive
+from ragcachekit.config import QueueConfig, StoreConfig, TreeConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.pretrained import load_model
-from ragcachekit.policies.registry import open_policy
-
-SEQUENTIAL, BATCHING, SHARING = BASELINES = ("sequential", "batching", "sharing")
-EXACT = (*BASELINES, "full", "prefix")
-CACHES = {"warm": 4.0, "half": 0.5}
-"""Budget of the chunk KV, as a multiple of the KV of all documents (``warm``: whatever the encoder)."""
-ORDERS = {"cache-aware": QueueConfig().window, "fifo": 0}
-LOADS = (0.5, 1.0, 2.0)
-"""Rates by default, in multiples of what :data:`SEQUENTIAL` answers."""
-PATIENCE = 5.0
-"""Deadline of a first token by default, over that of :data:`SEQUENTIAL` alone (RAGCache, section 7)."""
-_SHAPE = "smollm2-135m"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """What is served, and how.
-
-    ``model`` is a folder, a hub id or ``sample``, else ``shape`` has random weights. Documents are cut from
-    ``dataset`` or ``corpus``, else random tokens. ``systems`` are :data:`BASELINES` and policies of ours,
-    each under every one of ``caches`` and ``orders``; ``sequential`` is always measured. ``rates`` are
-    requests per second, by default (None) :data:`LOADS`; all at once comes first. ``deadline`` is in seconds
-    to the first token. ValueError for unknown names and what does not fit together.
-    """
-
-    shape: str | None = None
-    model: str | None = None
-    dataset: str | None = None
-    corpus: str | os.PathLike[str] | None = None
-    systems: tuple[str, ...] = (*BASELINES, "full", "prefix", "auto")
-    caches: tuple[str, ...] = ("warm",)
-    orders: tuple[str, ...] = ("cache-aware",)
-    rates: tuple[float, ...] | None = None
-    requests: int = 24
-    documents: int = 64
-    chunks: int = 5
-    chunk_tokens: int = 190
-    new_tokens: int = 32
-    alpha: float = 1.0
-    warm_up: int = 8
-    max_batch: int = 16
-    max_waiting: int = 256
-    deadline: float | None = None
-    runs: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.shape is not None and self.model is not None:
-            raise ValueError("give a shape (random weights) or a model, not both")
-        if self.model is None and (self.dataset or self.corpus):
-            raise ValueError("a dataset or a corpus needs the tokenizer of a model; random weights have none")
-        if self.dataset is not None and self.corpus is not None:
-            raise ValueError("give a dataset or a corpus, not both")
-        for name in ("requests", "documents", "chunks", "chunk_tokens", "new_tokens", "warm_up", "runs"):
-            positive(name, getattr(self, name))
-        if self.alpha < 0 or any(rate <= 0 for rate in self.rates or ()):
-            raise ValueError("alpha must be >= 0, and rates > 0 requests per second")
-        for what, given, known in (("cache", self.caches, CACHES), ("order", self.orders, ORDERS)):
-            if not given or not set(given) <= set(known):
-                raise ValueError(f"unknown {what} in {given}; known: {', '.join(known)}")
-        for system in self.systems:
-            if system not in BASELINES:
-                open_policy(system)
-        dtype_named(self.dtype)
-
-
-class Variant(NamedTuple):
-    """One system as it is measured; baselines have no cache and no order of ours."""
-
-    system: str
-    cache: str = ""
-    order: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join(filter(None, self))
 
 
 def run(settings: ServeSettings, progress: bool = False) -> BenchReport:
@@ -114,37 +48,26 @@ def run(settings: ServeSettings, progress: bool = False) -> BenchReport:
     greatest, and ``speedup`` that over ``sequential``. ``same`` is the share of the answers that have the
     tokens of ``sequential``. RagCacheError if an exact system answers otherwise: no figure is given then.
     """
-    bench = _Bench(settings, progress)
-    variants = list(_variants(settings))
+    bench, asked = _Bench(settings), list(variants(settings))
     with tqdm(unit="request", disable=not progress) as bar:
         rates = LOADS if settings.rates is None else settings.rates
-        bar.total = len(variants) * settings.runs * (1 + len(rates)) * settings.requests
-        rows = [row for variant in variants for row in bench.measured(variant, bar)]
+        bar.total = len(asked) * settings.runs * (1 + len(rates)) * settings.requests
+        rows = [row for variant in asked for row in bench.measured(variant, bar)]
     return BenchReport("serve", bench.name, settings.seed, tuple(rows))
-
-
-def _variants(settings: ServeSettings) -> Iterator[Variant]:
-    yield Variant(SEQUENTIAL)
-    for system in dict.fromkeys(settings.systems):
-        if system in BASELINES:
-            yield from [Variant(system)] if system != SEQUENTIAL else []
-        else:
-            each = itertools.product([system], settings.caches, settings.orders)
-            yield from itertools.starmap(Variant, each)
 
 
 class _Bench:
     """Two models of equal weights, one plain and one for our engines, and what was found so far."""
 
-    def __init__(self, settings: ServeSettings, progress: bool) -> None:
-        self._settings, self._progress = settings, progress
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
         self._plain, tokenizer = self._loaded()
         self._ours, self._tokenizer = self._loaded()
         self._documents = self._made(tokenizer)
         self._answers: dict[tuple[int, int], list[Ids]] = {}
         self._throughputs: dict[int, float] = {}
         self._rates, self._deadline = settings.rates, settings.deadline
-        used = settings.model or describe(settings.shape or _SHAPE, settings.dtype)
+        used = settings.model or describe(settings.shape or SHAPE, settings.dtype)
         self.name = (
             f"{used}; {len(self._documents.chunks)} documents of {settings.chunk_tokens} tokens "
             f"({self._documents.name}), {settings.chunks} per prompt, Zipf {settings.alpha:g}, "
@@ -225,7 +148,7 @@ class _Bench:
     def _loaded(self) -> tuple[Any, Any]:
         settings = self._settings
         if settings.model is None:
-            shape = settings.shape or _SHAPE
+            shape = settings.shape or SHAPE
             model, tokenizer = random_model(shape, dtype=settings.dtype, device=settings.device), None
         else:
             dtype = dtype_named(settings.dtype)
