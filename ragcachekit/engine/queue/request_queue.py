@@ -167,7 +167,7 @@ class RequestQueue:
 
     def _next(self) -> Request | None:
         with self._changed:
-            best = self._order.best()
+            best = self._order.best(self._runner.is_ready)
             if best is None or not self._runner.has_room(best):
                 return None
             self._order.take(best, best.work.prompt.namespace)

@@ -69,6 +69,11 @@ class Runner:
             request.prefetched = True
             self._components.loads.prefetch(request.work.estimator.to_load)
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether its prefill would not wait for entries that are being loaded."""
+        estimator = request.work.estimator
+        return self._components.loads.hidden(estimator.to_load, estimator.rows)
+
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run."""
         return self._decoder.has_room(request.work.tokens)
