@@ -61,7 +61,7 @@ def test_policies(name, policy):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3"])
 def test_tree(name):
-    with warmed(name, *PROMPTS, policy="full", tree=TreeConfig()) as rag:
+    with warmed(name, *PROMPTS, policy="prefix", tree=TreeConfig()) as rag:
         rag.flush()
         asked = requests(lambda prompt, **o: greedy(plain(name), ids(prompt), o["max_new_tokens"], **o), 3)
         assert rag.generate(LONG, max_new_tokens=1).report.link.exact_tokens > 100
