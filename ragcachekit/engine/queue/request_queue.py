@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from math import inf
 from threading import TIMEOUT_MAX
 
 from ragcachekit.cancellation import CancelScope
@@ -37,7 +38,9 @@ class RequestQueue:
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
+        self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
+        self._turns: list[Request] = []  # that the thread is beginning or answering
         refuse_after_fork(self)
 
     @property
@@ -111,6 +114,8 @@ class RequestQueue:
             if not self.has_room():
                 return False
             self._order.add(request, request.work.prompt.namespace)
+            if request.work.deadline < inf or request.work.scope.has_others:
+                self._watched[request] = None
             self._runner.note_waiting(request)
             self._counts["submitted"] += 1
             if not self._driving:
@@ -128,6 +133,7 @@ class RequestQueue:
         return found
 
     def _left(self, request: Request) -> None:
+        self._watched.pop(request, None)
         self._runner.note_left(request)
         self._changed.notify_all()
 
@@ -141,21 +147,24 @@ class RequestQueue:
         except BaseException as error:
             log.exception("the thread that answers requests failed")
             with self._changed:
-                ended = [*self._order, *self._runner.clear()]
-                for request in list(self._order):
+                waiting = list(self._order)
+                for request in waiting:
                     self._discard(request)
-                self._driving = False
+                ended = list(dict.fromkeys([*waiting, *self._runner.clear(), *self._turns]))
+                self._turns, self._driving = [], False
                 self._changed.notify_all()
+            ended = [request for request in ended if not request.done()]
             self._fail(ended, error, "the engine's thread failed")
 
     def _turn(self) -> bool:
         """Begin a request, decode a token for each; False, and the thread is over, if there is none."""
         self._sweep()
-        request = self._next()
-        if request is not None:
+        self._turns = []
+        if (request := self._next()) is not None:
             self._begin(request)
         try:
-            for ended in self._runner.step():
+            self._turns = self._runner.step()
+            for ended in self._turns:
                 self._finish(ended)
         except Exception as error:
             log.exception("decoding a batch failed")
@@ -171,6 +180,7 @@ class RequestQueue:
             if best is None or not self._runner.has_room(best):
                 return None
             self._order.take(best, best.work.prompt.namespace)
+            self._turns = [best]
             self._left(best)
             best.start()
             ahead = self._order.next_ones(AHEAD)
@@ -207,7 +217,7 @@ class RequestQueue:
         if over:
             self._end_waiting()
         with self._changed:
-            ended = [r for r in self._order if r.work.deadline < now or r.cancel_requested]
+            ended = [r for r in self._watched if r.work.deadline < now or r.cancel_requested]
             for request in ended:
                 self._discard(request)
         for request in self._runner.requests:

@@ -145,7 +145,11 @@ class Runner:
     def clear(self) -> list[Request]:
         """End all running requests without an answer; returns them."""
         requests, self._runs = list(self._runs), {}
-        self._decoder.clear()
+        try:
+            self._decoder.clear()
+        except Exception:
+            log.exception("a batch could not be cleared; the next request opens another")
+            self.__dict__.pop("_decoder", None)
         return requests
 
     @cached_property

@@ -100,16 +100,34 @@ def test_a_failed_step_is_the_error_of_all_in_the_batch(rag):
     usable(rag)
 
 
-def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(rag):
+@pytest.mark.parametrize("where", ["choice", "prefetch", "begin", "step", "answer"])
+def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(rag, where):
+    runner = rag.queue._runner
+    owner, name = {
+        "choice": (rag.queue._order, "best"),
+        "prefetch": (runner, "prefetch"),
+        "begin": (runner._decoder, "begin"),
+        "step": (runner._decoder, "step"),
+        "answer": (rag._path, "finish"),
+    }[where]
     with held(rag):
         requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
-        fail_next(rag.queue._runner._decoder, "step", SystemExit())
+        fail_next(owner, name, SystemExit())
     for request in requests:
         with pytest.raises(EngineError) as caught:
             request.result(LONG)
         assert isinstance(caught.value.__cause__, SystemExit)
     assert rag.queue.drain(LONG)
     assert (rag.queue.waiting, rag.queue.running) == (0, 0)
+    usable(rag)
+
+
+def test_a_batch_that_cannot_be_opened_is_an_error_and_no_standstill(rag):
+    make = rag._components.generator.batch_decoder
+    rag._components.generator.batch_decoder = lambda _: 1 / 0
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        rag.submit(PROMPT, **ASKED).result(LONG)
+    rag._components.generator.batch_decoder = make
     usable(rag)
 
 
