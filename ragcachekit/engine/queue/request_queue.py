@@ -53,6 +53,10 @@ class RequestQueue:
         """Requests that are being answered."""
         return len(self._runner.requests)
 
+    def has_room(self) -> bool:
+        """Whether another request may wait."""
+        return self.waiting < self._config.max_waiting
+
     def stats(self) -> QueueStats:
         """What became of the requests since the engine was made."""
         with self._changed:
@@ -73,10 +77,6 @@ class RequestQueue:
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
         return self._changed.wait_for(lambda: not self._driving, timeout)
-
-    def has_room(self) -> bool:
-        """Whether another request may wait."""
-        return self.waiting < self._config.max_waiting
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
@@ -192,24 +192,25 @@ class RequestQueue:
         try:
             if self._runner.begin(request, self._pool.closed):
                 self._finish(request)
-        except Cancelled:
+        except (Cancelled, Exception) as error:
             self._runner.drop(request)
-            self._resolve(request, "cancelled", self._runner.nothing(request))
-        except Exception as error:
-            self._runner.drop(request)
-            self._resolve(request, "failed", error=error)
+            self._ended_by(request, error)
 
     def _finish(self, request: Request) -> None:
         try:
             with request.work.scope, CancelScope(self._pool.closed):
                 answer = self._runner.answer(request)
-        except Cancelled:
-            answer = self._runner.nothing(request)
-        except Exception as error:
+        except (Cancelled, Exception) as error:
+            self._ended_by(request, error)
+        else:
+            cancelled = answer.report.finish_reason == "cancelled"
+            self._resolve(request, "cancelled" if cancelled else "done", answer)
+
+    def _ended_by(self, request: Request, error: BaseException) -> None:
+        if isinstance(error, Cancelled):
+            self._resolve(request, "cancelled", self._runner.nothing(request))
+        else:
             self._resolve(request, "failed", error=error)
-            return
-        cancelled = answer.report.finish_reason == "cancelled"
-        self._resolve(request, "cancelled" if cancelled else "done", answer)
 
     def _sweep(self) -> None:
         """End what was cancelled or has passed its deadline."""
@@ -249,7 +250,7 @@ class RequestQueue:
             self._resolve(request, "failed", error=failed)
 
     def _resolve(
-        self, request: Request, outcome: str, answer: Answer | None = None, error: Exception | None = None
+        self, request: Request, outcome: str, answer: Answer | None = None, error: BaseException | None = None
     ) -> None:
         with self._changed:
             self._counts[outcome] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import threading
@@ -21,6 +22,7 @@ from ragcachekit import (
     QueueConfig,
     QueueFull,
     TreeConfig,
+    agenerate,
 )
 from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
 
@@ -85,7 +87,7 @@ def test_a_report_counts_from_the_submission():
         assert 1 <= report.batch <= 3
     assert max(report.batch for report in reports) > 1
     assert "in the queue, decoded in a batch of" in str(reports[0])
-    assert reports[0].link.link_ms < reports[0].queue_ms
+    assert all(report.link.link_ms < report.total_ms - report.queue_ms for report in reports)
 
 
 def test_the_cached_come_first_and_a_tenants_own_order_is_fair():
@@ -275,3 +277,39 @@ def test_waiting_requests_that_miss_the_same_chunk_have_it_encoded_once():
         reports = [request.result(LONG).report.link for request in requests]
     assert [[use.source for use in report.chunks] for report in reports] == [["computed", "host"]] * 4
     assert sum("encoded before it" in " ".join(report.notes) for report in reports) == 1
+
+
+def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_answered():
+    shared = [Prompt([text(9, 1), chunk(40, 70), text(6, i)]) for i in range(4)]
+    tree = TreeConfig(host_bytes=1 << 24)
+    with rag_for("llama", policy="prefix", tree=tree) as rag:
+        with held(rag):
+            requests = [rag.submit(prompt, **LONG_ANSWER) for prompt in shared]
+        answers = [request.result(LONG) for request in requests]
+    assert [answer.report.batch for answer in answers] == [4] * 4
+    assert [answer.report.link.tree_tokens for answer in answers] == [0, 49, 49, 49]
+    oracle = [greedy(plain("llama"), ids(prompt), 40, eos_token_id=-1) for prompt in shared]
+    assert [answer.token_ids for answer in answers] == oracle
+
+
+async def test_many_tasks_wait_in_no_thread_and_get_what_generate_gives():
+    with warmed("llama", *PROMPTS, policy="reuse", queue=QueueConfig(max_waiting=4)) as rag:
+        rag._path.cold = "never"
+        want = [rag.generate(prompt, **ASKED).token_ids for prompt in PROMPTS]
+        answers = await asyncio.gather(*[agenerate(rag, prompt, **ASKED) for prompt in PROMPTS * 8])
+        assert [answer.token_ids for answer in answers] == want * 8
+        with held(rag):
+            tasks = [asyncio.ensure_future(agenerate(rag, PROMPT, **ASKED)) for _ in range(4)]
+            while rag.queue.waiting < 4:
+                await asyncio.sleep(0.001)
+            with pytest.raises(QueueFull):
+                await agenerate(rag, PROMPT, wait=False, **ASKED)
+            late = asyncio.ensure_future(agenerate(rag, PROMPT, **ASKED))
+            await asyncio.sleep(0.05)
+            for task in (tasks[0], late):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert {(await task).token_ids for task in tasks[1:]} == {want[0]}
+        assert rag.queue.drain(LONG)
+        assert rag.queue.stats().cancelled == 1
