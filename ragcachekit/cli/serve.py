@@ -48,7 +48,7 @@ def serve(
         str | None,
         typer.Option(
             help="Requests per second, with commas; default: 0.5, 1 and 2 times what sequential answers. "
-            "All at once is always measured."
+            "All at once is always measured; none: only that."
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="At each rate.")] = 24,
@@ -91,7 +91,7 @@ def serve(
         module.ServeSettings,
         locals(),
         **lists,
-        rates=opt.numbers("--rates", rates) if rates else (),
+        rates=() if rates == "none" else opt.numbers("--rates", rates) if rates else None,
         new_tokens=max_new_tokens,
     )
     report = module.run(settings, progress=True)

@@ -49,8 +49,8 @@ class ServeSettings:
     ``model`` is a folder, a hub id or ``sample``, else ``shape`` has random weights. Documents are cut from
     ``dataset`` or ``corpus``, else random tokens. ``systems`` are :data:`BASELINES` and policies of ours,
     each under every one of ``caches`` and ``orders``; ``sequential`` is always measured. ``rates`` are
-    requests per second, by default :data:`LOADS`; all at once comes first. ``deadline`` is in seconds to the
-    first token. ValueError for unknown names and what does not fit together.
+    requests per second, by default (None) :data:`LOADS`; all at once comes first. ``deadline`` is in seconds
+    to the first token. ValueError for unknown names and what does not fit together.
     """
 
     shape: str | None = None
@@ -60,7 +60,7 @@ class ServeSettings:
     systems: tuple[str, ...] = (*BASELINES, "full", "prefix", "auto")
     caches: tuple[str, ...] = ("warm",)
     orders: tuple[str, ...] = ("cache-aware",)
-    rates: tuple[float, ...] = ()
+    rates: tuple[float, ...] | None = None
     requests: int = 24
     documents: int = 64
     chunks: int = 5
@@ -85,7 +85,7 @@ class ServeSettings:
             raise ValueError("give a dataset or a corpus, not both")
         for name in ("requests", "documents", "chunks", "chunk_tokens", "new_tokens", "warm_up", "runs"):
             positive(name, getattr(self, name))
-        if self.alpha < 0 or any(rate <= 0 for rate in self.rates):
+        if self.alpha < 0 or any(rate <= 0 for rate in self.rates or ()):
             raise ValueError("alpha must be >= 0, and rates > 0 requests per second")
         for what, given, known in (("cache", self.caches, CACHES), ("order", self.orders, ORDERS)):
             if not given or not set(given) <= set(known):
@@ -117,7 +117,7 @@ def run(settings: ServeSettings, progress: bool = False) -> BenchReport:
     bench = _Bench(settings, progress)
     variants = list(_variants(settings))
     with tqdm(unit="request", disable=not progress) as bar:
-        rates = settings.rates or LOADS
+        rates = LOADS if settings.rates is None else settings.rates
         bar.total = len(variants) * settings.runs * (1 + len(rates)) * settings.requests
         rows = [row for variant in variants for row in bench.measured(variant, bar)]
     return BenchReport("serve", bench.name, settings.seed, tuple(rows))
@@ -172,7 +172,8 @@ class _Bench:
         self._throughputs.setdefault(number, first["throughput"])
         first["speedup"] = first["throughput"] / self._throughputs[number]
         yield first
-        self._rates = self._rates or tuple(round(load * first["throughput"], 4) for load in LOADS)
+        if self._rates is None:
+            self._rates = tuple(round(load * first["throughput"], 4) for load in LOADS)
         for place, rate in enumerate(self._rates, 1):
             yield self._row(variant, system, number, place, rate, bar)
 
