@@ -69,20 +69,43 @@ class RequestPath:
         note = self._not_kept(plan.missing)
         return plan if note is None else plan.with_note(note)
 
-    def finish(self, generated: Generated, asked: Asked, first: FirstScores | None, begun: float) -> Answer:
-        """The answer, once shadow mode and the caches have followed; ``begun`` as for ``answers``."""
+    def finish(
+        self,
+        generated: Generated,
+        asked: Asked,
+        first: FirstScores | None,
+        begun: float,
+        captured: frozenset[KVKey] | None = None,
+    ) -> Answer:
+        """The answer, once shadow mode and the caches have followed.
+
+        ``begun`` as for ``answers``, ``captured`` as for :meth:`follow_up`.
+        """
         parts = self._components
         answers = parts.generator.answers(generated, begun, asked.options, asked.stop)
         if any(generated.token_ids):  # else cancelled before the first token
             with CancelScope(asked.cancel):
                 parts.shadow.follow(generated.plans, answers, first, asked.options, asked.stop)
-                self.follow_up(generated)
+                self.follow_up(generated, captured)
         return answers[0]
 
-    def follow_up(self, generated: Generated) -> None:
-        """Use what an answered request produced: timings, exact rows, and missing chunks to encode."""
+    def capture(self, generated: Generated) -> frozenset[KVKey] | None:
+        """Store exact rows of a prompt while its answer goes on, for requests that wait.
+
+        Returns the keys that need no encoding any more; None where rows of the answer are captured, too.
+        """
+        tree = self._components.tree
+        has_turns = tree is not None and tree.turns.budget
+        return None if has_turns else self._components.capture.after(generated)
+
+    def follow_up(self, generated: Generated, captured: frozenset[KVKey] | None = None) -> None:
+        """Use what an answered request produced: timings, exact rows, and missing chunks to encode.
+
+        ``captured`` is what :meth:`capture` returned for it, if it was called.
+        """
         self._components.loads.learn(generated)
-        captured = self._components.capture.after(generated)
+        if captured is None:
+            captured = self._components.capture.after(generated)
         self.encode_missing([item for plan in generated.plans for item in plan.missing], captured)
 
     def check_auto(self, plans: Iterable[LinkPlan]) -> None:

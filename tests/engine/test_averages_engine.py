@@ -229,9 +229,9 @@ def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
     rag.register(FACTS)
     follow_up = rag._path.follow_up
 
-    def meanwhile(generated):
+    def meanwhile(*generated):
         rag.encode(FACTS, system=BEFORE)
-        follow_up(generated)
+        follow_up(*generated)
 
     rag._path.follow_up = meanwhile
     rag.generate(PROMPT, **ASKED)

@@ -54,7 +54,7 @@ class FakeRequest:
         self._taken, self._callbacks, self._done = [], [], threading.Event()
         self.cancelled = threading.Event()
         self.detokenizer = SimpleNamespace(push=lambda ids: ids[0])
-        if streamer is None:
+        if streamer is None and gate is None:
             self._run()
         else:
             threading.Thread(target=self._run).start()
@@ -135,7 +135,7 @@ class FakeEngine:
         asked = {"namespace": None, "policy": None, "stop": None} | options
         named = [asked.pop(name) for name in ("namespace", "policy", "stop")]
         request = FakeRequest(self.words, self._finish(prompt, *named, asked), streamer, self.gate)
-        if streamer is not None:
+        if streamer is not None or self.gate is not None:
             self.streams.append(request)
         return request
 

@@ -14,22 +14,22 @@ from ragcachekit.plan.link_plan import LinkPlan
 
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
-    limits = {"max_batch": 16, "max_bytes": 1 << 30, **limits}
-    prompts, rope = rag._prompts, rag._components.generator._rope
-    return BatchDecoder(rag.model, rope, pad=prompts.pad, decode=prompts.decode, **limits)
+    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._prompts.decode, **limits}
+    return BatchDecoder(rag.model, rag._components.generator._rope, pad=rag._prompts.pad, **limits)
 
 
-def plan_for(rag: RagCache, prompt: Prompt) -> LinkPlan:
-    chosen = rag._components.choose_policy(None, rag.namespace)
+def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
+    chosen = rag._components.choose_policy(policy, rag.namespace)
     return rag._plan(rag._request(prompt, rag.namespace, chosen))
 
 
 def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:
-    """Begin a greedy request; ``stop``, ``cancel``, ``own`` and options."""
+    """Begin a greedy request; ``policy``, ``stop``, ``cancel``, ``own`` and options."""
+    plan = plan_for(rag, prompt, asked.pop("policy", None))
     named = {name: asked.pop(name) for name in ("stop", "cancel", "own", "first") if name in asked}
     options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **asked}
     assert decoder.unsupported(options) is None
-    return decoder.begin(plan_for(rag, prompt), options, **named)
+    return decoder.begin(plan, options, **named)
 
 
 def finish(decoder: BatchDecoder) -> None:

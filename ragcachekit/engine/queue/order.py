@@ -45,11 +45,11 @@ class CacheAwareOrder(Generic[T]):
         self._lines: dict[str, list[_Entry[T]]] = {}
         self._starts: dict[str, float] = {}
         self._now = 0.0  # virtual time: the start tag of the last namespace served
-        self._choices = 0
+        self._choices = self._count = 0
         self.most_overtaken = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return self._count
 
     def __iter__(self) -> Iterator[T]:
         return (entry.item for entry in chain.from_iterable(self._lines.values()))
@@ -60,9 +60,13 @@ class CacheAwareOrder(Generic[T]):
             self._lines[namespace] = []
             self._starts[namespace] = max(self._starts.get(namespace, 0.0), self._now)
         self._lines[namespace].append(_Entry(item))
+        self._count += 1
 
-    def best(self) -> T | None:
-        """The item whose turn it is, which stays; None if there is none."""
+    def best(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
+        """The item whose turn it is, which stays; None if there is none.
+
+        Items that are not ``ready`` come after the others, as long as they may be overtaken.
+        """
         if not self._lines:
             return None
         line = self._lines[min(self._lines, key=self._starts.__getitem__)]
@@ -72,11 +76,12 @@ class CacheAwareOrder(Generic[T]):
         self._choices += 1
         for entry in sorted(near, key=lambda entry: entry.renewed)[:REFRESHED]:
             self._renew(entry)
-        best = max(near, key=lambda entry: entry.priority)
-        while best.renewed < self._choices:  # what it had cached may be evicted
-            self._renew(best)
-            best = max(near, key=lambda entry: entry.priority)
-        return best.item
+        while True:
+            ranked = sorted(near, key=lambda entry: -entry.priority)
+            best = next((entry for entry in ranked if ready(entry.item)), ranked[0])
+            if best.renewed == self._choices:
+                return best.item
+            self._renew(best)  # what it had cached may be evicted
 
     def next_ones(self, count: int) -> list[T]:
         """The first ``count`` items of the namespace that is next, in the order of their arrival."""
@@ -114,9 +119,12 @@ class CacheAwareOrder(Generic[T]):
     def _remove(self, namespace: str, place: int) -> None:
         line = self._lines[namespace]
         del line[place]
+        self._count -= 1
         if not line:
             del self._lines[namespace]
+            if not self._lines:  # nobody waits: nobody has had too much
+                self._starts, self._now = {}, 0.0
             # Where a namespace that is idle would start now anyway, its tag says nothing.
-            if len(self._starts) > 2 * len(self._lines) + 64:
+            elif len(self._starts) > 2 * len(self._lines) + 64:
                 kept = self._starts.items()
                 self._starts = {n: at for n, at in kept if n in self._lines or at > self._now}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from math import inf
 from threading import TIMEOUT_MAX
 
 from ragcachekit.cancellation import CancelScope
@@ -37,7 +38,9 @@ class RequestQueue:
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
+        self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
+        self._turns: list[Request] = []  # that the thread is beginning or answering
         refuse_after_fork(self)
 
     @property
@@ -49,6 +52,10 @@ class RequestQueue:
     def running(self) -> int:
         """Requests that are being answered."""
         return len(self._runner.requests)
+
+    def has_room(self) -> bool:
+        """Whether another request may wait."""
+        return self.waiting < self._config.max_waiting
 
     def stats(self) -> QueueStats:
         """What became of the requests since the engine was made."""
@@ -70,10 +77,6 @@ class RequestQueue:
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
         return self._changed.wait_for(lambda: not self._driving, timeout)
-
-    def has_room(self) -> bool:
-        """Whether another request may wait."""
-        return self.waiting < self._config.max_waiting
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
@@ -111,6 +114,8 @@ class RequestQueue:
             if not self.has_room():
                 return False
             self._order.add(request, request.work.prompt.namespace)
+            if request.work.deadline < inf or request.work.scope.has_others:
+                self._watched[request] = None
             self._runner.note_waiting(request)
             self._counts["submitted"] += 1
             if not self._driving:
@@ -128,6 +133,7 @@ class RequestQueue:
         return found
 
     def _left(self, request: Request) -> None:
+        self._watched.pop(request, None)
         self._runner.note_left(request)
         self._changed.notify_all()
 
@@ -141,21 +147,24 @@ class RequestQueue:
         except BaseException as error:
             log.exception("the thread that answers requests failed")
             with self._changed:
-                ended = [*self._order, *self._runner.clear()]
-                for request in list(self._order):
+                waiting = list(self._order)
+                for request in waiting:
                     self._discard(request)
-                self._driving = False
+                ended = list(dict.fromkeys([*waiting, *self._runner.clear(), *self._turns]))
+                self._turns, self._driving = [], False
                 self._changed.notify_all()
+            ended = [request for request in ended if not request.done()]
             self._fail(ended, error, "the engine's thread failed")
 
     def _turn(self) -> bool:
         """Begin a request, decode a token for each; False, and the thread is over, if there is none."""
         self._sweep()
-        request = self._next()
-        if request is not None:
+        self._turns = []
+        if (request := self._next()) is not None:
             self._begin(request)
         try:
-            for ended in self._runner.step():
+            self._turns = self._runner.step()
+            for ended in self._turns:
                 self._finish(ended)
         except Exception as error:
             log.exception("decoding a batch failed")
@@ -167,10 +176,11 @@ class RequestQueue:
 
     def _next(self) -> Request | None:
         with self._changed:
-            best = self._order.best()
+            best = self._order.best(self._runner.is_ready)
             if best is None or not self._runner.has_room(best):
                 return None
             self._order.take(best, best.work.prompt.namespace)
+            self._turns = [best]
             self._left(best)
             best.start()
             ahead = self._order.next_ones(AHEAD)
@@ -182,24 +192,25 @@ class RequestQueue:
         try:
             if self._runner.begin(request, self._pool.closed):
                 self._finish(request)
-        except Cancelled:
+        except (Cancelled, Exception) as error:
             self._runner.drop(request)
-            self._resolve(request, "cancelled", self._runner.nothing(request))
-        except Exception as error:
-            self._runner.drop(request)
-            self._resolve(request, "failed", error=error)
+            self._ended_by(request, error)
 
     def _finish(self, request: Request) -> None:
         try:
             with request.work.scope, CancelScope(self._pool.closed):
                 answer = self._runner.answer(request)
-        except Cancelled:
-            answer = self._runner.nothing(request)
-        except Exception as error:
+        except (Cancelled, Exception) as error:
+            self._ended_by(request, error)
+        else:
+            cancelled = answer.report.finish_reason == "cancelled"
+            self._resolve(request, "cancelled" if cancelled else "done", answer)
+
+    def _ended_by(self, request: Request, error: BaseException) -> None:
+        if isinstance(error, Cancelled):
+            self._resolve(request, "cancelled", self._runner.nothing(request))
+        else:
             self._resolve(request, "failed", error=error)
-            return
-        cancelled = answer.report.finish_reason == "cancelled"
-        self._resolve(request, "cancelled" if cancelled else "done", answer)
 
     def _sweep(self) -> None:
         """End what was cancelled or has passed its deadline."""
@@ -207,7 +218,7 @@ class RequestQueue:
         if over:
             self._end_waiting()
         with self._changed:
-            ended = [r for r in self._order if r.work.deadline < now or r.cancel_requested]
+            ended = [r for r in self._watched if r.work.deadline < now or r.cancel_requested]
             for request in ended:
                 self._discard(request)
         for request in self._runner.requests:
@@ -239,7 +250,7 @@ class RequestQueue:
             self._resolve(request, "failed", error=failed)
 
     def _resolve(
-        self, request: Request, outcome: str, answer: Answer | None = None, error: Exception | None = None
+        self, request: Request, outcome: str, answer: Answer | None = None, error: BaseException | None = None
     ) -> None:
         with self._changed:
             self._counts[outcome] += 1

@@ -36,6 +36,7 @@ class _Run:
     first: FirstScores | None = None
     decoding: Decoding | None = None
     whole: Generated | None = None  # of a request that was not decoded in the batch
+    captured: frozenset[KVKey] | None = None
 
 
 class Runner:
@@ -69,6 +70,11 @@ class Runner:
             request.prefetched = True
             self._components.loads.prefetch(request.work.estimator.to_load)
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether its prefill would not wait for entries that are being loaded."""
+        estimator = request.work.estimator
+        return self._components.loads.hidden(estimator.to_load, estimator.rows)
+
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run."""
         return self._decoder.has_room(request.work.tokens)
@@ -77,7 +83,8 @@ class Runner:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
         run = self._runs[request] = _Run(time.perf_counter())
         with request.work.scope, CancelScope(closed), CancelScope(request.work.cancel):
-            why = self._decoder.unsupported(request.work.asked.options)
+            options = request.work.asked.options
+            run.first, why = self._components.shadow.draw(1, options), self._decoder.unsupported(options)
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
             try:
@@ -89,6 +96,7 @@ class Runner:
                 log.warning("a linked prompt failed and is computed in full", exc_info=True)
                 if streamer is not None:
                     streamer.restart()
+                run.first = None  # nothing is reused, so there is nothing to compare
                 full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
                 self._begin(request, run, self._path.begin(full), why is None)
         return run.whole is not None or (run.decoding is not None and run.decoding.finished)
@@ -113,7 +121,7 @@ class Runner:
         if generated is None:
             assert run.decoding is not None, "begun"
             generated = run.decoding.generated()
-        answer = self._path.finish(generated, work.asked, run.first, run.begun)
+        answer = self._path.finish(generated, work.asked, run.first, run.begun, run.captured)
         self._path.check_auto(generated.plans)
         queued, report = (run.begun - work.submitted) * 1e3, answer.report
         report = replace(
@@ -140,7 +148,11 @@ class Runner:
     def clear(self) -> list[Request]:
         """End all running requests without an answer; returns them."""
         requests, self._runs = list(self._runs), {}
-        self._decoder.clear()
+        try:
+            self._decoder.clear()
+        except Exception:
+            log.exception("a batch could not be cleared; the next request opens another")
+            self.__dict__.pop("_decoder", None)
         return requests
 
     @cached_property
@@ -163,14 +175,11 @@ class Runner:
 
     def _begin(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
         asked, decoder, path = request.work.asked, self._decoder, self._path
-        run.first = self._components.shadow.draw(1, asked.options)
-        how: dict[str, Any] = {
-            "cancel": request.work.cancel,
-            "first": run.first,
-            "own": path.own,
-            "replan": path.plan,
-        }
-        if together:
-            run.decoding = decoder.begin(plan, asked.options, stop=asked.stop, **how)
-        else:
-            run.whole = decoder.run(plan, asked.options, stop=asked.stop, **how)
+        how: dict[str, Any] = {"stop": asked.stop, "cancel": asked.cancel, "first": run.first}
+        how |= {"own": path.own, "replan": path.plan}
+        if not together:
+            run.whole = decoder.run(plan, asked.options, **how)
+            return
+        run.decoding = decoder.begin(plan, asked.options, **how)
+        if self._wanted and not run.decoding.finished:
+            run.captured = path.capture(run.decoding.generated())

@@ -26,12 +26,15 @@ POLICIES = ["full", "prefix", "reuse", "lego:4", "impact:0.2", "query:0.2", "cac
 
 
 def requests(alone, seed, count=12):
-    """Random prompts and lengths; a quarter is dropped. ``alone`` gives the tokens of one request."""
+    """Random prompts and lengths; a quarter is dropped. ``alone`` gives the tokens of one request.
+
+    With a penalty, without which the models repeat a token.
+    """
     draw, out = random.Random(seed), []
     for _ in range(count):
         prompt, length = draw.choice([*PROMPTS, NOT_CACHED]), draw.randrange(1, 20)
-        options = {"max_new_tokens": length, "eos_token_id": NEVER}
-        expected = alone(prompt, max_new_tokens=length, eos_token_id=NEVER, do_sample=False)
+        options = {"max_new_tokens": length, "eos_token_id": NEVER, "repetition_penalty": 1.5}
+        expected = alone(prompt, do_sample=False, **options)
         dropped = draw.randrange(1, 10) if draw.random() < 0.25 else None
         out.append(Asked(prompt, options, expected, dropped))
     return out
@@ -61,15 +64,14 @@ def test_policies(name, policy):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3"])
 def test_tree(name):
-    with warmed(name, *PROMPTS, policy="full", tree=TreeConfig()) as rag:
+    with warmed(name, *PROMPTS, policy="prefix", tree=TreeConfig()) as rag:
         rag.flush()
         asked = requests(lambda prompt, **o: greedy(plain(name), ids(prompt), o["max_new_tokens"], **o), 3)
         assert rag.generate(LONG, max_new_tokens=1).report.link.exact_tokens > 100
         assert_answered(decoder_for(rag), rag, asked, 3)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16])
-@pytest.mark.parametrize("seed", [4, 5, 6])
+@pytest.mark.parametrize(("size", "seed"), [(1, 4), (2, 5), (3, 6), (5, 7), (8, 8), (16, 9), (16, 10)])
 def test_sizes(size, seed):
     rag = rag_for("gemma3", policy="full", cold="never")
     model = plain("gemma3")
