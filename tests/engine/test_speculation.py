@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit import DocumentIndex, RagCacheError, SpeculativePipeline
+from ragcachekit import Chunk, DocumentIndex, Prompt, RagCache, RagCacheError, SpeculativePipeline, Text
 from ragcachekit.engine.speculation import PipelineStats
+from speaking import byte_level, speaker
 
 
 class FakeRequest:
@@ -183,3 +184,33 @@ def test_over_the_stages_of_a_document_index():
         )
         assert request.prompt == joined(hit.record.text for hit in index.search(query, 3))
     assert pipeline.stats.right > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "prefix", "reuse"])
+def test_answers_are_those_without_speculation(tmp_path, policy):
+    """Whatever the provisional lists: right from the start, wrong until the end, or changing."""
+    texts = [f"The river of town {n} flows to the sea. " * 2 for n in range(6)]
+    asked = [[texts[a], texts[b]] for a, b in ((0, 1), (2, 3), (4, 5), (1, 2))]
+    stages = [
+        [asked[0]] * 3,
+        [asked[0], asked[2], asked[1]],
+        [asked[2][::-1], asked[2], asked[2]],
+        [[texts[1]], asked[3]],
+    ]
+
+    def prompt(documents):
+        return Prompt([Text("Read. "), *map(Chunk, documents), Text(" Where does it flow?")])
+
+    options = {"max_new_tokens": 12, "do_sample": False}
+    model = speaker(num_hidden_layers=2, max_position_embeddings=1024)
+    with RagCache(model, byte_level(), policy=policy, cold="never", cache_dir=tmp_path) as rag:
+        rag.encode(texts)
+        expected = [rag.generate(prompt(documents), **options).token_ids for documents in asked]
+        pipeline = SpeculativePipeline(rag)
+        for lists, ids in zip(stages, expected, strict=True):
+            assert pipeline.submit(lists, prompt, **options).result().token_ids == ids
+        assert rag.queue.drain(30)
+        stats = rag.queue.stats()
+        assert pipeline.stats.right >= 1
+        assert stats.done + stats.cancelled == stats.submitted
+        assert stats.submitted - stats.cancelled >= len(asked)

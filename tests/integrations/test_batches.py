@@ -53,7 +53,7 @@ BATCHES = {
     "chat.batch": lambda rag: texts(chat_of(rag).batch(QUESTIONS)),
     "chain.batch": lambda rag: chain_of(rag).batch(BATCHED),
     "chain.abatch": lambda rag: asyncio.run(chain_of(rag).abatch(BATCHED)),
-    "chain.batch_as_completed": lambda rag: [
+    "chat.batch_as_completed": lambda rag: [
         message.content for _, message in sorted(chat_of(rag).batch_as_completed(QUESTIONS))
     ],
     "llm.batch": lambda rag: completions(rag).batch(QUESTIONS),
@@ -79,14 +79,13 @@ ALONE = {
 
 @pytest.mark.parametrize("call", BATCHES)
 def test_a_batch_is_decoded_together_and_answers_as_alone(rag, call):
-    name = next(name for name in ALONE if call.startswith(name) or (call == "chain.batch_as_completed"))
-    name = "chat" if "completed" in call else name
+    name = next(name for name in ALONE if call.startswith(name))
     expected = ALONE[name](rag)
     before = rag.queue.stats()
     assert BATCHES[call](rag) == expected
     after = rag.queue.stats()
     assert after.submitted - before.submitted == len(QUESTIONS)
-    assert after.steps - before.steps < len(QUESTIONS) * (TOKENS - 1) / 2, "two or more per step on average"
+    assert 0 < after.steps - before.steps < len(QUESTIONS) * (TOKENS - 1) / 2, "two or more per step"
 
 
 def test_sync_calls_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokenizer, digests):
@@ -125,7 +124,7 @@ def test_an_interrupt_ends_a_batch_within_a_second(rag, tiny_model, monkeypatch)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             slow.batch(QUESTIONS)
-    assert time.monotonic() - began < 30, "the limit of a second is measured by `bench serve`, not here"
+    assert time.monotonic() - began < 30, "2,000 tokens take longer"
     assert rag.queue.drain(10)
     assert rag.queue.stats().running == 0
     assert chat_of(rag).invoke(QUESTIONS[0]).content
