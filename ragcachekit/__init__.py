@@ -5,9 +5,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig
-from ragcachekit.errors import Cancelled, ModelNotSupported, RagCacheError
-from ragcachekit.reports import Answer, EncodingStats, GenerateReport, LinkReport, ShadowReport
+from ragcachekit.config import GraphConfig, LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    ModelNotSupported,
+    QueueFull,
+    RagCacheError,
+)
+from ragcachekit.reports import (
+    Answer,
+    EncodingStats,
+    GenerateReport,
+    LinkReport,
+    QueueStats,
+    ShadowReport,
+)
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
@@ -15,7 +29,9 @@ if TYPE_CHECKING:
     from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
+    from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.json_store import JsonStore
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
@@ -43,9 +59,11 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "CoRetrieved",
+    "DeadlineExceeded",
     "DocumentIndex",
     "EmbeddingCache",
     "EncodingStats",
+    "EngineError",
     "GenerateReport",
     "GraphConfig",
     "Identity",
@@ -64,8 +82,12 @@ __all__ = [
     "PrecedingChunks",
     "Prompt",
     "ProximityCache",
+    "QueueConfig",
+    "QueueFull",
+    "QueueStats",
     "RagCache",
     "RagCacheError",
+    "Request",
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
@@ -73,6 +95,7 @@ __all__ = [
     "ShadowConfig",
     "ShadowReport",
     "SimilarChunks",
+    "SpeculativePipeline",
     "StoreConfig",
     "Text",
     "TreeConfig",
@@ -90,7 +113,9 @@ _LAZY = {
     "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
+    "ragcachekit.engine.queue.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
+    "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),

@@ -58,6 +58,11 @@ class CancelScope:
             return True
         return self._outer is not None and self._outer.requested
 
+    @property
+    def has_others(self) -> bool:
+        """Whether an event, or a scope around this one, can cancel it too."""
+        return self._event is not None or self._outer is not None
+
     def cancel(self) -> None:
         """End the model work inside. Any thread may call it, and more than once."""
         self._cancelled = True

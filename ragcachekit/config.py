@@ -240,6 +240,30 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
+class QueueConfig:
+    """The queue of :meth:`RagCache.submit`, and the batch that its requests are decoded in.
+
+    - ``max_batch``: Most requests decoded together.
+    - ``max_waiting``: Most requests that wait for their turn; further ones raise ``QueueFull``.
+    - ``window``: How often later requests of its namespace, with more of their prompt cached, may overtake a
+      request; 0: first come, first served.
+    - ``batch_bytes``: Most bytes of KV in the batch. None: 2 GiB on a CPU, a tenth of what is free on a GPU.
+    """
+
+    max_batch: int = 16
+    max_waiting: int = 256
+    window: int = 32
+    batch_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        _check_numbers(self, ("max_batch", "max_waiting"), positive=True)
+        _check_numbers(self, ("window",))
+        if self.batch_bytes is not None:
+            _check_numbers(self, ("batch_bytes",), positive=True)
+
+
+@dataclass(frozen=True)
 class GraphConfig:
     """Linked forwards that run as CUDA graphs, captured once and replayed for every request.
 

@@ -35,6 +35,18 @@ class GenerationNotSupported(RagCacheError):
     """The generation option asked for would be silently wrong with a linked cache."""
 
 
+class QueueFull(RagCacheError):
+    """Too many requests wait already: try again later, or give ``wait=``."""
+
+
+class DeadlineExceeded(RagCacheError):
+    """A queued request was not answered within its ``deadline``."""
+
+
+class EngineError(RagCacheError):
+    """The step of a batch, or the engine's thread, failed; its cause is attached."""
+
+
 class StoreError(RagCacheError):
     """A KV store cannot be opened or written (permissions, ownership, no space)."""
 

@@ -149,19 +149,27 @@ class LinkReport(_Report):
 
 @dataclass(frozen=True)
 class GenerateReport(_Report):
-    """A :class:`LinkReport` with what generation measured; ``ttft_ms`` counts from the call."""
+    """A :class:`LinkReport` with what generation measured; ``ttft_ms`` and ``total_ms`` count from the call.
+
+    Of a queued request, ``queue_ms`` of them passed before its turn, and at most ``batch`` requests were
+    decoded together with it, itself included; else both are 0.
+    """
 
     link: LinkReport
     output_tokens: int
     ttft_ms: float
     total_ms: float
     finish_reason: str
+    queue_ms: float = 0.0
+    batch: int = 0
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.link}; first token after {self.ttft_ms:.0f} ms, {self.output_tokens} tokens "
             f"in {self.total_ms:.0f} ms ({self.finish_reason})"
         )
+        queued = f"; {self.queue_ms:.0f} ms in the queue, decoded in a batch of {self.batch}"
+        return text + queued if self.batch else text
 
 
 @dataclass(frozen=True)
@@ -223,6 +231,37 @@ class EncodingStats(_Report):
         return (
             f"{self.missed_tokens} missed tokens computed in place, {self.captured_tokens} of them stored "
             f"as they were; {self.encoded_tokens} tokens encoded"
+        )
+
+
+@dataclass(frozen=True)
+class QueueStats(_Report):
+    """What became of the requests of one queue.
+
+    - ``submitted``: Requests accepted; each ends as one of the next four.
+    - ``done``, ``cancelled``, ``expired``, ``failed``: Answered, cancelled, not answered within their
+      deadline, and ended by another error.
+    - ``waiting``, ``running``: Before their turn, and in the batch.
+    - ``steps``, ``mean_batch``: Decoding steps, and requests decoded in one on average.
+    - ``most_overtaken``: How often later requests of its namespace overtook one request, at most.
+    """
+
+    submitted: int = 0
+    done: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    failed: int = 0
+    waiting: int = 0
+    running: int = 0
+    steps: int = 0
+    mean_batch: float = 0.0
+    most_overtaken: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.submitted} requests: {self.done} done, {self.cancelled} cancelled, {self.expired} "
+            f"expired, {self.failed} failed, {self.waiting} waiting, {self.running} running; "
+            f"{self.mean_batch:.1f} per step, overtaken {self.most_overtaken} times at most"
         )
 
 

@@ -12,7 +12,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from langchain_ragcachekit.messages import to_dicts
-from langchain_ragcachekit.settings import EngineSettings
+from langchain_ragcachekit.settings import EngineSettings, together
 from ragcachekit import Answer, CancelScope, agenerate
 
 
@@ -33,9 +33,9 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     def batch(
         self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
     ) -> list[AIMessage]:
-        """Answer several prompts, each in a thread; Ctrl-C ends those that run and those that wait."""
+        """Answer several prompts together; Ctrl-C ends those that run and those that wait."""
         options = {"return_exceptions": return_exceptions, **kwargs}
-        return CancelScope().run(super().batch, inputs, config, **options)
+        return CancelScope().run(super().batch, inputs, together(config, len(inputs)), **options)
 
     def _generate(
         self,
@@ -44,8 +44,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self.rag.generate(to_dicts(messages), **self._call_options(stop, kwargs))
-        return self._result(answer)
+        options = {"wait": True, **self._call_options(stop, kwargs)}
+        return self._result(self.rag.submit(to_dicts(messages), **options).result())
 
     async def _agenerate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -10,13 +11,13 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import Answer, agenerate, to_thread
+from ragcachekit import Answer, agenerate
 
 
 class RagCacheLLM(EngineSettings, BaseLLM):
     """Text completion that reuses the KV of chunks which it finds inside the prompt.
 
-    Several prompts of one call run as one left-padded batch. ``generation_info`` of each answer has
+    Several prompts of one call are answered together. ``generation_info`` of each answer has
     ``finish_reason``, ``cache_read`` (prompt tokens whose KV was really reused) and the report.
 
     Examples
@@ -32,10 +33,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self._call_options(stop, kwargs)
-        if len(prompts) == 1:
-            return self._result([self.rag.generate(prompts[0], **options)])
-        return self._result(self.rag.generate_batch(prompts, **options))
+        return self._result(self.rag.generate_batch(prompts, **self._call_options(stop, kwargs)))
 
     async def _agenerate(
         self,
@@ -45,9 +43,8 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)
-        if len(prompts) > 1:  # one batch cannot be cancelled for one of its prompts only
-            return self._result(await to_thread(self.rag.generate_batch, prompts, **options))
-        return self._result([await agenerate(self.rag, prompts[0], **options)])
+        answers = [agenerate(self.rag, prompt, **options) for prompt in prompts]
+        return self._result(await asyncio.gather(*answers))
 
     def _stream(
         self,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.language_models.base import LangSmithParams
+from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
 from ragcachekit import Answer, CancelScope, astream
@@ -14,7 +15,19 @@ from ragcachekit import Answer, CancelScope, astream
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
+MOST_THREADS = 64
 NOT_FOR_GENERATE = frozenset({"stream", "tool_choice", "tools"})
+
+
+def together(config: Any, count: int) -> list[RunnableConfig]:
+    """Configs of ``count`` prompts: all at a time, up to :data:`MOST_THREADS`, unless they say how many.
+
+    LangChain's own number of threads goes by the processor's cores; these threads only wait for the engine.
+    """
+    configs = get_config_list(config, count)
+    if configs and configs[0].get("max_concurrency") is None:
+        configs[0]["max_concurrency"] = min(count, MOST_THREADS)
+    return configs
 
 
 class EngineSettings(BaseModel):
@@ -66,17 +79,18 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("generate", "stream")):
+        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "stream")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
         return self
 
     def batch_as_completed(
         self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Answer several prompts, each in a thread; Ctrl-C, or ending early, ends those that run or wait."""
+        """Answer several prompts together; Ctrl-C, or ending early, ends those that run or wait."""
         options = {"return_exceptions": return_exceptions, **kwargs}
         batch: Any = super()
-        return CancelScope().iterate(batch.batch_as_completed(inputs, config, **options))
+        configs = together(config, len(inputs))
+        return CancelScope().iterate(batch.batch_as_completed(inputs, configs, **options))
 
     def get_num_tokens(self, text: str) -> int:
         """Tokens of ``text`` under the model's own tokenizer."""

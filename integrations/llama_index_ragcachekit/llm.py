@@ -73,7 +73,7 @@ class RagCacheLLM(CustomLLM):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.cache, name, None)) for name in ("generate", "stream")):
+        if not all(callable(getattr(self.cache, name, None)) for name in ("submit", "stream")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.cache!r}")
         return self
 
@@ -100,8 +100,7 @@ class RagCacheLLM(CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete one prompt."""
-        answer = self.cache.generate(self._completion(prompt, formatted), **self._options(kwargs))
-        return _completion(answer)
+        return _completion(self._answer(self._completion(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -124,7 +123,7 @@ class RagCacheLLM(CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return _chat(_completion(self.cache.generate(self._chat(messages), **self._options(kwargs))))
+        return _chat(_completion(self._answer(self._chat(messages), kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -152,6 +151,10 @@ class RagCacheLLM(CustomLLM):
             return to_dicts(messages)
         assert self.messages_to_prompt is not None  # LLM's validator fills it in
         return self.messages_to_prompt(messages)
+
+    def _answer(self, prompt: Any, overrides: dict[str, Any]) -> Answer:
+        answer: Answer = self.cache.submit(prompt, **{"wait": True, **self._options(overrides)}).result()
+        return answer
 
     def _pieces(
         self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ragcachekit
-from ragcachekit.cli import cache, corpus, measure
+from ragcachekit.cli import cache, corpus, measure, serve
 from ragcachekit.cli.console import Commands
 
 
@@ -43,7 +43,7 @@ _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; ch
 
 _add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
 _add(app, measure.sample_model)
-_add(_bench, measure.ttft, measure.query_cache, measure.fidelity)
+_add(_bench, measure.ttft, measure.query_cache, measure.fidelity, serve.serve)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 
 app.add_typer(_bench, name="bench")

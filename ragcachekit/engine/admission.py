@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import make_folder, parse_json, read_regular
+from ragcachekit.forward.agreement import compare, tolerance_for
 from ragcachekit.forward.attention import install, uninstall
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
@@ -42,11 +43,6 @@ class Admission:
     offset_diff: float
     link_diff: float
     tolerance: float
-
-
-def tolerance_for(dtype: torch.dtype) -> float:
-    """Allowed relative difference: rounding of two different orders of the same sums."""
-    return 1e-4 if dtype in (torch.float32, torch.float64) else 6e-2
 
 
 @torch.no_grad()
@@ -107,7 +103,7 @@ def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> 
                 # The first layer's keys and values come from embeddings and rotation alone.
                 why = "" if index == 0 else "; attention depends on positions and not on distances alone"
                 at = f"layer {index}: {what} at offset {offset}"
-                worst = max(worst, _compare(ours, theirs, tolerance, at, why))
+                worst = max(worst, compare(ours, theirs, tolerance, at, why))
     return worst
 
 
@@ -134,9 +130,9 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
         raise ModelNotSupported("a layer never updated its cache: it shares KV with another layer")
     worst = 0.0
     for index, (ours, theirs) in enumerate(zip(inputs.cache.layers, own.layers, strict=True)):
-        worst = max(worst, _compare(ours.keys, theirs.keys, tolerance, f"layer {index}: linked keys"))
-        worst = max(worst, _compare(ours.values, theirs.values, tolerance, f"layer {index}: linked values"))
-    worst = max(worst, _compare(logits, ordinary[list(rows)], tolerance, "logits of the linked forward"))
+        worst = max(worst, compare(ours.keys, theirs.keys, tolerance, f"layer {index}: linked keys"))
+        worst = max(worst, compare(ours.values, theirs.values, tolerance, f"layer {index}: linked values"))
+    worst = max(worst, compare(logits, ordinary[list(rows)], tolerance, "logits of the linked forward"))
     following = {
         "input_ids": torch.tensor([[ids[0]]], device=device),
         "position_ids": torch.tensor([[len(ids)]], device=device),
@@ -145,7 +141,7 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
     after = model(past_key_values=inputs.cache, **following).logits
     return max(
         worst,
-        _compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"),
+        compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"),
     )
 
 
@@ -156,23 +152,6 @@ def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length:
         for i, layer in enumerate(cache.layers)
     ]
     return Piece(start, ChunkKV(tuple(keys for keys, _ in kv), tuple(values for _, values in kv)))
-
-
-def _compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str, why: str = "") -> float:
-    exact = theirs.dtype in (torch.float32, torch.float64)
-    if ours.shape != theirs.shape:
-        raise ModelNotSupported(f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
-    size = float(theirs.abs().max()) or 1.0
-    rows = (ours.float() - theirs.float()).abs().transpose(-2, 0).flatten(1).amax(1) / size
-    # In half precision a router that is undecided between two experts sends a token or two another way,
-    # which is no error of linking; a wrong rotation, mask or scale shows in most rows.
-    difference = float(rows.max() if exact else rows.median())
-    if not difference <= tolerance:
-        raise ModelNotSupported(
-            f"{what} differ from the model's own by {difference:.2g} of the largest value "
-            f"(allowed {tolerance:.0e}){why if exact else ''}"
-        )
-    return difference
 
 
 def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:

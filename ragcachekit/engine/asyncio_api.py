@@ -1,27 +1,46 @@
-"""Generation from asyncio: the engine runs in worker threads; a cancelled task ends its generation."""
+"""Generation from asyncio, through the queue; a cancelled task ends its request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.reports import Answer
 
 if TYPE_CHECKING:
+    from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_DONE = object()
+_EVERY = 0.01  # seconds between two looks for room
+
+
+class _Tokens:
+    """A streamer that hands the new token ids of each step to an event loop; None at the end."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._prompt_seen = False
+        self.queue = asyncio.Queue[list[int] | None]()
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            _soon(self._loop, self.queue.put_nowait, value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        _soon(self._loop, self.queue.put_nowait, None)
 
 
 class AsyncAnswerStream:
     """An answer as it is generated: an async context manager and an async iterator of text pieces.
 
     Leaving the context early, by ``break``, an error or cancellation, cancels the generation before its next
-    layer or after its token. ``start`` returns the engine's stream.
+    layer or after its token. ``submit`` takes a streamer and returns the request.
 
     Examples
     --------
@@ -30,46 +49,77 @@ class AsyncAnswerStream:
     ...         print(piece, end="")
     """
 
-    def __init__(self, start: Callable[[], Any]) -> None:
-        self._start = start
-        self._stream: Any = None
+    def __init__(self, submit: Callable[[_Tokens], Awaitable[Request]]) -> None:
+        self._submit, self._given = submit, ""
+        self._ended = False
 
     async def __aenter__(self) -> AsyncAnswerStream:
-        self._stream = self._start()
+        self._tokens = _Tokens()
+        self._request = await self._submit(self._tokens)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._stream.cancel()
+        self._request.cancel()
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
 
     async def __anext__(self) -> str:
-        piece = await asyncio.to_thread(next, self._stream, _DONE)
-        if piece is _DONE:
-            # The text can end before the request does (cold="now" encodes): do not wait for it in the loop.
-            await asyncio.to_thread(getattr, self._stream, "answer")
-            raise StopAsyncIteration
-        return str(piece)
+        while not self._ended:
+            ids = await self._tokens.queue.get()
+            self._ended = ids is None
+            # The text can end before the request does (cold="now" encodes): the answer has what is left.
+            piece = self._request.detokenizer.push(ids) if ids is not None else await self._rest()
+            if piece:
+                self._given += piece
+                return piece
+        raise StopAsyncIteration
+
+    async def _rest(self) -> str:
+        return (await _answer(self._request)).text[len(self._given) :]
 
     @property
     def answer(self) -> Answer:
         """The whole answer with its report, once the iteration has ended."""
-        answer: Answer = self._stream.answer
-        return answer
+        return self._request.result(0)
 
 
 def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:
-    """``rag.stream(prompt, **options)`` for ``async with`` and ``async for``."""
-    return AsyncAnswerStream(lambda: rag.stream(prompt, **options))
+    """``rag.submit(prompt, **options)`` for ``async with`` and ``async for``.
+
+    It waits for room in a full queue; with ``wait=False`` it raises QueueFull.
+    """
+    return AsyncAnswerStream(lambda tokens: _submitted(rag, prompt, {**options, "streamer": tokens}))
 
 
 async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
-    """``rag.generate(prompt, **options)`` without blocking the loop, and cancellable."""
-    async with astream(rag, prompt, **options) as stream:
-        async for _ in stream:
-            pass
-        return stream.answer
+    """``rag.submit(prompt, **options)`` and its answer, cancellable; a full queue as for :func:`astream`."""
+    request = await _submitted(rag, prompt, options)
+    try:
+        return await _answer(request)
+    except asyncio.CancelledError:
+        request.cancel()
+        raise
+
+
+async def _submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> Request:
+    options = {"wait": True, **options}
+    while options["wait"] is True and not rag.queue.has_room():
+        await asyncio.sleep(_EVERY)  # in no thread: there are few, and many may wait
+    return await to_thread(rag.submit, prompt, **options)
+
+
+async def _answer(request: Request) -> Answer:
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    request.add_done_callback(lambda _: _soon(loop, done.set))
+    await done.wait()
+    return request.result(0)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 async def to_thread(work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -15,8 +15,8 @@ from ragcachekit.config import check_type
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import checked_namespace
 from ragcachekit.engine.prompt_planner import MODEL_CHANGED
+from ragcachekit.engine.request_path import NOT_KEPT
 from ragcachekit.errors import Closed, ModelChanged
-from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
@@ -24,10 +24,6 @@ from ragcachekit.store.null import NullStore
 from ragcachekit.types import chunk_id
 
 log = logging.getLogger(__name__)
-
-_NOT_KEPT = (
-    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
-)
 
 _Item = TypeVar("_Item")
 
@@ -173,7 +169,7 @@ class ChunkMethods:
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             parts.background_encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
         if lost := parts.background_encoder.refused(item.key for item in todo):
-            self._warn(f"encode: {lost} of {len(todo)} entries {_NOT_KEPT}")
+            self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
         return [item.key.chunk_id for item in missing]
 
     def forget(
@@ -241,13 +237,6 @@ class ChunkMethods:
         update(tokens)
         if self._components.loads.cost.needed:  # no request waits here
             attempt(lambda _: self._components.loads.measure(), None)
-
-    def _not_kept(self, missing: Collection[Missing]) -> str | None:
-        """A note for the report if the store could not keep missing entries before."""
-        lost = self._components.background_encoder.refused(item.key for item in missing)
-        if not lost or isinstance(self._components.store, NullStore):
-            return None
-        return f"{lost} missing entr{'ies' if lost > 1 else 'y'} {_NOT_KEPT}"
 
     def _warn(self, message: str) -> None:
         if not self._warned:

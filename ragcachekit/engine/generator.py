@@ -8,15 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
+from ragcachekit.config import QueueConfig
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.options import links_ahead
+from ragcachekit.generate.batch.decoder import BatchDecoder
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import LayerwisePolicy, SelectionPolicy
 from ragcachekit.reports import Answer
 
 
@@ -30,22 +32,28 @@ class Linked(NamedTuple):
 class Generator:
     """Runs planned prompts on one model.
 
-    ``run`` is :func:`~ragcachekit.generate.run.run_generate` on it: several prompts in one left-padded batch
-    only if :meth:`share_a_forward`.
+    ``run`` is :func:`~ragcachekit.generate.run.run_generate` on it.
     """
 
     def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
         self.model, self._rope, self._prompts = model, rope, prompts
         self.run = partial(run_generate, model, rope, pad=prompts.pad, decode=prompts.decode)
 
-    def options(
-        self, options: Mapping[str, Any], plans: Sequence[LinkPlan], stop: Sequence[str]
-    ) -> dict[str, Any]:
-        """The options of generate with their defaults; ValueError or TypeError for bad ones."""
+    def batch_decoder(self, config: QueueConfig) -> BatchDecoder:
+        """A batch of requests on this model."""
+        nbytes, device = config.batch_bytes, self.model.device
+        if nbytes is None:
+            nbytes = torch.cuda.mem_get_info(device)[0] // 10 if device.type == "cuda" else 2 << 30
+        pad, decode = self._prompts.pad, self._prompts.decode
+        return BatchDecoder(
+            self.model, self._rope, pad=pad, decode=decode, max_batch=config.max_batch, max_bytes=nbytes
+        )
+
+    def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
+        """The options of generate for a prompt of ``tokens``; ValueError or TypeError for bad ones."""
         if stop:
             _ = self._prompts.tokens  # stop strings are text
-        longest = max(len(plan.token_ids) for plan in plans)
-        return filled_options(options, longest, pad=self._prompts.pad, context=self._prompts.context)
+        return filled_options(options, tokens, pad=self._prompts.pad, context=self._prompts.context)
 
     def answers(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
@@ -60,12 +68,3 @@ class Generator:
         inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)
-
-    def share_a_forward(self, policy: SelectionPolicy, options: Mapping[str, Any]) -> bool:
-        """Whether several prompts can be answered in one batch.
-
-        Not where frequencies depend on the length (a batch uses those of the longest prompt), nor where the
-        rows differ by layer.
-        """
-        ahead = links_ahead(options, self.model.generation_config)
-        return not (ahead or isinstance(policy, LayerwisePolicy) or self._rope.depends_on_length)

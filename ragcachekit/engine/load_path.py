@@ -10,7 +10,7 @@ from ragcachekit.generate.run import Generated
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.prefill_timing import PrefillCost
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.load_planner import LoadPlanner
+from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.lookup import MEMORY_TIERS, Fetch
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loading.loader import Loader
@@ -47,6 +47,13 @@ class LoadPath:
         """Find keys and load those in slow tiers, both in the background."""
         if self._slow:
             self._jobs.submit(lambda: self._loader.prefetch(find()))
+
+    def hidden(self, keys: Callable[[], Iterable[KVKey]], rows: Callable[[], tuple[int, int]]) -> bool:
+        """Whether a prefill of ``rows()``, cached and computed, need not wait for what is being loaded."""
+        if self.planner is None:
+            return True
+        coming = [Candidate.of(kv, ()) for kv in self._loader.coming(keys())]
+        return not coming or self.planner.hides(coming, *rows())
 
     def learn(self, generated: Generated) -> None:
         """Record how long an answer's prefill took, and :meth:`follow` its plans."""

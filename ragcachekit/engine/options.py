@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, TypedDict
 
-from ragcachekit.config import GraphConfig, LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.config import (
+    GraphConfig,
+    LoadConfig,
+    QueueConfig,
+    ShadowConfig,
+    StoreConfig,
+    TreeConfig,
+    check_type,
+)
 from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -29,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     load: Literal["auto", "always"] | LoadConfig
     tree: TreeConfig | KnowledgeTree | None
     graphs: Literal["auto", "off"] | GraphConfig
+    queue: QueueConfig | None
     cache_dir: str | os.PathLike[str] | None
 
 
@@ -47,6 +56,7 @@ class EngineSettings:
     load: Literal["auto", "always"] | LoadConfig = "auto"
     tree: TreeConfig | KnowledgeTree | None = None
     graphs: Literal["auto", "off"] | GraphConfig = "auto"
+    queue: QueueConfig | None = None
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +74,7 @@ class EngineSettings:
         check_type(
             "tree", self.tree, (TreeConfig, KnowledgeTree, none), "TreeConfig(host_bytes=...), or None"
         )
+        check_type("queue", self.queue, (QueueConfig, none), "QueueConfig(max_batch=16, ...), or None")
         check_type("cache_dir", self.cache_dir, (str, os.PathLike, none), "a folder's path, or None")
 
 

@@ -16,6 +16,7 @@ from ragcachekit.model.identity.watch import ModelWatch
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
+from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
@@ -116,9 +117,16 @@ class PromptPlanner(PromptSegmenter):
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0
     ) -> PromptRequest:
-        """Segment and tokenise one prompt, and find its chunks' keys; ``epoch`` is that of the forgets.
+        """As :meth:`waiting`, with its look-ups begun."""
+        return self.look_up(self.waiting(prompt, namespace, policy, epoch))
 
-        Raises ValueError or TypeError for an empty prompt or another type, and PromptTooLong.
+    def waiting(
+        self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0
+    ) -> PromptRequest:
+        """Segment and tokenise one prompt, and name its chunks' keys; ``epoch`` is that of the forgets.
+
+        Nothing is looked up before :meth:`look_up`. Raises ValueError or TypeError for an empty prompt or
+        another type, and PromptTooLong.
         """
         segmentation = self.segment(prompt, namespace)
         texts: dict[Ids, str] = {}
@@ -141,12 +149,12 @@ class PromptPlanner(PromptSegmenter):
             return self._near(texts.get(ids), namespace, notes, by_document, origins)
 
         encodings = self.encodings(policy, near)
-        fallback = segmentation.fallback if self.unchanged() else MODEL_CHANGED
+        fallback = segmentation.fallback
         if fallback is not None or not policy.reads_cache:
             request = PromptRequest(tuple(segments), policy, encodings.name, namespace, fallback=fallback)
         else:
             request = PromptRequest.of(
-                segments, policy, encodings, self._fetch(), self._fingerprint, namespace, self._tree
+                segments, policy, encodings, Fetch(self._store), self._fingerprint, namespace
             )
             if not isinstance(prompt, Prompt) and not any(segment.is_chunk for segment in segments):
                 notes.append(self.registry.nothing_found(namespace))
@@ -157,6 +165,18 @@ class PromptPlanner(PromptSegmenter):
             texts=texts,
             neighbours=", ".join(f"{origin}: {count}" for origin, count in origins.most_common()),
         )
+
+    def look_up(self, request: PromptRequest) -> PromptRequest:
+        """A :meth:`waiting` request with look-ups that begin now; without any if the model has changed."""
+        if not self.unchanged():
+            return replace(request, fallback=MODEL_CHANGED)
+        if not request.reads_cache:
+            return request
+        return request.looked_up(self._fetch(), self._fingerprint, self._tree)
+
+    def estimator(self, request: PromptRequest) -> Estimator:
+        """Estimates of what a :meth:`waiting` request would reuse."""
+        return Estimator(request, self._store, self.variants, self._fingerprint, self._tree)
 
     def request_over(
         self,

@@ -5,35 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from ragcachekit.background import attempt
-from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.engine.auto.methods import TuneMethods
-from ragcachekit.engine.chunk_methods import several
+from ragcachekit.cancellation import raise_if_cancelled
+from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
+from ragcachekit.engine.queue.methods import QueueMethods
+from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer_stream import AnswerStream
 from ragcachekit.generate.detokenizer import Detokenizer, stop_strings
-from ragcachekit.generate.run import Generated
 from ragcachekit.model.pretrained import load_model, weights_folder
-from ragcachekit.plan.link_plan import LinkPlan, Missing
-from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, EncodingStats, ShadowReport
 from ragcachekit.store.base import StoreStats
-from ragcachekit.types import KVKey
 
 
-class RagCache(TuneMethods):
+class RagCache(QueueMethods):
     """Generation on your own Hugging Face model that reuses the KV of retrieved chunks.
 
     Parameters
@@ -74,6 +68,8 @@ class RagCache(TuneMethods):
         with the same chunks in the same order. A tree that was passed in is not closed.
     graphs : {"auto", "off"} or GraphConfig
         Whether linked forwards run as CUDA graphs; of all engines around one model, the last one decides.
+    queue : QueueConfig, optional
+        Size of the batch of :meth:`submit`, and how many requests may wait for it.
     cache_dir : path, optional
         Folder of file digests, passed checks, calibrations, choices of ``auto`` and timings; default the
         user's cache folder.
@@ -97,9 +93,10 @@ class RagCache(TuneMethods):
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = EngineSettings(**options)
-        self.model, self.tokenizer, self._cold = model, tokenizer, settings.cold
-        namespace = checked_namespace(settings.namespace)
-        super().__init__(EngineComponents(model, tokenizer, settings, _weights), namespace)
+        self.model, self.tokenizer = model, tokenizer
+        namespace, queue = checked_namespace(settings.namespace), settings.queue or QueueConfig()
+        components = EngineComponents(model, tokenizer, settings, _weights)
+        super().__init__(components, namespace, settings.cold, queue)
         self.fingerprint, self.shadow = self._components.fingerprint, self._components.shadow
         refuse_after_fork(self)
 
@@ -166,29 +163,20 @@ class RagCache(TuneMethods):
         ------
         PromptTooLong, GenerationNotSupported
         """
-        namespace, stop = self._checked(namespace), stop_strings(stop)
-        chosen = self._components.choose_policy(policy, namespace)
-        return self._answers([prompt], namespace, chosen, options, stop, cancel)[0]
-
-    def generate_batch(
-        self,
-        prompts: Sequence[PromptLike],
-        *,
-        namespace: str | None = None,
-        policy: str | SelectionPolicy | None = None,
-        stop: str | Sequence[str] | None = None,
-        cancel: threading.Event | None = None,
-        **options: Any,
-    ) -> list[Answer]:
-        """As :meth:`generate`, for several prompts in one left-padded batch."""
-        prompts, stop, namespace = several(prompts, "prompts"), stop_strings(stop), self._checked(namespace)
-        if not prompts:
-            return []
-        chosen = self._components.choose_policy(policy, namespace)
-        together = self._components.generator.share_a_forward(chosen.policy, options)
-        batches = [prompts] if together else [[prompt] for prompt in prompts]
-        each = [self._answers(batch, namespace, chosen, options, stop, cancel) for batch in batches]
-        return [answer for answers in each for answer in answers]
+        stop, parts, path = stop_strings(stop), self._components, self._path
+        raise_if_cancelled()
+        with parts.active:
+            begun, request = time.perf_counter(), self._request(prompt, namespace, policy)
+            plan = path.begin(request)
+            asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
+            first = parts.shadow.draw(1, asked.options)
+            generated = parts.generator.run(
+                [plan], asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
+            )
+            answer = path.finish(generated, asked, first, begun)
+        path.check_auto(generated.plans)
+        raise_if_cancelled()
+        return answer
 
     def stream(
         self,
@@ -215,14 +203,12 @@ class RagCache(TuneMethods):
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        namespace = self._checked(namespace)
+        self._checked(namespace)
         with self._components.active:
-            chosen = self._components.choose_policy(policy, namespace)
-            linked = self._components.generator.link(
-                self._plan(self._request(prompt, namespace, chosen)), self._plan
-            )
+            plan = self._path.begin(self._request(prompt, namespace, policy))
+            linked = self._components.generator.link(plan, self._path.plan)
         self._components.loads.follow([linked.plan])
-        self._encode_missing(linked.plan.missing)
+        self._path.encode_missing(linked.plan.missing)
         return linked.prompt
 
     def count_tokens(self, text: str) -> int:
@@ -232,10 +218,11 @@ class RagCache(TuneMethods):
     def close(self) -> None:
         """End background work and close the store that this object opened; idempotent.
 
-        Running answers are finished, but nothing of them is stored. Later calls raise
+        Running answers are finished, but nothing of them is stored; waiting requests fail. Later calls raise
         :class:`~ragcachekit.errors.Closed`; reports can still be read.
         """
         self._closed = True
+        self.queue.close()
         self._components.close()
 
     def __enter__(self) -> Self:
@@ -244,81 +231,3 @@ class RagCache(TuneMethods):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- the path of a request ---------------------------------------------------------------------
-
-    def _answers(
-        self,
-        prompts: Sequence[PromptLike],
-        namespace: str,
-        chosen: Chosen,
-        options: dict[str, Any],
-        stop: Sequence[str],
-        cancel: threading.Event | None,
-    ) -> list[Answer]:
-        raise_if_cancelled()
-        with self._components.active:
-            answers, plans = self._answered(prompts, namespace, chosen, options, stop, cancel)
-        attempt(self._check_auto, plans)
-        raise_if_cancelled()
-        return answers
-
-    def _answered(
-        self,
-        prompts: Sequence[PromptLike],
-        namespace: str,
-        chosen: Chosen,
-        options: dict[str, Any],
-        stop: Sequence[str],
-        cancel: threading.Event | None,
-    ) -> tuple[list[Answer], list[LinkPlan]]:
-        begun, shadow, generator = time.perf_counter(), self.shadow, self._components.generator
-        plans = [self._plan(self._request(prompt, namespace, chosen)) for prompt in prompts]
-        options, own = generator.options(options, plans, stop), self._cold != "never"
-        first = shadow.draw(len(plans), options)
-        generated = generator.run(
-            plans, options, stop=stop, cancel=cancel, first=first, own=own, replan=self._plan
-        )
-        answers = generator.answers(generated, begun, options, stop)
-        if any(generated.token_ids):  # else cancelled before the first token
-            with CancelScope(cancel):
-                shadow.follow(plans, answers, first, options, stop)
-                self._follow_up(generated)
-        return answers, plans
-
-    def _request(self, prompt: PromptLike, namespace: str, chosen: Chosen) -> PromptRequest:
-        epoch = self._components.forgets.now()
-        request = self._prompts.request(prompt, namespace, chosen.policy, epoch)
-        return replace(
-            request,
-            label=chosen.label,
-            notes=(*request.notes, *chosen.notes),
-            fallback=request.fallback or chosen.fallback,
-        )
-
-    def _plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
-        plan = self._prompts.plan(request, without)
-        note = self._not_kept(plan.missing)
-        return plan if note is None else plan.with_note(note)
-
-    def _follow_up(self, generated: Generated) -> None:
-        """Use what answered requests produced: timings, exact rows, and missing chunks to encode."""
-        self._components.loads.learn(generated)
-        captured = self._components.capture.after(generated)
-        self._encode_missing([item for plan in generated.plans for item in plan.missing], captured)
-
-    def _check_auto(self, plans: Sequence[LinkPlan]) -> None:
-        parts = self._components
-        for request in (plan.request for plan in plans):
-            with self._registering:  # no forget ends meanwhile
-                # Of another epoch it may hold a forgotten chunk.
-                if request is not None and request.epoch == parts.forgets.now():
-                    parts.auto.follow(request, self._cold == "background")
-
-    def _encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
-        self._components.background_encoder.count(missed_tokens=sum(len(i.token_ids) for i in missed))
-        missing = [item for item in missed if item.key not in captured]
-        if self._cold == "background":
-            self._components.background_encoder.later(missing)
-        elif self._cold == "now":
-            attempt(self._components.background_encoder.now, missing)

@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import AttentionSums
+from ragcachekit.forward.batch.attention import attend_each
+from ragcachekit.forward.batch.cache import BatchRows
 from ragcachekit.forward.cache import LinkRows
 from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows
 from ragcachekit.forward.tagged_keys import tag_of, untagged
@@ -62,7 +64,7 @@ def uninstall(model: Any) -> None:
 
 def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        # Only a linked forward has no keys in its cache; it needs no mask.
+        # Only linked forwards and batches of requests have no keys in their caches; they need no mask.
         return None if kwargs.get("kv_length") == 0 else before(*args, **kwargs)
 
     return mask
@@ -85,6 +87,8 @@ def _forward_over(before: str) -> Callable[..., Any]:
             options = _options(module, query, **kwargs)
             if isinstance(tag, LinkRows):
                 return _linked(module, query, key, value, tag, options), None
+            if isinstance(tag, BatchRows):
+                return attend_each(query, key, tag, options), None
             if isinstance(tag, CapturedRows):
                 return _captured(query, key, value, tag, options), None
             if isinstance(tag, AttentionSums):

@@ -55,7 +55,7 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
 
 
-class _StopStrings(StoppingCriteria):  # type: ignore[misc]
+class StopStrings(StoppingCriteria):  # type: ignore[misc]
     """Ends a sequence whose new text, after ``prompt`` columns, contains a stop string.
 
     Not transformers' own ``stop_strings``, which fails on word-level tokenizers and reads the prompt, which
@@ -65,13 +65,17 @@ class _StopStrings(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], prompt: int) -> None:
         self._stop, self._decode, self._prompt = tuple(stop), decode, prompt
         # A character is at most four byte tokens; the rest is slack for tokens without text.
-        self._window = 4 * max(map(len, self._stop)) + 8
+        self._window = 4 * max(map(len, self._stop), default=0) + 8
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         start = max(self._prompt, input_ids.shape[1] - self._window)
-        texts = [self._decode(row) for row in input_ids[:, start:].tolist()]
-        done = [any(stop in text for stop in self._stop) for text in texts]
+        done = [self.end(row) for row in input_ids[:, start:].tolist()]
         return torch.tensor(done, device=input_ids.device)
+
+    def end(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these new ids complete a stop string."""
+        text = self._decode(ids[-self._window :]) if self._stop else ""
+        return any(stop in text for stop in self._stop)
 
 
 class Hooks:
@@ -100,7 +104,7 @@ class Hooks:
         """Arguments of generate for a prompt of ``prompt`` columns, with these hooks among them."""
         criteria = [*self._options.get("stopping_criteria", ()), self.watch]
         if self._stop:
-            criteria.append(_StopStrings(self._stop, self._decode, prompt))
+            criteria.append(StopStrings(self._stop, self._decode, prompt))
         return {**self._options, "stopping_criteria": criteria}
 
     def prefill(self, begun: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ragcachekit.errors import GenerationNotSupported
 
-_REFUSED = {
+REFUSED = {
     "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
     "assistant_early_exit": "assisted decoding rolls the cache back, which a linked cache cannot follow",
     "prompt_lookup_num_tokens": "prompt-lookup decoding reads the prompt's order and rolls the cache back",
@@ -68,7 +68,7 @@ def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
     Generate then sees the ids in order and computes the last one. Otherwise the linked forward is its
     prefill, and sees them permuted. GenerationNotSupported for an option that would be silently wrong.
     """
-    for name, reason in _REFUSED.items():
+    for name, reason in REFUSED.items():
         if _asks(name, effective(options, None, name)):
             raise GenerationNotSupported(f"{name}= does not work with a linked prompt: {reason}")
     if effective(options, None, "use_cache") is False:
@@ -81,7 +81,7 @@ def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[
     """Options with the neutral value where the model's own generation config would be refused."""
     if options.get("generation_config") is not None:
         return dict(options)
-    unwanted = [name for name in _REFUSED if _asks(name, getattr(defaults, name, None))]
+    unwanted = [name for name in REFUSED if _asks(name, getattr(defaults, name, None))]
     neutral = {name: _nothing(name, getattr(defaults, name)) for name in unwanted}
     return {**neutral, "use_cache": True, **options}
 

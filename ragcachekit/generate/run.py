@@ -68,11 +68,13 @@ def run_generate(
     first: FirstScores | None = None,
     own: bool = False,
     replan: Replan | None = None,
+    whole: bool = False,
 ) -> Generated:
     """Generate after linked prompts: one link each, left-padded to one batch.
 
     ``options`` go to generate; ``decode`` is needed for ``stop`` strings. ``replan`` plans a prompt again
     whose entries could not be loaded. ``own`` observes rows of missing chunks, as they are to be stored.
+    ``whole`` returns a cache with all rows, whatever the model drops outside its windows.
     ``cancel``, or a scope around the call, ends the prefill between two layers and the answer between two
     tokens.
     """
@@ -86,7 +88,7 @@ def run_generate(
         hooks = Hooks(options, plans[0].token_ids, scope, first, stop, decode)
         while True:
             try:
-                linked = _linked(model, rope, plans, ahead, beams, pad, own)
+                linked = _linked(model, rope, plans, ahead, beams, pad, own, whole)
                 return _generated(model, linked, hooks, beams)
             except Cancelled:
                 return _cancelled(plans, hooks)
@@ -158,10 +160,13 @@ def _linked(
     beams: int,
     pad: int,
     observe: bool,
+    whole: bool,
 ) -> _Linked:
+    # Where the knowledge tree captures an ordinary prefill, too.
+    whole = beams == 1 and (whole or any(plan.beginning is not None for plan in plans))
     if ahead:
         inputs, plan = _ahead(model, rope, plans[0], pad, repeats=beams)
-        return _Linked(_whole(inputs, (plan,), beams), (plan,), ahead=True)
+        return _Linked(_whole(inputs, whole), (plan,), ahead=True)
     chosen = [choose(model, rope, plan, pad) for plan in plans]
     plans = tuple(plan for plan, _ in chosen)
     items = own_entries(plans[0]) if observe and len(plans) == beams == 1 else ()
@@ -170,21 +175,16 @@ def _linked(
         inputs = _plain(plans, model.device, pad)
         if own is not None:
             inputs["past_key_values"] = own.cache()
-        return _Linked(_whole(inputs, plans, beams), plans, own=own)
+        return _Linked(_whole(inputs, whole), plans, own=own)
     if len(plans) > 1:
         return _Linked(link(plans, rope, model.device, pad).as_kwargs(), plans)
     linked = link(plans, rope, model.device, pad, buffers=chosen[0][1], observer=own)
     return _Linked(linked.as_kwargs(), plans, attach(model, plans[0], linked.cache), own=own)
 
 
-def _whole(inputs: dict[str, Any], plans: Sequence[LinkPlan], beams: int) -> dict[str, Any]:
-    """Use a cache that keeps all rows where the knowledge tree captures an ordinary prefill.
-
-    The default one drops rows outside sliding windows.
-    """
-    if "past_key_values" not in inputs and beams == 1 and any(plan.beginning is not None for plan in plans):
-        inputs["past_key_values"] = DynamicCache()
-    return inputs
+def _whole(inputs: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """If ``whole``, use a cache that keeps all rows; the default one drops those outside sliding windows."""
+    return {"past_key_values": DynamicCache(), **inputs} if whole else inputs
 
 
 def _plain(plans: Sequence[LinkPlan], device: torch.device, pad: int) -> dict[str, Any]:

@@ -116,6 +116,17 @@ class LoadPlanner:
                 seconds += candidate.reads * (latency / at_once + slope * candidate.nbytes)
         return seconds
 
+    def hides(self, candidates: Sequence[Candidate], cached: int, computed: int) -> bool:
+        """Whether a prefill of ``computed`` rows that begins now does not wait for the remaining reads.
+
+        Then at least L_p layers are read (Cache-Craft section 3.4). True where times are not known.
+        """
+        load = self.load_seconds(candidates)
+        if self.profile is None or not load:
+            return True
+        layers = candidates[0].layers
+        return load <= self.profile.seconds(cached, computed) * (layers - 1) / layers
+
     def choose(
         self, candidates: Sequence[Candidate], total: int, computed: int, guide: ScoringPass | None = None
     ) -> list[bool]:

@@ -95,13 +95,19 @@ class PrefixMatcher:
         """Look up a prompt; ``wanted`` are all its cacheable segments."""
         begun = time.perf_counter()
         epoch = self.tree.turns.epoch
-        length = sum(len(segment.token_ids) for segment in segments)
-        regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
-        match = self._match(Root(fingerprint, namespace, regime), path_of(segments, wanted))
+        match = self._match(*self.place(segments, wanted, fingerprint, namespace))
         past, former = self._past(match, segments, namespace)
         members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
         return PrefixMatch(match, ms, past, members, epoch)
+
+    def place(
+        self, segments: Sequence[TokenSegment], wanted: Sequence[Wanted], fingerprint: str, namespace: str
+    ) -> tuple[Root, tuple[Step, ...]]:
+        """Root and steps of a prompt in the tree."""
+        length = sum(len(segment.token_ids) for segment in segments)
+        regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
+        return Root(fingerprint, namespace, regime), path_of(segments, wanted)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
         """The tree's match, without nodes of another layout, which are deleted if possible."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
@@ -43,18 +43,21 @@ class PromptRequest:
         fetch: Fetch,
         fingerprint: str,
         namespace: str,
-        tree: PrefixMatcher | None = None,
     ) -> Self:
-        """The request of a prompt whose cached rows may be used.
+        """The request of a prompt whose cached rows may be used; the knowledge tree was not read."""
+        wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
+        return cls(tuple(segments), policy, encodings.name, namespace, wanted, None, fetch)
+
+    def looked_up(self, fetch: Fetch, fingerprint: str, tree: PrefixMatcher | None) -> Self:
+        """This request as :meth:`of` made it, with the tree read now and entries looked up in ``fetch``.
 
         Only chunks after the match in ``tree`` are looked up in the store (FusionRAG 4.1, alternative path).
         """
-        wanted = tuple(encodings.wanted(segments, fingerprint, namespace))
-        beginning = None
-        if tree is not None:
-            beginning = tree.read(segments, wanted, fingerprint, namespace)
-            wanted = tuple(want for want in wanted if want.start >= beginning.tokens)
-        return cls(tuple(segments), policy, encodings.name, namespace, wanted, beginning, fetch)
+        if tree is None:
+            return replace(self, fetch=fetch)
+        beginning = tree.read(self.segments, self.wanted, fingerprint, self.namespace)
+        wanted = tuple(want for want in self.wanted if want.start >= beginning.tokens)
+        return replace(self, wanted=wanted, beginning=beginning, fetch=fetch)
 
     @property
     def token_ids(self) -> Ids:

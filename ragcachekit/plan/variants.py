@@ -103,6 +103,11 @@ class VariantPool:
         fits = [Fit(other, impact.cost(before)) for other, impact in own]
         return sorted(fits, key=lambda fit: fit.cost)
 
+    def of(self, key: KVKey) -> list[KVKey]:
+        """The variants of this chunk (under this encoding), in no order."""
+        with self._lock:
+            return list(self._of.get(_chunk(key), ()))
+
     def used(self, key: KVKey, before: Sequence[str]) -> None:
         """Count a use after ``before``."""
         with self._lock:
@@ -189,6 +194,14 @@ def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[E
             entry = _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
         out.append(entry)
     return out
+
+
+def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
+    """Keys under which :func:`look_up` may find an entry for a wanted chunk."""
+    if isinstance(want.encoding, InPromptEncoding):
+        return [want.key, *pool.of(want.key)]
+    mean = pool.averages.find(want.average) if want.average is not None else None
+    return [want.key, *(key for key in (mean, want.plain) if key is not None)]
 
 
 def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:

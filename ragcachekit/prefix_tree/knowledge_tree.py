@@ -99,6 +99,11 @@ class KnowledgeTree:
             weakref.finalize(match, self._released.append, tuple(nodes)).atexit = False
         return match
 
+    def known(self, root: Root, path: Path) -> int:
+        """Tokens of the longest beginning of ``path`` in memory; counts no access."""
+        with self._lock:
+            return sum(node.step.tokens for node in self._levels.walk(root, path, len(path)))
+
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
 

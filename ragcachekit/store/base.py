@@ -139,6 +139,10 @@ class KVStore:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
         raise NotImplementedError
 
+    def in_memory(self, key: KVKey) -> bool:
+        """Whether ``get`` would find the entry without any I/O; counts no access. By default it would not."""
+        return False
+
     def discard(self, key: KVKey) -> None:
         """Drop an unusable entry and count it as damaged; no error if there is none."""
         raise NotImplementedError

@@ -122,6 +122,9 @@ class QuantisedStore(Tier):
     def __contains__(self, key: KVKey) -> bool:
         return self._key(key) in self._tier
 
+    def in_memory(self, key: KVKey) -> bool:
+        return self._tier.in_memory(self._key(key))
+
     def discard(self, key: KVKey) -> None:
         self._tier.discard(self._key(key))
 

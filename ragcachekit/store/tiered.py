@@ -117,6 +117,9 @@ class TieredStore(KVStore):
     def __contains__(self, key: KVKey) -> bool:
         return any(key in tier for tier in self._tiers)
 
+    def in_memory(self, key: KVKey) -> bool:
+        return any(tier.in_memory(key) for tier in self._tiers)
+
     def discard(self, key: KVKey) -> None:
         for tier in reversed(self._tiers):
             tier.discard(key)

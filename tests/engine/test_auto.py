@@ -513,7 +513,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         rag.generate(prompt(0), **ONE)
         return drop(*asked)
 
-    rag._encode_missing = lambda *_: None  # waits for the forget
+    rag._path.encode_missing = lambda *_: None  # waits for the forget
     rag._components.capture.after = lambda _: frozenset()
     rag._drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])

@@ -227,13 +227,13 @@ def test_rows_that_a_mean_replaces_are_not_counted_as_damaged(make):
 def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
     rag = make(cold="background")
     rag.register(FACTS)
-    follow_up = rag._follow_up
+    follow_up = rag._path.follow_up
 
-    def meanwhile(generated):
+    def meanwhile(*generated):
         rag.encode(FACTS, system=BEFORE)
-        follow_up(generated)
+        follow_up(*generated)
 
-    rag._follow_up = meanwhile
+    rag._path.follow_up = meanwhile
     rag.generate(PROMPT, **ASKED)
     rag.flush()
     assert "sensitivity" in kv_of(rag, TWO).sums

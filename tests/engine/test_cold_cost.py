@@ -52,7 +52,7 @@ def test_rows_kept_are_what_the_encoder_computes(name, kind, cold, forwards):
         assert rag.flush(60)
         assert 40 not in forwards
     with rag_for(name, encoder=encoder, policy="reuse", store=encoded) as rag:
-        rag.generate_batch([prompt, prompt], max_new_tokens=3)
+        rag.link(prompt)
         assert 40 in forwards
     assert sorted(key.encoding for key in kept.originals) == sorted(kind.split(" and "))
     for key, (kv, _) in kept.originals.items():

@@ -192,7 +192,7 @@ def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step
     engine = make(cold="background", policy="prefix")
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget)
-    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "request")}[step]
+    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "waiting")}[step]
     around(monkeypatch, owner, name, meanwhile, after=False)
     generated(engine)
     assert engine.rag.flush(WAIT)
@@ -339,7 +339,7 @@ def race(make, monkeypatch, seeds, **options):
     stock = engine.rag._components
     for owner, name in (
         (engine.rag._prompts, "missing"),
-        (engine.rag._prompts, "request"),
+        (engine.rag._prompts, "waiting"),
         (engine.rag._prompts, "plan"),
         (engine.rag.model.base_model, "forward"),
         (engine.host, "get"),

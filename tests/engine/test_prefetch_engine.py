@@ -119,7 +119,7 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
 
 def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
     rag, store = slow()
-    rag._cold = "now"
+    rag._path.cold = "now"
     failed = []
 
     def fail(key, layer):
@@ -138,7 +138,7 @@ def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
 
 def test_answers_come_where_no_thread_can_be_started(monkeypatch):
     rag, _ = slow()
-    rag._cold = "background"
+    rag._path.cold = "background"
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")

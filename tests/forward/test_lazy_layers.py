@@ -142,8 +142,7 @@ def test_what_is_done_to_a_cache_waits_for_it(change):
     for store in (HostStore(1 << 26), SlowStore()):
         with rag_for("llama", policy="reuse", store=store) as rag:
             rag.generate(PROMPT, max_new_tokens=1)
-            chosen = rag._components.choose_policy(None, rag.namespace)
-            plan = rag._plan(rag._request(PROMPT, rag.namespace, chosen))
+            plan = rag._path.begin(rag._request(PROMPT, None, None))
             caches.append(link([plan], described("llama"), torch.device("cpu"), 0).cache)
             for layer in caches[-1].layers:
                 layer.narrow(None)  # as after the forward

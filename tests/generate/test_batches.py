@@ -24,7 +24,7 @@ def greedy_ids(answers):
 @pytest.mark.parametrize("policy", ["reuse", "lego:4", "lego:1000", "lego0"])
 def test_batch_is_singles(name, policy):
     rag = warmed(name, *PROMPTS, policy=policy)
-    rag._cold = "never"
+    rag._path.cold = "never"
     prompts = [*PROMPTS, NOT_CACHED]
     asked = {"max_new_tokens": 5, "do_sample": False}
     batch = rag.generate_batch(prompts, **asked)
@@ -50,7 +50,7 @@ def test_options_that_need_the_pass_ahead(name, options):
 
 
 def test_a_cold_batch_encodes_what_it_missed_once():
-    rag = rag_for("llama")
+    rag = rag_for("llama", policy="lego:1000")
     answers = rag.generate_batch(PROMPTS, max_new_tokens=3, do_sample=False)
     assert greedy_ids(answers) == [greedy(plain("llama"), ids(p), 3) for p in PROMPTS]
     entries = rag.stats()[0].entries
@@ -64,7 +64,7 @@ def test_max_length_counts_from_the_longest_prompt():
     wide_kept = Prompt([text(9, 1), chunk(60, 20), text(1, 21)])
     wide_rows = Prompt([text(60, 22), text(2, 23)])
     rag = warmed("llama", wide_kept, policy="reuse")
-    rag._cold = "never"
+    rag._path.cold = "never"
     answers = rag.generate_batch([wide_kept, wide_rows], max_length=75, do_sample=False, eos_token_id=-1)
     assert [len(answer.token_ids) for answer in answers] == [5, 5]
 

@@ -46,14 +46,68 @@ class FakeStream:
         self.cancel()
 
 
+class FakeRequest:
+    """A request that is answered word by word while an event loop looks on, or at once."""
+
+    def __init__(self, words, finish, streamer=None, gate=None):
+        self._words, self._finish, self._streamer, self._gate = words, finish, streamer, gate
+        self._taken, self._callbacks, self._done = [], [], threading.Event()
+        self.cancelled = threading.Event()
+        self.detokenizer = SimpleNamespace(push=lambda ids: ids[0])
+        if streamer is None and gate is None:
+            self._run()
+        else:
+            threading.Thread(target=self._run).start()
+
+    def _run(self):
+        if self._streamer is not None:
+            self._streamer.put(FakeIds(()))
+        for number, word in enumerate(self._words):
+            if self._gate is not None and number:
+                self._gate.wait(10)
+            if self.cancelled.is_set():
+                break
+            self._taken.append(word)
+            if self._streamer is not None:
+                self._streamer.put(FakeIds([" " + word if number else word]))
+        self._answer = self._finish(self._taken, "cancelled" if self.cancelled.is_set() else "stop")
+        self._done.set()
+        if self._streamer is not None:
+            self._streamer.end()
+        for callback in self._callbacks:
+            callback(self)
+
+    def result(self, timeout=None):
+        assert self._done.wait(10)
+        return self._answer
+
+    def add_done_callback(self, callback):
+        self._callbacks.append(callback)
+        if self._done.is_set():
+            callback(self)
+
+    def cancel(self):
+        self.cancelled.set()
+
+
+class FakeIds(list):
+    """Stands in for a tensor of token ids."""
+
+    def flatten(self):
+        return self
+
+    tolist = flatten
+
+
 class FakeEngine:
     def __init__(self, words=WORDS, gate=None):
         self.namespace, self.policy = "default", "lego:16"
         config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate = words, gate
+        self.queue = SimpleNamespace(has_room=lambda: True)
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
-        self.query_caches, self.orders, self.dropped = [], [], []
+        self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
 
     def register(self, texts, *, namespace=None):
         texts = list(texts)
@@ -74,6 +128,16 @@ class FakeEngine:
 
     def generate(self, prompt, *, namespace=None, policy=None, stop=None, **generate_kwargs):
         return self._finish(prompt, namespace, policy, stop, generate_kwargs)(self.words, "stop")
+
+    def submit(self, prompt, *, wait=False, **options):
+        self.submitted.append({"prompt": prompt, "wait": wait})
+        streamer = options.pop("streamer", None)
+        asked = {"namespace": None, "policy": None, "stop": None} | options
+        named = [asked.pop(name) for name in ("namespace", "policy", "stop")]
+        request = FakeRequest(self.words, self._finish(prompt, *named, asked), streamer, self.gate)
+        if streamer is not None or self.gate is not None:
+            self.streams.append(request)
+        return request
 
     def generate_batch(self, prompts, **options):
         return [self.generate(prompt, **options) for prompt in prompts]

@@ -18,9 +18,14 @@ async def test_pieces_and_the_answer():
     assert [(c["namespace"], c.get("max_new_tokens")) for c in engine.calls] == [(None, 5), ("a", None)]
 
 
+class Broken(FakeEngine):
+    def submit(self, prompt, *, wait, streamer=None):
+        raise AssertionError("not called: it takes no such argument")
+
+
 async def test_an_error_of_the_engine_reaches_the_caller():
     with pytest.raises(TypeError, match="unexpected"):
-        await agenerate(object.__new__(type("Broken", (), {"stream": lambda self: None})), "hi", unexpected=1)
+        await agenerate(Broken(), "hi", unexpected=1)
 
 
 async def test_leaving_early_cancels():

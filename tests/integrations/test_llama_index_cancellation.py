@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
 
-from layer_kit import LONG, WAITED, cancellations, interrupted_reader, interrupts, streams_ended, watched
+from layer_kit import (
+    LONG,
+    WAITED,
+    cancellations,
+    interrupted_reader,
+    interrupts,
+    streams_ended,
+    threads_ended,
+    watched,
+)
 from llama_index_ragcachekit import RagCacheLLM
 from ragcachekit import RagCache
 from speaking import byte_level, speaker
@@ -28,7 +36,7 @@ def model():
 def llm(model, digests):
     with RagCache(model, byte_level(), policy="lego:4", cold="never", cache_dir=digests) as rag:
         yield RagCacheLLM(cache=rag, max_tokens=4)
-    assert not [t for t in threading.enumerate() if t.name.startswith("ragcachekit-")]
+    assert threads_ended()
 
 
 CALLS = {"complete": lambda llm: llm.complete(QUESTION), "chat": lambda llm: llm.chat(MESSAGES)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragcachekit import CancelScope
+from ragcachekit import CancelScope, Request
 from ragcachekit.generate.answer_stream import AnswerStream
 from ragcachekit.generate.detokenizer import TokenQueue
 
@@ -74,10 +74,18 @@ def hooks_of(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def threads_ended() -> bool:
+    """Whether the library's threads end, with nothing more to do."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("ragcachekit-")]
+    for thread in ours:
+        thread.join(LONG)
+    return not any(thread.is_alive() for thread in ours)
+
+
 async def streams_ended() -> None:
     """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it."""
     for thread in threading.enumerate():
-        if thread.name == "ragcachekit-stream":
+        if thread.name in ("ragcachekit-stream", "ragcachekit-queue"):
             await asyncio.to_thread(thread.join, LONG)
     await asyncio.get_running_loop().shutdown_default_executor()
 
@@ -85,7 +93,7 @@ async def streams_ended() -> None:
 def cancellations(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> threading.Event:
     """Set once scopes and streams were cancelled ``times`` times."""
     cancelled, left = threading.Event(), [None] * times
-    for kind in (CancelScope, AnswerStream):
+    for kind in (CancelScope, AnswerStream, Request):
         cancel: Callable[..., None] = kind.cancel
 
         def noted(self: Any, cancel: Callable[..., None] = cancel) -> None:

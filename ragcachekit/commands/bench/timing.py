@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ragcachekit.engine.admission import tolerance_for
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.agreement import tolerance_for
 from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.memory.gpu import GpuStore

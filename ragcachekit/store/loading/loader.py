@@ -132,6 +132,12 @@ class Loader:
                     load.begin(PREFETCH)
                 self._wake()
 
+    def coming(self, keys: Iterable[KVKey]) -> list[LoadingKV]:
+        """Entries among ``keys`` that are being read now."""
+        with self._changed:
+            loads = [load for key in keys if (load := self._findable.get(key)) is not None]
+            return [LoadingKV(load, self._deadline) for load in loads if load.rank != IDLE]
+
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Return nothing more of what ``store.forget`` with the same arguments dropped; call it after that.
 

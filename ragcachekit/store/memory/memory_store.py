@@ -106,6 +106,9 @@ class MemoryStore(Tier):
         with self._lock:
             return key in self._entries
 
+    def in_memory(self, key: KVKey) -> bool:
+        return key in self
+
     def discard(self, key: KVKey) -> None:
         """Drop an unusable entry and count it as damaged."""
         with self._lock:

@@ -1,0 +1,148 @@
+"""The methods of RagCache that answer prompts through its queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import inf
+from numbers import Real
+from threading import Event
+from typing import Any
+
+from ragcachekit.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.config import QueueConfig, check_type
+from ragcachekit.engine.auto.methods import TuneMethods
+from ragcachekit.engine.chunk_methods import several
+from ragcachekit.engine.components import EngineComponents
+from ragcachekit.engine.prompt_segmenter import PromptLike
+from ragcachekit.engine.queue.request import Request, TokenCounter, Work
+from ragcachekit.engine.queue.request_queue import RequestQueue
+from ragcachekit.engine.queue.runner import Runner
+from ragcachekit.engine.request_path import Asked, RequestPath
+from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue, stop_strings
+from ragcachekit.generate.options import effective, links_ahead
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.reports import Answer
+
+
+class QueueMethods(TuneMethods):
+    """Adds :meth:`submit` and :meth:`generate_batch`; a base of :class:`ragcachekit.RagCache`."""
+
+    def __init__(self, components: EngineComponents, namespace: str, cold: str, queue: QueueConfig) -> None:
+        super().__init__(components, namespace)
+        self._path = RequestPath(components, cold, self._registering)
+        self.queue = RequestQueue(queue, Runner(queue, components, self._path), components.active)
+
+    def submit(
+        self,
+        prompt: PromptLike,
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
+        stop: str | Sequence[str] | None = None,
+        deadline: float | None = None,
+        wait: bool | float = False,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Request:
+        """Queue one prompt; it is answered together with others, token by token.
+
+        Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
+        of the computed tokens (:class:`ragcachekit.QueueConfig`). Other arguments are those of
+        :meth:`generate`. Options that a batch cannot decode are generated alone, and the report says why.
+
+        Parameters
+        ----------
+        deadline : float, optional
+            Seconds from now. A request without an answer by then fails with ``DeadlineExceeded``; a running
+            one ends after its token.
+        wait : bool or float
+            Whether, or for how many seconds, to wait for room in a full queue.
+
+        Raises
+        ------
+        QueueFull
+            If ``max_waiting`` requests wait already.
+        PromptTooLong, GenerationNotSupported, Closed
+        """
+        begun, stop = time.perf_counter(), stop_strings(stop)
+        request = self._request(prompt, namespace, policy)
+        check_type("deadline", deadline, (Real, type(None)), "seconds from now, or None")
+        check_type("wait", float(wait) if isinstance(wait, bool) else wait, Real, "True, False or seconds")
+        if streamer is not None:
+            options["streamer"] = streamer
+        filled = self._components.generator.options(options, len(request.token_ids), stop)
+        return self._queued(request, filled, stop, begun, wait, deadline=deadline)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
+        stop: str | Sequence[str] | None = None,
+        cancel: Event | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """As :meth:`generate`, for several prompts that are decoded together (see :meth:`submit`).
+
+        ``max_length`` counts from the longest prompt. An interrupt cancels them all.
+        """
+        begun, prompts, stop = time.perf_counter(), several(prompts, "prompts"), stop_strings(stop)
+        if options.get("streamer") is not None and len(prompts) > 1:
+            raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
+        namespace = self._checked(namespace)
+        asked = [self._request(prompt, namespace, policy) for prompt in prompts]
+        longest = max((len(request.token_ids) for request in asked), default=0)
+        requests: list[Request] = []
+        try:
+            for prompt in asked:
+                filled = self._components.generator.options(options, longest, stop)
+                requests.append(self._queued(prompt, filled, stop, begun, True, cancel))
+            return [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+
+    def _request(
+        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
+    ) -> PromptRequest:
+        namespace = self._checked(namespace)
+        return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace))
+
+    def _queued(
+        self,
+        prompt: PromptRequest,
+        options: dict[str, Any],
+        stop: Sequence[str],
+        begun: float,
+        wait: bool | float,
+        cancel: Event | None = None,
+        deadline: float | None = None,
+    ) -> Request:
+        raise_if_cancelled()
+        defaults = self._components.generator.model.generation_config
+        links_ahead(options, defaults)  # refuses what cannot work
+        streamer, tokens = options.get("streamer"), None
+        if streamer is None and (effective(options, defaults, "num_beams") or 1) == 1:
+            streamer = tokens = TokenQueue()
+        cancelled = Event()
+        counted = None if streamer is None else TokenCounter(streamer, prompt.token_ids)
+        estimator, context = self._prompts.estimator(prompt), self._prompts.context
+        room = context - estimator.tokens
+        work = Work(
+            prompt,
+            Asked({**options, "streamer": counted}, stop, cancelled),
+            estimator,
+            min(effective(options, defaults, "max_new_tokens") or room, room),
+            begun,
+            inf if deadline is None else time.monotonic() + deadline,
+            CancelScope(cancel),
+            cancelled,
+            counted,
+        )
+        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
+        self.queue.submit(request, wait)
+        return request

@@ -1,0 +1,138 @@
+"""The way of every request, queued or not: its plan, and after generation the answer and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Event, Lock
+from typing import Any
+
+from ragcachekit.background import attempt
+from ragcachekit.cancellation import CancelScope
+from ragcachekit.engine.components import EngineComponents
+from ragcachekit.engine.prompt_segmenter import PromptLike
+from ragcachekit.generate.hooks import FirstScores
+from ragcachekit.generate.run import Generated
+from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.policies.budgets.calibration import Chosen
+from ragcachekit.reports import Answer
+from ragcachekit.store.null import NullStore
+from ragcachekit.types import KVKey
+
+NOT_KEPT = (
+    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a call asks for beside its prompt: complete ``options`` of generate, stop strings, an event."""
+
+    options: Mapping[str, Any]
+    stop: Sequence[str]
+    cancel: Event | None
+
+
+class RequestPath:
+    """The steps of one engine's requests; ``registering`` is held while a forget ends.
+
+    ``cold`` is that of :class:`ragcachekit.RagCache`.
+    """
+
+    def __init__(self, components: EngineComponents, cold: str, registering: Lock) -> None:
+        self._components, self.cold, self._registering = components, cold, registering
+
+    @property
+    def own(self) -> bool:
+        """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
+        return self.cold != "never"
+
+    def request(self, prompt: PromptLike, namespace: str, chosen: Chosen) -> PromptRequest:
+        """The prompt, tokenised; its entries are looked up by :meth:`looked_up`."""
+        epoch = self._components.forgets.now()
+        request = self._components.prompts.waiting(prompt, namespace, chosen.policy, epoch)
+        return replace(
+            request,
+            label=chosen.label,
+            notes=(*request.notes, *chosen.notes),
+            fallback=request.fallback or chosen.fallback,
+        )
+
+    def begin(self, request: PromptRequest) -> LinkPlan:
+        """The plan of a request, by what is cached now."""
+        return self.plan(self._components.prompts.look_up(request))
+
+    def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+        """The plan of a request whose look-ups have begun; also a :data:`.Replan`."""
+        plan = self._components.prompts.plan(request, without)
+        note = self._not_kept(plan.missing)
+        return plan if note is None else plan.with_note(note)
+
+    def finish(
+        self,
+        generated: Generated,
+        asked: Asked,
+        first: FirstScores | None,
+        begun: float,
+        captured: frozenset[KVKey] | None = None,
+    ) -> Answer:
+        """The answer, once shadow mode and the caches have followed.
+
+        ``begun`` as for ``answers``, ``captured`` as for :meth:`follow_up`.
+        """
+        parts = self._components
+        answers = parts.generator.answers(generated, begun, asked.options, asked.stop)
+        if any(generated.token_ids):  # else cancelled before the first token
+            with CancelScope(asked.cancel):
+                parts.shadow.follow(generated.plans, answers, first, asked.options, asked.stop)
+                self.follow_up(generated, captured)
+        return answers[0]
+
+    def capture(self, generated: Generated) -> frozenset[KVKey] | None:
+        """Store exact rows of a prompt while its answer goes on, for requests that wait.
+
+        Returns the keys that need no encoding any more; None where rows of the answer are captured, too.
+        """
+        tree = self._components.tree
+        has_turns = tree is not None and tree.turns.budget
+        return None if has_turns else self._components.capture.after(generated)
+
+    def follow_up(self, generated: Generated, captured: frozenset[KVKey] | None = None) -> None:
+        """Use what an answered request produced: timings, exact rows, and missing chunks to encode.
+
+        ``captured`` is what :meth:`capture` returned for it, if it was called.
+        """
+        self._components.loads.learn(generated)
+        if captured is None:
+            captured = self._components.capture.after(generated)
+        self.encode_missing([item for plan in generated.plans for item in plan.missing], captured)
+
+    def check_auto(self, plans: Iterable[LinkPlan]) -> None:
+        """Note answered prompts for the check of ``auto``; errors are logged."""
+        attempt(self._check_auto, plans)
+
+    def _check_auto(self, plans: Iterable[LinkPlan]) -> None:
+        parts = self._components
+        for request in (plan.request for plan in plans):
+            with self._registering:  # no forget ends meanwhile
+                # Of another epoch it may hold a forgotten chunk.
+                if request is not None and request.epoch == parts.forgets.now():
+                    parts.auto.follow(request, self.cold == "background")
+
+    def encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
+        """Count what a request missed, and encode it, now or later, but for what was captured."""
+        encoder, missed = self._components.background_encoder, list(missed)
+        encoder.count(missed_tokens=sum(len(item.token_ids) for item in missed))
+        missing = [item for item in missed if item.key not in captured]
+        if self.cold == "background":
+            encoder.later(missing)
+        elif self.cold == "now":
+            attempt(encoder.now, missing)
+
+    def _not_kept(self, missing: Sequence[Missing]) -> str | None:
+        """A note for the report if the store could not keep missing entries before."""
+        lost = self._components.background_encoder.refused(item.key for item in missing)
+        if not lost or isinstance(self._components.store, NullStore):
+            return None
+        return f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}"

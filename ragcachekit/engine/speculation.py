@@ -1,0 +1,177 @@
+"""Answers that begin while their documents are still searched for (RAGCache, section 5.3, algorithm 2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ragcachekit.config import positive
+from ragcachekit.engine.prompt_segmenter import PromptLike
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.queue.request import Request
+    from ragcachekit.engine.rag_cache import RagCache
+
+_Document = TypeVar("_Document")
+
+LEAST_RIGHT = 0.25
+"""Share of right lists at a stage below which nothing is submitted there."""
+_NEWEST = 0.25  # weight of the newest search in that share
+
+
+@dataclass(frozen=True)
+class PipelineStats:
+    """Searches so far, provisional requests submitted in them, and how many of those were the right ones."""
+
+    searches: int = 0
+    provisional: int = 0
+    right: int = 0
+
+
+class SpeculativePipeline:
+    """Submits the prompts of a staged search's provisional results; the last stage decides. Thread safe.
+
+    A provisional request is cancelled when the next stage changes its prompt; what it has encoded stays. If
+    its prompt is that of the last stage, it is the request that is returned, running or done. It has the
+    answer that a request submitted after the search would have.
+
+    Every search shows at which stages the list was right already. Where that has become rare, nothing is
+    submitted: a wrong prefill on the processor that searches would make the search slower.
+
+    Parameters
+    ----------
+    rag : RagCache
+    max_waiting : int
+        Nothing provisional is submitted while so many requests wait in the queue.
+
+    Examples
+    --------
+    >>> pipeline = SpeculativePipeline(rag)  # doctest: +SKIP
+    >>> request = pipeline.submit(index.search_stages(vector, 5), make_prompt)  # doctest: +SKIP
+    >>> request.result().text  # doctest: +SKIP
+    """
+
+    def __init__(self, rag: RagCache, *, max_waiting: int = 1) -> None:
+        self._rag, self._most = rag, positive("max_waiting", max_waiting)
+        self._lock = Lock()
+        self._right: list[float] = []  # share of right lists, by stage
+        self._stats = PipelineStats()
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What was submitted, and what of it was right."""
+        return self._stats
+
+    def submit(
+        self,
+        stages: Iterable[Sequence[_Document]],
+        prompt: Callable[[Sequence[_Document]], PromptLike],
+        *,
+        deadline: float | None = None,
+        wait: bool | float = False,
+        **options: Any,
+    ) -> Request:
+        """Run the search in this thread and return the request of its last documents.
+
+        Parameters
+        ----------
+        stages : iterable of sequences
+            Provisional results, the last one final: ``index.search_stages(...)`` of a
+            :class:`~ragcachekit.DocumentIndex`. An error of the search ends the provisional request.
+        prompt : callable
+            Makes the prompt of a stage's documents. Two stages are the same where their prompts are equal.
+        deadline : float, optional
+            Seconds from this call, as of ``rag.submit``.
+        wait, **options
+            As of ``rag.submit``; ``wait`` is for the last prompt alone. No ``streamer``, as what it was given
+            could not be taken back: use the request's ``stream()``.
+
+        Raises
+        ------
+        ValueError
+            For a search without any stage, or a ``streamer``.
+        QueueFull
+            If there is no room for the last prompt; and the other errors of ``rag.submit``.
+        """
+        if options.get("streamer") is not None:
+            raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
+        search = _Search(self._rag, deadline, options)
+        try:
+            for number, documents in enumerate(stages):
+                search.see(prompt(documents), self._worth_it(number))
+            request = search.end(wait)
+        except BaseException:
+            search.cancel()
+            raise
+        self._learn(search)
+        return request
+
+    def _worth_it(self, stage: int) -> bool:
+        likely = stage >= len(self._right) or self._right[stage] >= LEAST_RIGHT
+        return likely and self._rag.queue.waiting < self._most
+
+    def _learn(self, search: _Search) -> None:
+        *provisional, last = search.prompts
+        with self._lock:
+            self._right += [1.0] * (len(provisional) - len(self._right))
+            for stage, asked in enumerate(provisional):
+                self._right[stage] += _NEWEST * ((asked == last) - self._right[stage])
+            self._stats = replace(
+                self._stats,
+                searches=self._stats.searches + 1,
+                provisional=self._stats.provisional + search.provisional,
+                right=self._stats.right + search.was_right,
+            )
+
+
+class _Search:
+    """One search: the prompts of its stages, and the provisional request that runs."""
+
+    def __init__(self, rag: RagCache, deadline: float | None, options: dict[str, Any]) -> None:
+        self._rag, self._options = rag, options
+        self._end = None if deadline is None else time.monotonic() + deadline
+        self._request: Request | None = None
+        self._stages: list[int] = []  # where requests were submitted
+        self.prompts: list[PromptLike] = []
+
+    def see(self, asked: PromptLike, speculate: bool) -> None:
+        """Take a stage's prompt: cancel the request of another one, and submit it if that is worth it."""
+        changed = not self.prompts or asked != self.prompts[-1]
+        self.prompts.append(asked)
+        if changed:
+            self.cancel()
+        if self._request is None and speculate:
+            try:
+                self._request = self._submit(asked, False)
+            except Exception:  # of the last prompt it is raised in the end
+                return
+            self._stages.append(len(self.prompts) - 1)
+
+    def end(self, wait: bool | float) -> Request:
+        """The request of the last prompt."""
+        if not self.prompts:
+            raise ValueError("the search had no stage; its last one has to give the final documents")
+        return self._request or self._submit(self.prompts[-1], wait)
+
+    @property
+    def provisional(self) -> int:
+        """Number of requests that were submitted before the last stage."""
+        return sum(stage < len(self.prompts) - 1 for stage in self._stages)
+
+    @property
+    def was_right(self) -> bool:
+        """Whether one of them is the request that was returned."""
+        return self._request is not None and self._stages[-1] < len(self.prompts) - 1
+
+    def cancel(self) -> None:
+        """End the provisional request, if there is one."""
+        if self._request is not None:
+            self._request.cancel()
+            self._request = None
+
+    def _submit(self, asked: PromptLike, wait: bool | float) -> Request:
+        left = None if self._end is None else self._end - time.monotonic()
+        return self._rag.submit(asked, deadline=left, wait=wait, **self._options)

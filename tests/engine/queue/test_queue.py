@@ -1,0 +1,315 @@
+"""rag.submit: answers as generate gives them, in an order, with limits, deadlines and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from families import greedy, plain
+from queue_kit import LONG, held
+from ragcachekit import (
+    Cancelled,
+    CancelScope,
+    DeadlineExceeded,
+    GenerateReport,
+    Prompt,
+    QueueConfig,
+    QueueFull,
+    TreeConfig,
+    agenerate,
+)
+from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
+
+ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+OTHER = Prompt([text(9, 1), chunk(25, 3), chunk(33, 2), text(6, 5)])
+PROMPTS = [PROMPT, EXACT, OTHER, Prompt([text(30, 12)]), Prompt([chunk(25, 3), text(7, 33)])]
+LONG_ANSWER = {**ASKED, "max_new_tokens": 40}
+
+
+def until(condition):
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3"])
+@pytest.mark.parametrize("policy", ["full", "reuse", "lego:4", "query:0.2", "prefix"])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_answers_are_those_of_generate_under_random_arrivals(name, policy, batch):
+    tree = TreeConfig(host_bytes=1 << 24) if policy == "prefix" else None
+    options = {"policy": policy, "tree": tree, "queue": QueueConfig(max_batch=batch)}
+    draw = random.Random(f"{name}{policy}{batch}")
+    with warmed(name, *PROMPTS, **options) as rag:
+        rag._path.cold = "never"
+        asked = [(p, {**ASKED, "max_new_tokens": draw.randint(1, 12)}) for p in PROMPTS * 3]
+        draw.shuffle(asked)
+        want = [rag.generate(prompt, **options).token_ids for prompt, options in asked]
+        requests = []
+        for prompt, options in asked:
+            time.sleep(draw.random() * 0.01)
+            requests.append(rag.submit(prompt, **options))
+            if draw.random() < 0.3:  # one more, that does not matter to the others
+                rag.submit(prompt, **LONG_ANSWER).cancel()
+        assert [request.result(LONG).token_ids for request in requests] == want
+        if policy == "full":
+            assert want == [
+                greedy(plain(name), ids(p), o["max_new_tokens"], eos_token_id=-1) for p, o in asked
+            ]
+        assert rag.queue.stats().mean_batch <= batch
+
+
+def test_options_that_no_batch_decodes_run_alone_and_the_report_says_why():
+    with warmed("llama", *PROMPTS, policy="lego:4") as rag:
+        beams = {**ASKED, "num_beams": 2}
+        want = [rag.generate(p, **beams) for p in PROMPTS]
+        got = [r.result(LONG) for r in [rag.submit(p, **beams) for p in PROMPTS]]
+        assert [a.token_ids for a in got] == [a.token_ids for a in want]
+        assert any("num_beams" in note for note in got[0].report.link.notes)
+        assert not any("alone" in n for n in rag.submit(PROMPT, **ASKED).result().report.link.notes)
+
+
+def test_a_report_counts_from_the_submission():
+    with warmed("llama", PROMPT) as rag:
+        with held(rag):
+            requests = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+            time.sleep(0.05)
+        reports = [request.result(LONG).report for request in requests]
+    for report in reports:
+        assert isinstance(report, GenerateReport)
+        assert 50 <= report.queue_ms < report.ttft_ms < report.total_ms
+        assert 1 <= report.batch <= 3
+    assert max(report.batch for report in reports) > 1
+    assert "in the queue, decoded in a batch of" in str(reports[0])
+    assert all(report.link.link_ms < report.total_ms - report.queue_ms for report in reports)
+
+
+def test_the_cached_come_first_and_a_tenants_own_order_is_fair():
+    cold = [Prompt([text(9, 1), chunk(60, 50 + i), text(6, 5)]) for i in range(3)]
+    with warmed("llama", PROMPT, policy="reuse", cold="now") as rag:
+        rag._path.cold = "never"
+        with held(rag) as turns:
+            requests = [rag.submit(prompt, **ASKED) for prompt in [*cold, PROMPT, EXACT]]
+        for request in requests:
+            request.result(LONG)
+        assert [requests.index(turn) for turn in turns] == [3, 4, 0, 1, 2]
+        with held(rag) as turns:
+            many = [rag.submit(prompt, namespace="many", **ASKED) for prompt in cold * 3]
+            few = [rag.submit(prompt, namespace="few", **ASKED) for prompt in cold[:2]]
+        for request in [*many, *few]:
+            request.result(LONG)
+        assert max(turns.index(request) for request in few) <= 4
+
+
+def test_a_full_queue_says_what_to_do_and_waits_where_asked():
+    with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=2)) as rag:
+        with held(rag):
+            waiting = [rag.submit(PROMPT, **ASKED) for _ in range(2)]
+            with pytest.raises(QueueFull, match="wait="):
+                rag.submit(PROMPT, **ASKED)
+            with pytest.raises(QueueFull):
+                rag.submit(PROMPT, wait=0.01, **ASKED)
+            third = []
+            thread = threading.Thread(
+                target=lambda: third.append(rag.submit(PROMPT, wait=True, **ASKED)), daemon=True
+            )
+            thread.start()
+            waiting[0].cancel()
+            thread.join(LONG)
+            assert third
+            assert rag.queue.waiting == 2
+        assert third[0].result(LONG).token_ids == waiting[1].result(LONG).token_ids
+        assert len(rag.generate_batch([PROMPT] * 9, **ASKED)) == 9
+
+
+def test_bad_input_raises_where_it_is_given():
+    with warmed("llama", PROMPT) as rag:
+        for error, options in (
+            (ValueError, {"policy": "nothing"}),
+            (TypeError, {"stop": [0]}),
+            (TypeError, {"max_new_tokens": "many"}),
+            (ValueError, {"max_new_tokens": 0}),
+            (TypeError, {"deadline": "soon"}),
+            (TypeError, {"wait": "long"}),
+            (GenerationNotSupported, {"assistant_model": rag.model}),
+            (ValueError, {"namespace": ""}),
+        ):
+            with pytest.raises(error):
+                rag.submit(PROMPT, **options)
+        with pytest.raises(PromptTooLong):
+            rag.submit(Prompt([text(5000, 1)]))
+        for error, wrong in ((TypeError, 0), (TypeError, {}), (ValueError, Prompt([]))):
+            with pytest.raises(error):
+                rag.submit(wrong)
+        with pytest.raises(ValueError, match="streamer"):
+            rag.generate_batch([PROMPT, PROMPT], streamer=object())
+        assert rag.queue.stats().submitted == 0
+
+
+# -- ends ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_may_be_cancelled_before_and_after_its_turn():
+    with warmed("llama", PROMPT) as rag:
+        want = rag.generate(PROMPT, **LONG_ANSWER).token_ids
+        with held(rag):
+            waiting, other = (rag.submit(PROMPT, **LONG_ANSWER) for _ in range(2))
+            assert (waiting.state, waiting.done()) == ("waiting", False)
+            waiting.cancel()
+            assert (waiting.state, waiting.cancelled()) == ("done", True)
+            assert waiting.result().token_ids == ()
+        seen = []
+        for piece in iter(lambda: other._tokens._queue.get(), None):
+            seen += piece
+            if len(seen) == 3:
+                other.cancel()
+        answer = other.result(LONG)
+        assert answer.report.finish_reason == "cancelled"
+        assert answer.token_ids == want[: len(answer.token_ids)]
+        assert 3 <= len(answer.token_ids) < 40
+        other.cancel()  # may be repeated
+        assert rag.submit(PROMPT, **LONG_ANSWER).result(LONG).token_ids == want
+        stats = rag.queue.stats()
+        assert (stats.submitted, stats.cancelled, stats.done) == (3, 2, 1)
+
+
+def test_a_deadline_ends_a_request_that_waits_or_runs():
+    with warmed("llama", PROMPT) as rag:
+        with held(rag):
+            late, early = (
+                rag.submit(PROMPT, deadline=0.0, **ASKED),
+                rag.submit(PROMPT, deadline=LONG, **ASKED),
+            )
+            with pytest.raises(DeadlineExceeded, match="waiting"):
+                late.result(LONG)
+        assert early.result(LONG).token_ids
+        step, runner = rag.queue._runner.step, rag.queue._runner
+        runner.step = lambda: (time.sleep(0.02), step())[1]
+        with pytest.raises(DeadlineExceeded, match="running"):
+            rag.submit(PROMPT, deadline=0.2, **{**ASKED, "max_new_tokens": 200}).result(LONG)
+        assert rag.queue.drain(LONG)
+        assert rag.queue.stats().expired == 2
+        assert not rag.queue._runner._decoder.active
+
+
+def test_a_scope_ends_its_requests_and_no_others():
+    with warmed("llama", PROMPT) as rag:
+        with held(rag):
+            outside = rag.submit(PROMPT, **ASKED)
+            with CancelScope() as scope:
+                inside = rag.submit(PROMPT, **ASKED)
+                scope.cancel()
+                with pytest.raises(Cancelled):
+                    inside.result(LONG)
+                with pytest.raises(Cancelled):
+                    rag.submit(PROMPT, **ASKED)
+        assert inside.cancelled()
+        assert outside.result(LONG).report.finish_reason == "length"
+
+
+def test_an_interrupted_wait_cancels_and_leaves_the_engine_usable(monkeypatch):
+    with warmed("llama", PROMPT) as rag:
+        with held(rag):
+            request = rag.submit(PROMPT, **ASKED)
+
+            def interrupted(*_):
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(request._changed, "wait_for", interrupted, raising=False)
+                with pytest.raises(KeyboardInterrupt):
+                    request.result()
+            assert request.cancelled()
+        begun = time.monotonic()
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), 2))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rag.generate_batch([PROMPT] * 4, max_new_tokens=900, eos_token_id=-1)
+        assert time.monotonic() - begun < LONG
+        timer.join()
+        assert rag.queue.drain(LONG)
+        assert rag.queue.stats().cancelled == 5
+        assert rag.generate_batch([PROMPT], **ASKED)[0].token_ids
+
+
+def test_timeouts_callbacks_and_streams():
+    with warmed("llama", PROMPT) as rag:
+        with held(rag):
+            request, called = rag.submit(PROMPT, **ASKED), threading.Event()
+            request.add_done_callback(lambda _: 1 / 0)
+            request.add_done_callback(lambda r: called.set() if r is request else None)
+            with pytest.raises(TimeoutError):
+                request.result(0.01)
+        answer = request.result(LONG)
+        assert called.wait(LONG)
+        again = []
+        request.add_done_callback(again.append)
+        assert again == [request]
+        assert "".join(request.stream()) == answer.text
+
+
+def test_close_finishes_what_runs_and_refuses_what_waits():
+    rag = warmed("llama", PROMPT, queue=QueueConfig(max_batch=1))
+    running = rag.submit(PROMPT, **LONG_ANSWER)
+    until(lambda: running.state != "waiting")
+    waiting = rag.submit(PROMPT, **LONG_ANSWER)
+    rag.close()
+    assert len(running.result(LONG).token_ids) == 40
+    with pytest.raises(Closed):
+        waiting.result(LONG)
+    for call in (rag.submit, rag.generate_batch):
+        with pytest.raises(Closed):
+            call([PROMPT] if call == rag.generate_batch else PROMPT)
+    rag.close()
+
+
+def test_waiting_requests_that_miss_the_same_chunk_have_it_encoded_once():
+    shared = [Prompt([text(9, 1), chunk(7, 80 + i), chunk(40, 70), text(6, i)]) for i in range(4)]
+    with rag_for("llama", policy="reuse", cold="background") as rag:
+        with held(rag):
+            requests = [rag.submit(prompt, **ASKED) for prompt in shared]
+        reports = [request.result(LONG).report.link for request in requests]
+    assert [[use.source for use in report.chunks] for report in reports] == [["computed", "host"]] * 4
+    assert sum("encoded before it" in " ".join(report.notes) for report in reports) == 1
+
+
+def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_answered():
+    shared = [Prompt([text(9, 1), chunk(40, 70), text(6, i)]) for i in range(4)]
+    tree = TreeConfig(host_bytes=1 << 24)
+    with rag_for("llama", policy="prefix", tree=tree) as rag:
+        with held(rag):
+            requests = [rag.submit(prompt, **LONG_ANSWER) for prompt in shared]
+        answers = [request.result(LONG) for request in requests]
+    assert [answer.report.batch for answer in answers] == [4] * 4
+    assert [answer.report.link.tree_tokens for answer in answers] == [0, 49, 49, 49]
+    oracle = [greedy(plain("llama"), ids(prompt), 40, eos_token_id=-1) for prompt in shared]
+    assert [answer.token_ids for answer in answers] == oracle
+
+
+async def test_many_tasks_wait_in_no_thread_and_get_what_generate_gives():
+    with warmed("llama", *PROMPTS, policy="reuse", queue=QueueConfig(max_waiting=4)) as rag:
+        rag._path.cold = "never"
+        want = [rag.generate(prompt, **ASKED).token_ids for prompt in PROMPTS]
+        answers = await asyncio.gather(*[agenerate(rag, prompt, **ASKED) for prompt in PROMPTS * 8])
+        assert [answer.token_ids for answer in answers] == want * 8
+        with held(rag):
+            tasks = [asyncio.ensure_future(agenerate(rag, PROMPT, **ASKED)) for _ in range(4)]
+            while rag.queue.waiting < 4:
+                await asyncio.sleep(0.001)
+            with pytest.raises(QueueFull):
+                await agenerate(rag, PROMPT, wait=False, **ASKED)
+            late = asyncio.ensure_future(agenerate(rag, PROMPT, **ASKED))
+            await asyncio.sleep(0.05)
+            for task in (tasks[0], late):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert {(await task).token_ids for task in tasks[1:]} == {want[0]}
+        assert rag.queue.drain(LONG)
+        assert rag.queue.stats().cancelled == 1

@@ -1,0 +1,162 @@
+"""What fails ends the request that it concerns, or the batch, and never the queue."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from engine_kit import EXACT, PROMPT, ids, warmed
+from families import greedy, plain
+from queue_kit import LONG, fail_next, held
+from ragcachekit import EngineError, QueueConfig, RagCache, Request
+from ragcachekit.errors import Closed
+
+ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+
+
+@pytest.fixture
+def rag():
+    with warmed("llama", PROMPT, EXACT, policy="reuse") as rag:
+        rag._path.cold = "never"
+        yield rag
+
+
+def usable(rag: RagCache) -> None:
+    assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids == rag.generate(PROMPT, **ASKED).token_ids
+    assert rag.queue.drain(LONG)
+    assert not rag.queue._runner._runs
+    assert not rag.queue._runner._wanted
+    assert not rag.queue._runner._decoder.active
+
+
+@pytest.mark.parametrize("where", ["plan", "link"])
+def test_a_failed_link_is_computed_in_full(rag, where, caplog):
+    begin = rag.queue._runner._decoder
+    owner, name = {"plan": (rag._path, "plan"), "link": (begin, "begin")}[where]
+    fail_next(owner, name, RuntimeError("torn"))
+    answer = rag.submit(PROMPT, **ASKED).result(LONG)
+    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
+    assert "torn" in answer.report.link.fallback
+    assert answer.report.link.reused_tokens == 0
+    assert "computed in full" in caplog.text
+    usable(rag)
+
+
+def test_what_fails_twice_is_the_error_of_that_request_alone(rag):
+    fail_next(rag.queue._runner._decoder, "begin", RuntimeError("torn"), times=2)
+    with held(rag) as turns:
+        requests = [rag.submit(prompt, **ASKED) for prompt in (PROMPT, EXACT)]
+    errors = []
+    for request in requests:
+        try:
+            request.result(LONG)
+        except RuntimeError as error:
+            errors.append((request, str(error)))
+    assert errors == [(turns[0], "torn")]
+    assert rag.queue.stats().failed == 1
+    usable(rag)
+
+
+def test_a_streamer_that_fails_ends_its_own_request(rag):
+    class Failing:
+        def put(self, value):
+            if value.numel() == 1:
+                raise LookupError("full")
+
+        def end(self):
+            pass
+
+    with held(rag):
+        bad, good = rag.submit(PROMPT, streamer=Failing(), **ASKED), rag.submit(PROMPT, **ASKED)
+    with pytest.raises(LookupError):
+        bad.result(LONG)
+    assert good.result(LONG).token_ids
+    usable(rag)
+
+
+def test_a_failed_step_is_the_error_of_all_in_the_batch(rag):
+    with held(rag):
+        requests = [rag.submit(PROMPT, **ASKED) for _ in range(6)]
+        decoder, step = rag.queue._runner._decoder, rag.queue._runner._decoder.step
+        failed = []
+
+        def fails():
+            if len(decoder.active) == 3 and not failed:
+                failed.append(RuntimeError("out of memory"))
+                raise failed[0]
+            return step()
+
+        decoder.step = fails
+    answers, causes = set(), []
+    for request in requests:
+        try:
+            answers.add(request.result(LONG).token_ids)
+        except EngineError as error:
+            causes.append(error.__cause__)
+    assert causes == failed * 3
+    assert answers == {rag.generate(PROMPT, **ASKED).token_ids}
+    usable(rag)
+
+
+@pytest.mark.parametrize("where", ["choice", "prefetch", "begin", "step", "answer"])
+def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(rag, where):
+    runner = rag.queue._runner
+    owner, name = {
+        "choice": (rag.queue._order, "best"),
+        "prefetch": (runner, "prefetch"),
+        "begin": (runner._decoder, "begin"),
+        "step": (runner._decoder, "step"),
+        "answer": (rag._path, "finish"),
+    }[where]
+    with held(rag):
+        requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
+        fail_next(owner, name, SystemExit())
+    for request in requests:
+        with pytest.raises(EngineError) as caught:
+            request.result(LONG)
+        assert isinstance(caught.value.__cause__, SystemExit)
+    assert rag.queue.drain(LONG)
+    assert (rag.queue.waiting, rag.queue.running) == (0, 0)
+    usable(rag)
+
+
+def test_a_batch_that_cannot_be_opened_is_an_error_and_no_standstill(rag):
+    make = rag._components.generator.batch_decoder
+    rag._components.generator.batch_decoder = lambda _: 1 / 0
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        rag.submit(PROMPT, **ASKED).result(LONG)
+    rag._components.generator.batch_decoder = make
+    usable(rag)
+
+
+def test_a_store_that_cannot_say_what_it_has_costs_the_order_alone(rag):
+    rag._components.store.in_memory = lambda _: 1 / 0
+    usable(rag)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused(rag):
+    with held(rag):
+        request, queue = rag.submit(PROMPT, **ASKED), rag.queue
+        child = os.fork()
+        if not child:
+            refused = 0
+            for call in (lambda: request.result(), lambda: queue.drain(), lambda: rag.submit(PROMPT)):
+                try:
+                    call()
+                except Closed:
+                    refused += 1
+            os._exit(0 if refused == 3 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert request.result(LONG).token_ids
+
+
+def test_bytes_limit_the_batch_and_never_stop_it():
+    with warmed("llama", PROMPT, policy="reuse", queue=QueueConfig(batch_bytes=1)) as rag:
+        requests: list[Request] = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
+        assert {len(request.result(LONG).token_ids) for request in requests} == {6}
+        assert {request.result().report.batch for request in requests} == {1}
+        assert not [t for t in threading.enumerate() if t.name == "ragcachekit-queue" and not t.daemon]

@@ -1,0 +1,177 @@
+"""The order of waiting requests, against a plain simulation and by its promises."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcachekit.engine.queue.order import CacheAwareOrder
+
+
+@dataclass(eq=False)
+class Item:
+    cached: int
+    computed: int
+    namespace: str = "a"
+    number: int = 0
+
+
+def order_of(items, window=32):
+    order = CacheAwareOrder(window, lambda item: (item.cached, item.computed))
+    for item in items:
+        order.add(item, item.namespace)
+    return order
+
+
+def take(order):
+    best = order.best()
+    order.take(best, best.namespace)
+    return best
+
+
+def drained(order):
+    return [take(order) for _ in range(len(order))]
+
+
+def test_the_most_cached_per_computed_token_is_first_and_ties_come_as_they_arrived():
+    items = [Item(0, 10), Item(50, 50), Item(90, 10), Item(90, 10), Item(1000, 1000)]
+    a, b, c, d, e = items
+    assert drained(order_of(items)) == [c, d, b, e, a]
+
+
+def test_with_no_window_the_order_is_that_of_arrival():
+    items = [Item(random.Random(i).randrange(100), 10) for i in range(20)]
+    assert drained(order_of(items, window=0)) == items
+
+
+def test_an_estimate_is_renewed_before_its_item_is_chosen():
+    cold, warm = Item(10, 10), Item(90, 10)
+    order = order_of([cold, warm])
+    assert order.best() is warm
+    warm.cached = 0  # evicted
+    assert order.best() is cold
+    warm.cached = 90
+    assert order.best() is warm
+
+
+def test_a_document_that_becomes_cached_is_seen_within_a_few_choices():
+    items = [Item(0, 100) for _ in range(33)]
+    order = order_of(items)
+    order.best()
+    items[30].cached = 900
+    assert items[30] in [take(order) for _ in range(5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_nobody_is_overtaken_more_than_window_times_and_everybody_has_a_turn(data):
+    window = data.draw(st.integers(0, 5))
+    order = CacheAwareOrder(window, lambda item: (item.cached, item.computed))
+    arrived, turns, left = [], [], set()
+    for step in data.draw(st.lists(st.integers(0, 9), max_size=80)):
+        if step < 6:
+            item = Item(data.draw(st.integers(0, 50)), 1 + step, f"n{step % 2}", len(arrived))
+            arrived.append(item)
+            order.add(item, item.namespace)
+        elif step < 9 and len(order):
+            turns.append(take(order))
+        elif len(order):
+            gone = next(iter(order))
+            assert order.discard(gone, gone.namespace)
+            assert not order.discard(gone, gone.namespace)
+            left.add(gone)
+    turns += drained(order)
+    assert sorted(i.number for i in [*turns, *left]) == list(range(len(arrived)))
+    at = {item: turn for turn, item in enumerate(turns)}
+    overtaken = [
+        sum(late.number > item.number and late.namespace == item.namespace for late in turns[: at[item]])
+        for item in turns
+    ]
+    assert max(overtaken, default=0) <= window
+    assert order.best() is None
+    assert len(order) == 0
+
+
+def test_ten_thousand_requests_at_saturation_are_overtaken_within_the_window():
+    """Zipf documents, half of them cached, 200 waiting all the time."""
+    draw, window = random.Random(0), 32
+    order = CacheAwareOrder(window, lambda item: (item.cached, item.computed))
+    numbers, served = iter(range(10_000)), []
+    overtaken, waiting = Counter(), []
+
+    def arrive():
+        cached = 900 if draw.random() < 0.5 else 0
+        item = Item(cached, 1000 - cached, "a", next(numbers))
+        waiting.append(item)
+        order.add(item, "a")
+
+    for _ in range(200):
+        arrive()
+    while waiting:
+        item = take(order)
+        for other in waiting:
+            if other is item:
+                break
+            overtaken[other.number] += 1
+        waiting.remove(item)
+        served.append(item)
+        if len(served) <= 9_800:
+            arrive()
+    assert len(served) == 10_000
+    assert max(overtaken.values()) == order.most_overtaken <= window
+    half = [item.number for item in served if item.cached]
+    assert served != sorted(served, key=lambda item: item.number)
+    assert len(half) > 4_000
+
+
+def test_namespaces_get_equal_shares_of_computed_tokens():
+    """One asks for much and often, one seldom for little: each gets half while both wait."""
+    greedy = [Item(0, 1000, "greedy") for _ in range(50)]
+    small = [Item(0, 100, "small") for _ in range(100)]
+    order = order_of([*greedy, *small])
+    computed = Counter()
+    for _ in range(100):
+        item = take(order)
+        computed[item.namespace] += item.computed
+        assert abs(computed["greedy"] - computed["small"]) <= 1000
+    assert min(computed.values()) > 8000
+
+
+def test_a_new_namespace_has_no_credit_of_the_past_and_an_old_one_no_debt():
+    order = order_of([Item(0, 100, "old") for _ in range(60)])
+    for _ in range(40):
+        take(order)
+    for _ in range(20):
+        order.add(Item(0, 100, "new"), "new")
+    turns = Counter(take(order).namespace for _ in range(20))
+    assert 9 <= turns["new"] <= 11
+
+
+def test_namespaces_that_left_are_not_remembered_for_ever():
+    order = CacheAwareOrder(32, lambda item: (item.cached, item.computed))
+    for number in range(5_000):
+        order.add(Item(0, 10, f"n{number}"), f"n{number}")
+        take(order)
+    assert len(order._starts) < 200
+
+
+@pytest.mark.parametrize("namespaces", [1, 1000])
+def test_a_choice_looks_at_few_of_many(namespaces):
+    asked = Counter()
+
+    def estimate(item):
+        asked[item] += 1
+        return item.cached, item.computed
+
+    order = CacheAwareOrder(32, estimate)
+    for number in range(1000):
+        order.add(Item(number % 7, 10, f"n{number % namespaces}"), f"n{number % namespaces}")
+    take(order)
+    asked.clear()
+    take(order)
+    assert asked.total() <= 12

@@ -1,0 +1,152 @@
+"""Thousands of requests with random ends: every one ends, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from engine_kit import chunk, ids, text, warmed
+from families import greedy, plain
+from queue_kit import LONG
+from ragcachekit import (
+    Cancelled,
+    CancelScope,
+    DeadlineExceeded,
+    EngineError,
+    Prompt,
+    QueueConfig,
+    QueueFull,
+    StoreConfig,
+)
+from soak_kit import figures
+
+PROMPTS = [
+    Prompt([text(9, 1), chunk(20 + i, 10 + i), chunk(15 + i, 30 + i % 3), text(4, i)]) for i in range(12)
+]
+ASKED = {"do_sample": False, "eos_token_id": -1}
+TENANTS = ("a", "b", "c", "default")
+
+
+class Torn(Exception):
+    pass
+
+
+def resources(rag):
+    gc.collect()
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("ragcachekit")]
+    files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    runner = rag.queue._runner
+    left = (len(runner._runs), sum(runner._wanted.values()), len(runner._decoder.active))
+    return {"threads": threads, "files": files, "left": left}
+
+
+def idle(rag):
+    """What an engine holds once its threads have ended."""
+    assert rag.queue.drain(LONG)
+    assert rag.flush(LONG)
+    end = time.monotonic() + LONG
+    while resources(rag)["threads"]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return resources(rag)
+
+
+def disturbed(rag, draw):
+    """Fail some plans, prefills and steps at random."""
+    runner, decoder = rag.queue._runner, rag.queue._runner._decoder
+    for owner, name, often in ((rag._path, "plan", 0.02), (decoder, "begin", 0.03), (decoder, "step", 0.003)):
+        works = getattr(owner, name)
+
+        def sometimes(*args, works=works, often=often, **options):
+            if draw.random() < often:
+                raise Torn
+            return works(*args, **options)
+
+        setattr(owner, name, sometimes)
+    return runner
+
+
+def client(rag, number, count, want, outcomes):
+    draw = random.Random(number)
+    for _ in range(count):
+        which, new = draw.randrange(len(PROMPTS)), draw.randint(1, 12)
+        asked = {**ASKED, "max_new_tokens": new, "namespace": draw.choice(TENANTS)}
+        asked["deadline"] = draw.choice([None, None, None, 0.0, 0.05])
+        try:
+            with CancelScope() as scope:
+                try:
+                    request = rag.submit(PROMPTS[which], wait=draw.choice([True, False]), **asked)
+                except QueueFull:
+                    outcomes["full"] += 1
+                    continue
+                how = draw.random()
+                if how < 0.1:
+                    request.cancel()
+                elif how < 0.15:
+                    scope.cancel()
+                elif how < 0.25:
+                    next(iter(request.stream()), None)  # and leaves
+                elif how < 0.3:
+                    threading.Timer(draw.random() * 0.05, request.cancel).start()
+                answer = request.result(LONG)
+            outcomes[answer.report.finish_reason] += 1
+            assert answer.token_ids == want[which][: len(answer.token_ids)]
+            assert answer.report.finish_reason == "cancelled" or len(answer.token_ids) == new
+        except (DeadlineExceeded, EngineError, Torn, Cancelled) as error:
+            outcomes[type(error).__name__] += 1
+
+
+def run(rag, requests, threads=8):
+    # Everything is computed: whatever is reused, answers are those of the model.
+    want = [greedy(plain("llama"), ids(prompt), 12, eos_token_id=-1) for prompt in PROMPTS]
+    rag.submit(PROMPTS[0], **ASKED, max_new_tokens=2).result(LONG)
+    before, submitted = idle(rag), rag.queue.stats().submitted
+    disturbed(rag, random.Random(1))
+    outcomes, failed = Counter(), []
+
+    def serve(number):
+        try:
+            client(rag, number, requests // threads, want, outcomes)
+        except BaseException as error:
+            failed.append(error)
+
+    clients = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(threads)]
+    begun = time.monotonic()
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(1200)
+    seconds = time.monotonic() - begun
+    assert not failed, failed
+    assert not any(thread.is_alive() for thread in clients)
+    after, stats = idle(rag), rag.queue.stats()
+    assert outcomes.total() == requests // threads * threads
+    assert stats.submitted - submitted == requests // threads * threads - outcomes["full"]
+    assert stats.done + stats.cancelled + stats.expired + stats.failed == stats.submitted
+    assert after == before
+    assert stats.most_overtaken <= 32
+    assert {"length", "cancelled", "DeadlineExceeded", "Cancelled"} <= outcomes.keys()
+    return {**stats.to_dict(), "seconds": round(seconds, 1), "outcomes": dict(outcomes)}
+
+
+@pytest.fixture
+def rag(tmp_path):
+    queue = QueueConfig(max_batch=6, max_waiting=5)
+    store = StoreConfig(host_bytes=1 << 20, disk_path=tmp_path)
+    with warmed("llama", policy="lego:1000", cold="background", store=store, queue=queue) as rag:
+        yield rag
+
+
+def test_five_hundred_requests_with_random_ends(rag):
+    run(rag, 504)
+
+
+@pytest.mark.soak
+def test_ten_thousand_requests_with_random_ends(rag):
+    figures("queue", **run(rag, 10_000))

@@ -1,0 +1,134 @@
+"""Attention of a batch, request by request, against softmax over a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from families import build, off, plain, prefill, tokens
+from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward.attention import install
+from ragcachekit.forward.batch import request_kv
+from ragcachekit.forward.batch.attention import attend_each
+from ragcachekit.forward.batch.cache import BatchCache, BatchRows
+from ragcachekit.forward.batch.decode import decode
+from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit_kernels.dispatch import AttentionOptions
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+
+
+def request_of(rows, new=3, seed=0):
+    draw, cache = torch.Generator().manual_seed(seed + rows), DynamicCache()
+    sides = torch.randn(2, 1, KV_HEADS, rows + 5, DIM, generator=draw)  # more than belongs to the prompt
+    cache.update(sides[0], sides[1], 0)
+    return RequestKV(cache, rows, new), sides[:, 0, :, :rows]
+
+
+def dense(query, keys, values, window, softcap, sinks):
+    """One row over all keys, one head at a time."""
+    out = []
+    for head in range(HEADS):
+        k, v = keys[head // (HEADS // KV_HEADS)], values[head // (HEADS // KV_HEADS)]
+        scores = (k.double() @ query[head].double()) * 0.3
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = torch.arange(len(k)) <= len(k) - 1 - (window or len(k))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1].double()))
+        out.append(scores.softmax(0)[: len(k)] @ v.double())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_each_request_attends_to_its_own_rows(window, softcap, has_sinks):
+    sinks = torch.linspace(-1, 2, HEADS) if has_sinks else None
+    pairs = [request_of(rows) for rows in (1, 3, 17)]
+    requests = [request for request, _ in pairs]
+    query, new = torch.randn(3, HEADS, 1, DIM), torch.randn(2, 3, KV_HEADS, 1, DIM)
+    BatchCache(requests).update(new[0], new[1], 0)
+    options = AttentionOptions(scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    out = attend_each(query, new[0], BatchRows(requests, 0), options)
+    assert out.shape == (3, 1, HEADS, DIM)
+    for item, (_, before) in enumerate(pairs):
+        keys, values = torch.cat((before, new[:, item]), 2)
+        expected = dense(query[item, :, 0], keys, values, window, softcap, sinks)
+        assert torch.allclose(out[item, 0].double(), expected, atol=1e-5)
+
+
+def test_keys_that_are_not_those_of_the_cache_are_refused():
+    """As multi-head latent attention has them, or JetMoe, which repeats them."""
+    request, _ = request_of(3)
+    repeated = torch.randn(1, 2 * KV_HEADS, 1, DIM)
+    with pytest.raises(ValueError, match="in the cache"):
+        attend_each(torch.randn(1, HEADS, 1, DIM), repeated, BatchRows([request], 0), AttentionOptions(1.0))
+
+
+def test_rows_survive_the_growth_of_a_buffer(monkeypatch):
+    monkeypatch.setattr(request_kv, "GROWTH", 2)
+    request, before = request_of(3, new=1)
+    rows = [before]
+    for _ in range(6):
+        request.make_room()
+        new = torch.randn(2, KV_HEADS, 1, DIM)
+        request.write(0, new[0], new[1])
+        request.rows += 1
+        rows.append(new)
+    (layer,) = request.as_cache().layers
+    expected = torch.cat(rows, 2)
+    assert torch.equal(layer.keys[0], expected[0])
+    assert torch.equal(layer.values[0], expected[1])
+    assert request.keys[0].shape[1] <= 3 + 6 + 2
+
+
+def test_the_prompts_cache_is_emptied():
+    cache = DynamicCache()
+    cache.update(torch.randn(1, KV_HEADS, 4, DIM), torch.randn(1, KV_HEADS, 4, DIM), 0)
+    RequestKV(cache, 4, 1)
+    assert cache.layers[0].keys is None
+    assert cache.layers[0].values is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-sliding", "gpt-oss", "smollm3"])
+def test_keys_and_logits_are_those_of_one_forward(name):
+    model = build(name)
+    install(model)
+    prompts, steps = [tokens(count, seed=count) for count in (31, 5, 12)], 3
+    requests = []
+    for ids in prompts:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([ids[:-steps]]), past_key_values=cache, use_cache=True)
+        requests.append(RequestKV(cache, len(ids) - steps, steps))
+    logits = [decode(model, requests, [ids[at] for ids in prompts]) for at in range(-steps, 0)]
+    for item, ids in enumerate(prompts):
+        whole = prefill(plain(name), ids)
+        assert off(torch.stack([step[item] for step in logits]), whole.logits[-steps:]) < 1e-5
+        for layer, keys, values in zip(
+            requests[item].as_cache().layers, whole.keys, whole.values, strict=True
+        ):
+            assert off(layer.keys[0], keys) < 1e-5
+            assert off(layer.values[0], values) < 1e-5
+
+
+def test_a_forward_that_fails_changes_nothing(monkeypatch):
+    model = build("llama")
+    install(model)
+    ids, cache = tokens(9), DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True)
+    request = RequestKV(cache, 8, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[2], "forward", _fails)
+        with pytest.raises(ModelNotSupported):
+            decode(model, [request], ids[-1:])
+    assert request.rows == 8
+    assert off(decode(model, [request], ids[-1:])[0], prefill(plain("llama"), ids).logits[-1]) < 1e-5
+
+
+def _fails(*_, **__):
+    raise ModelNotSupported("as if")

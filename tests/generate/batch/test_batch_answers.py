@@ -1,0 +1,90 @@
+"""Requests decoded together get the tokens that each of them gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from batch_kit import Asked, begin, decoder_for, finish, serve
+from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from families import FAMILIES, VOCAB, greedy, plain
+from ragcachekit import Prompt, TreeConfig
+
+SHORT = Prompt([text(9, 1), chunk(25, 3), text(3, 7)])
+OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9), chunk(7, 10), text(11, 11)])
+NO_CHUNK = Prompt([text(30, 12)])
+BARE = Prompt([chunk(25, 3), text(1, 13)])
+ONE_TOKEN = Prompt([text(1, 14)])
+LONG = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), chunk(120, 16), text(4, 17)])
+NOT_CACHED = Prompt([text(5, 14), chunk(50, 15), text(4, 16)])
+PROMPTS = [PROMPT, EXACT, SHORT, OTHER, NO_CHUNK, BARE, ONE_TOKEN, LONG]
+
+NEVER = VOCAB + 1
+BATCHED = [name for name in FAMILIES if name != "phi3-longrope"]
+POLICIES = ["full", "prefix", "reuse", "lego:4", "impact:0.2", "query:0.2", "cacheblend:0.2"]
+
+
+def requests(alone, seed, count=12):
+    """Random prompts and lengths; a quarter is dropped. ``alone`` gives the tokens of one request.
+
+    With a penalty, without which the models repeat a token.
+    """
+    draw, out = random.Random(seed), []
+    for _ in range(count):
+        prompt, length = draw.choice([*PROMPTS, NOT_CACHED]), draw.randrange(1, 20)
+        options = {"max_new_tokens": length, "eos_token_id": NEVER, "repetition_penalty": 1.5}
+        expected = alone(prompt, do_sample=False, **options)
+        dropped = draw.randrange(1, 10) if draw.random() < 0.25 else None
+        out.append(Asked(prompt, options, expected, dropped))
+    return out
+
+
+def assert_answered(decoder, rag, asked, seed):
+    largest = serve(decoder, rag, asked, seed)
+    assert [one.is_answered for one in asked] == [True] * len(asked)
+    return largest
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_full_is_the_models_own_generate(name):
+    rag = rag_for(name, policy="full", cold="never")
+    asked = requests(lambda prompt, **o: greedy(plain(name), ids(prompt), o["max_new_tokens"], **o), 1)
+    assert assert_answered(decoder_for(rag), rag, asked, 1) > 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3", "gpt-oss"])
+def test_policies(name, policy):
+    rag = warmed(name, *PROMPTS, policy=policy)
+    rag._cold = "never"
+    asked = requests(lambda prompt, **o: rag.generate(prompt, **o).token_ids, 2)
+    assert assert_answered(decoder_for(rag), rag, asked, 2) > 4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3"])
+def test_tree(name):
+    with warmed(name, *PROMPTS, policy="prefix", tree=TreeConfig()) as rag:
+        rag.flush()
+        asked = requests(lambda prompt, **o: greedy(plain(name), ids(prompt), o["max_new_tokens"], **o), 3)
+        assert rag.generate(LONG, max_new_tokens=1).report.link.exact_tokens > 100
+        assert_answered(decoder_for(rag), rag, asked, 3)
+
+
+@pytest.mark.parametrize(("size", "seed"), [(1, 4), (2, 5), (3, 6), (5, 7), (8, 8), (16, 9), (16, 10)])
+def test_sizes(size, seed):
+    rag = rag_for("gemma3", policy="full", cold="never")
+    model = plain("gemma3")
+    asked = requests(lambda prompt, **o: greedy(model, ids(prompt), o["max_new_tokens"], **o), seed, 24)
+    assert assert_answered(decoder_for(rag, max_batch=size), rag, asked, seed) <= size
+
+
+def test_answers_longer_than_the_buffers_grow_them(monkeypatch):
+    monkeypatch.setattr("ragcachekit.forward.batch.request_kv.GROWTH", 3)
+    rag = rag_for("mistral-sliding", policy="full", cold="never")
+    decoder = decoder_for(rag)
+    both = [begin(decoder, rag, p, max_new_tokens=20, eos_token_id=NEVER) for p in (PROMPT, NO_CHUNK)]
+    finish(decoder)
+    for prompt, decoding in zip((PROMPT, NO_CHUNK), both, strict=True):
+        expected = greedy(plain("mistral-sliding"), ids(prompt), 20, eos_token_id=NEVER)
+        assert decoding.generated().token_ids == (expected,)

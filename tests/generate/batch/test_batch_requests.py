@@ -1,0 +1,340 @@
+"""How requests of a batch begin, stream, fail and end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from batch_kit import begin, decoder_for, finish, plan_for
+from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from families import VOCAB, build, greedy, plain, wrapped
+from ragcachekit import Prompt, RagCache, TreeConfig
+from ragcachekit.generate.batch.check import why_not_together
+from ragcachekit.generate.run import run_generate
+
+OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9)])
+NEVER = VOCAB + 1
+
+
+@pytest.fixture(scope="module")
+def rag():
+    return rag_for("llama", policy="full", cold="never")
+
+
+@pytest.fixture
+def decoder(rag):
+    return decoder_for(rag)
+
+
+class Streamer:
+    def __init__(self, fails_at=None):
+        self.puts, self.ends, self._fails_at = [], 0, fails_at
+
+    def put(self, value):
+        if len(self.puts) == self._fails_at:
+            raise OSError("the client has gone")
+        self.puts.append(value)
+
+    def end(self):
+        self.ends += 1
+
+
+def greedy_ids(prompt, count=8, **options):
+    return greedy(plain("llama"), ids(prompt), count, **options)
+
+
+class TestEnds:
+    def test_an_end_token(self, decoder, rag):
+        end = greedy_ids(PROMPT, 10)[3]
+        one = begin(decoder, rag, PROMPT, max_new_tokens=10, eos_token_id=end)
+        other = begin(decoder, rag, OTHER, max_new_tokens=10, eos_token_id=NEVER)
+        finish(decoder)
+        assert one.generated().token_ids == (greedy_ids(PROMPT, 10, eos_token_id=end),)
+        assert one.generated().ended == (True,)
+        assert other.generated().token_ids == (greedy_ids(OTHER, 10, eos_token_id=NEVER),)
+        assert other.generated().ended == (False,)
+
+    def test_the_first_token_may_be_the_last(self, decoder, rag):
+        for asked in ({"max_new_tokens": 1}, {"eos_token_id": greedy_ids(PROMPT, 1)[0]}):
+            one = begin(decoder, rag, PROMPT, **asked)
+            assert one.finished
+            assert decoder.active == ()
+            assert one.generated().token_ids == (greedy_ids(PROMPT, 1),)
+        assert decoder.step() == []
+
+    def test_a_stop_string(self, rag):
+        decoder = decoder_for(rag, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+        varied = {"eos_token_id": NEVER, "repetition_penalty": 1.9}
+        expected = greedy_ids(PROMPT, 12, **varied)
+        assert len(set(expected)) > 8
+        stop = f"{expected[4]}><{expected[5]}"
+        one = begin(decoder, rag, PROMPT, max_new_tokens=12, stop=[stop], **varied)
+        finish(decoder)
+        assert one.generated().token_ids == (expected[:6],)
+
+    def test_time(self, decoder, rag):
+        one = begin(decoder, rag, PROMPT, max_new_tokens=30, eos_token_id=NEVER, max_time=0.0)
+        assert one.finished
+        assert len(one.token_ids) == 1
+
+    def test_a_cancelled_prefill_has_no_tokens(self, decoder, rag):
+        cancel, streamer = threading.Event(), Streamer()
+        cancel.set()
+        one = begin(decoder, rag, PROMPT, cancel=cancel, streamer=streamer)
+        assert one.finished
+        assert one.generated().cancelled
+        assert one.generated().token_ids == ((),)
+        assert streamer.ends == 1
+
+    def test_cancelled_between_steps(self, decoder, rag):
+        cancel, streamer = threading.Event(), Streamer()
+        asked = {"max_new_tokens": 20, "eos_token_id": NEVER}
+        one = begin(decoder, rag, PROMPT, cancel=cancel, streamer=streamer, **asked)
+        other = begin(decoder, rag, OTHER, **asked)
+        decoder.step()
+        cancel.set()
+        assert decoder.step() == [one]
+        assert one.generated().cancelled
+        assert one.generated().token_ids == (greedy_ids(PROMPT, 2, eos_token_id=NEVER),)
+        assert streamer.ends == 1
+        finish(decoder)
+        assert other.generated().token_ids == (greedy_ids(OTHER, 20, eos_token_id=NEVER),)
+
+    def test_dropped(self, decoder, rag):
+        streamer = Streamer()
+        one = begin(decoder, rag, PROMPT, streamer=streamer)
+        decoder.drop(one)
+        decoder.drop(one)
+        assert decoder.active == ()
+        assert one.finished
+        assert one.generated().cancelled
+        assert one.generated().token_ids == (greedy_ids(PROMPT, 1),)
+        assert streamer.ends == 1
+
+    def test_buffers_are_freed(self, decoder, rag):
+        held = []
+        for end in (finish, lambda d: d.drop(d.active[0]), lambda d: d.clear()):
+            held.append(weakref.ref(begin(decoder, rag, PROMPT).kv))
+            end(decoder)
+        gc.collect()
+        assert [kv() for kv in held] == [None] * 3
+
+
+class TestStreams:
+    def test_a_streamer_gets_what_generate_gives_it(self, decoder, rag):
+        ours, theirs = Streamer(), Streamer()
+        begin(decoder, rag, PROMPT, streamer=ours, max_new_tokens=5)
+        finish(decoder)
+        rag.generate(PROMPT, streamer=theirs, max_new_tokens=5, do_sample=False)
+        assert [put.tolist() for put in ours.puts] == [put.tolist() for put in theirs.puts]
+        assert [put.shape for put in ours.puts] == [put.shape for put in theirs.puts]
+        assert ours.ends == theirs.ends == 1
+
+    def test_a_streamer_that_fails_ends_its_own_request(self, decoder, rag):
+        one = begin(decoder, rag, PROMPT, streamer=Streamer(fails_at=4), eos_token_id=NEVER)
+        other = begin(decoder, rag, OTHER, eos_token_id=NEVER)
+        finish(decoder)
+        with pytest.raises(OSError, match="the client has gone"):
+            one.generated()
+        assert other.generated().token_ids == (greedy_ids(OTHER, eos_token_id=NEVER),)
+
+
+class TestRoom:
+    def test_requests(self, rag):
+        decoder = decoder_for(rag, max_batch=2)
+        begin(decoder, rag, PROMPT)
+        assert decoder.has_room(10)
+        begin(decoder, rag, OTHER)
+        assert not decoder.has_room(10)
+
+    def test_bytes(self, rag):
+        per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensions, float32
+        decoder = decoder_for(rag, max_bytes=200 * per_token)
+        assert decoder.has_room(1000), "alone"
+        one = begin(decoder, rag, PROMPT, max_new_tokens=20)
+        assert one.tokens == len(ids(PROMPT)) + 20 == 93
+        assert decoder.has_room(107)
+        assert not decoder.has_room(108)
+
+
+SAMPLED = {
+    "plain": {},
+    "no-top-k": {"top_k": None},
+    "temperature": {"temperature": 0.7, "top_k": 7},
+    "top-p": {"top_p": 0.8, "temperature": 1.3},
+    "min-p": {"min_p": 0.05, "top_k": 0},
+    "penalty": {"repetition_penalty": 1.8},
+}
+
+
+class TestOptions:
+    @pytest.mark.parametrize("label", SAMPLED)
+    def test_sampling_alone_draws_what_generate_draws(self, decoder, rag, label):
+        asked = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": NEVER, **SAMPLED[label]}
+        torch.manual_seed(7)
+        one = begin(decoder, rag, PROMPT, **asked)
+        finish(decoder)
+        torch.manual_seed(7)
+        assert one.generated().token_ids == (greedy(plain("llama"), ids(PROMPT), 12, **asked),)
+
+    def test_the_models_own_generation_config_counts(self, tmp_path):
+        settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}
+        settings |= {"eos_token_id": [NEVER, NEVER + 1], "top_k": 20}
+        ours, theirs = build("llama"), build("llama")
+        for model in (ours, theirs):
+            for name, value in settings.items():
+                setattr(model.generation_config, name, value)
+        rag = RagCache(ours, policy="full", cold="never", cache_dir=tmp_path)
+        decoder, options = decoder_for(rag), {"max_new_tokens": 12, "pad_token_id": 0}
+        assert decoder.unsupported(options) is None
+        torch.manual_seed(3)
+        one = decoder.begin(plan_for(rag, PROMPT), options)
+        finish(decoder)
+        torch.manual_seed(3)
+        prompt = torch.tensor([ids(PROMPT)])
+        with torch.no_grad():
+            out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12)
+        assert one.generated().token_ids == (tuple(out[0, prompt.shape[1] :].tolist()),)
+        ours.generation_config.no_repeat_ngram_size = 2
+        assert "no_repeat_ngram_size" in (decoder.unsupported(options) or "")
+        assert decoder.unsupported({**options, "no_repeat_ngram_size": 0}) is None
+
+    def test_a_penalty_and_a_greedy_request_in_one_batch(self, decoder, rag):
+        one = begin(decoder, rag, PROMPT, repetition_penalty=1.9)
+        other = begin(decoder, rag, PROMPT)
+        finish(decoder)
+        assert one.generated().token_ids == (greedy_ids(PROMPT, repetition_penalty=1.9),)
+        assert other.generated().token_ids == (greedy_ids(PROMPT),)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"num_beams": 2},
+            {"no_repeat_ngram_size": 2},
+            {"bad_words_ids": [[3]]},
+            {"min_new_tokens": 2},
+            {"typical_p": 0.9},
+            {"logits_processor": [lambda ids, scores: scores]},
+            {"stopping_criteria": [lambda ids, scores, **_: True]},
+            {"prefix_allowed_tokens_fn": lambda *_: [1]},
+            {"renormalize_logits": True},
+            {"an_argument_of_this_models_forward": 3},
+        ],
+    )
+    def test_unsupported_ones_are_named(self, decoder, options):
+        (name,) = options
+        assert name in decoder.unsupported({"max_new_tokens": 3, **options})
+
+    def test_configurations_and_no_limit(self, decoder):
+        assert "generation_config" in decoder.unsupported({"generation_config": object()})
+        assert "max_new_tokens" in decoder.unsupported({"max_time": 3})
+
+    def test_neutral_ones_are_decoded(self, decoder):
+        neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "logits_processor": []}
+        assert decoder.unsupported({"max_new_tokens": 3, "use_cache": True, **neutral}) is None
+
+    def test_others_run_alone(self, decoder, rag):
+        active = begin(decoder, rag, OTHER)
+        options = {"max_new_tokens": 8, "num_beams": 3, "pad_token_id": 0}
+        generated = decoder.run(plan_for(rag, PROMPT), options)
+        assert generated.token_ids == (greedy_ids(PROMPT, num_beams=3),)
+        finish(decoder)
+        assert active.generated().token_ids == (greedy_ids(OTHER),)
+
+
+class TestModels:
+    def test_frequencies_that_depend_on_the_length(self):
+        decoder = decoder_for(rag_for("phi3-longrope", policy="full"))
+        assert "length" in decoder.unsupported({"max_new_tokens": 3})
+
+    def test_a_model_without_our_attention_fails_the_check(self):
+        assert "differ from the model's own" in why_not_together(build("llama"))
+
+    def test_a_model_that_fails_says_why(self, monkeypatch):
+        model = wrapped("llama")
+        monkeypatch.setattr(model.model.norm, "forward", lambda hidden: hidden[:1])
+        assert "LlamaForCausalLM cannot decode requests together" in why_not_together(model)
+
+
+def test_a_step_that_fails_can_be_repeated(decoder, rag, monkeypatch):
+    both = [begin(decoder, rag, p, eos_token_id=NEVER) for p in (PROMPT, OTHER)]
+    decoder.step()
+
+    def broken(*_, **__):
+        raise RuntimeError("out of memory, perhaps")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rag.model.model.layers[1].mlp, "forward", broken)
+        with pytest.raises(RuntimeError, match="perhaps"):
+            decoder.step()
+    assert decoder.active == tuple(both)
+    finish(decoder)
+    for prompt, one in zip((PROMPT, OTHER), both, strict=True):
+        assert one.generated().token_ids == (greedy_ids(prompt, eos_token_id=NEVER),)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["full", "reuse", "cacheblend:0.3"])
+def test_the_cache_is_that_of_one_run(name, policy):
+    rag = warmed(name, PROMPT, policy=policy)
+    decoder, prompts = decoder_for(rag), rag._prompts
+    ours = begin(decoder, rag, PROMPT, max_new_tokens=6, eos_token_id=NEVER)
+    begin(decoder, rag, OTHER)
+    finish(decoder)
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": NEVER, "pad_token_id": 0}
+    rope, plan = rag._components.generator._rope, plan_for(rag, PROMPT)
+    alone = run_generate(rag.model, rope, [plan], options, pad=0, decode=prompts.decode, whole=True)
+    generated = ours.generated()
+    assert generated.token_ids == alone.token_ids
+    assert generated.width == alone.width
+    assert generated.reports[0].recomputed_tokens == alone.reports[0].recomputed_tokens
+    for one, other in zip(generated.cache.layers, alone.cache.layers, strict=True):
+        assert one.keys.shape == other.keys.shape
+        assert torch.allclose(one.keys, other.keys, atol=1e-4)
+        assert torch.allclose(one.values, other.values, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
+def test_answered_requests_are_captured(name):
+    """Own entries and tree steps out of a batch are those that rag.generate stores."""
+    prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
+    again = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(8, 19)])
+    with rag_for(name, policy="prefix", encoder="system", tree=TreeConfig()) as rag:
+        decoder = decoder_for(rag)
+        one = begin(decoder, rag, prompt, own=True)
+        begin(decoder, rag, EXACT)
+        finish(decoder)
+        assert one.generated().own is not None
+        rag._follow_up(one.generated())
+        rag.flush()
+        answer = rag.generate(again, max_new_tokens=8, do_sample=False)
+        assert answer.report.link.exact_tokens >= 67
+        assert answer.token_ids == greedy(plain(name), ids(again), 8)
+
+
+def test_other_threads_on_the_model(rag):
+    """Answers in the caller's thread and the model's own generate, while a batch is decoded."""
+    expected = greedy_ids(PROMPT, 20, eos_token_id=NEVER)
+    asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": NEVER}
+
+    def batch():
+        decoder, out = decoder_for(rag), []
+        for _ in range(6):
+            out += [begin(decoder, rag, PROMPT, **asked) for _ in range(3)]
+            finish(decoder)
+        return [one.generated().token_ids[0] for one in out]
+
+    jobs = [
+        batch,
+        lambda: [rag.generate(PROMPT, **asked).token_ids for _ in range(6)],
+        lambda: [greedy(rag.model, ids(PROMPT), 20, **asked) for _ in range(6)],
+        lambda: [rag.generate(PROMPT, policy="lego:1000", **asked).token_ids for _ in range(6)],
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        answers = [one for out in pool.map(lambda job: job(), jobs) for one in out]
+    assert answers == [expected] * len(answers)

@@ -1,0 +1,78 @@
+"""Requests of a RagCache in a BatchDecoder, with what the engine does around it left out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcachekit import Prompt, RagCache
+from ragcachekit.generate.batch.decoder import BatchDecoder
+from ragcachekit.generate.batch.decoding import Decoding
+from ragcachekit.plan.link_plan import LinkPlan
+
+
+def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
+    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._prompts.decode, **limits}
+    return BatchDecoder(rag.model, rag._components.generator._rope, pad=rag._prompts.pad, **limits)
+
+
+def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
+    chosen = rag._components.choose_policy(policy, rag.namespace)
+    return rag._plan(rag._request(prompt, rag.namespace, chosen))
+
+
+def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:
+    """Begin a greedy request; ``policy``, ``stop``, ``cancel``, ``own`` and options."""
+    plan = plan_for(rag, prompt, asked.pop("policy", None))
+    named = {name: asked.pop(name) for name in ("stop", "cancel", "own", "first") if name in asked}
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **asked}
+    assert decoder.unsupported(options) is None
+    return decoder.begin(plan, options, **named)
+
+
+def finish(decoder: BatchDecoder) -> None:
+    while decoder.active:
+        decoder.step()
+
+
+@dataclass
+class Asked:
+    """A request, with what it should get: ``dropped`` is after how many steps it is given up."""
+
+    prompt: Prompt
+    options: dict[str, Any]
+    expected: tuple[int, ...]
+    dropped: int | None = None
+    decoding: Decoding | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        assert self.decoding is not None
+        got = self.decoding.generated().token_ids[0]
+        if self.decoding.cancelled:
+            return len(got) > 0 and got == self.expected[: len(got)]
+        return got == self.expected
+
+
+def serve(decoder: BatchDecoder, rag: RagCache, asked: Sequence[Asked], seed: int) -> int:
+    """Let requests arrive at random and drop some; returns the size of the largest batch."""
+    draw, waiting, largest = random.Random(seed), list(asked), 0
+    while waiting or decoder.active:
+        while waiting and draw.random() < 0.7:
+            one = waiting[0]
+            length = sum(len(part.token_ids or ()) for part in one.prompt.segments)
+            if not decoder.has_room(length + one.options["max_new_tokens"]):
+                break
+            waiting.pop(0)
+            one.decoding = begin(decoder, rag, one.prompt, **one.options)
+        largest = max(largest, len(decoder.active))
+        before = set(decoder.active)
+        ended = decoder.step()
+        assert before == {*ended, *decoder.active}
+        assert all(decoding.finished for decoding in ended)
+        for one in asked:
+            if one.dropped and one.decoding and len(one.decoding.token_ids) > one.dropped:
+                decoder.drop(one.decoding)
+    return largest
