@@ -119,7 +119,10 @@ class Decoding:
             return logits.argmax(-1)
 
     def generated(self, cancelled: bool = False) -> Generated:
-        """What ``run_generate`` returns for one prompt; raises ``error`` if there is one."""
+        """What ``run_generate`` returns for one prompt, so far; raises ``error`` if there is one.
+
+        The cache's rows do not change while the request goes on.
+        """
         if self.error is not None:
             raise self.error
         ids = tuple(self.token_ids)

@@ -299,6 +299,18 @@ def test_the_cache_is_that_of_one_run(name, policy):
         assert torch.allclose(one.values, other.values, atol=1e-4)
 
 
+def test_what_is_generated_so_far_stays_as_it_is(decoder, rag, monkeypatch):
+    monkeypatch.setattr("ragcachekit.forward.batch.request_kv.GROWTH", 2)
+    one = begin(decoder, rag, PROMPT, max_new_tokens=9, eos_token_id=NEVER)
+    decoder.step()
+    before = one.generated()
+    copies = [layer.keys.clone() for layer in before.cache.layers]
+    finish(decoder)
+    assert before.token_ids == (greedy_ids(PROMPT, 2, eos_token_id=NEVER),)
+    assert copies[0].shape[2] == len(ids(PROMPT)) + 1
+    assert all(torch.equal(a.keys, b) for a, b in zip(before.cache.layers, copies, strict=True))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("most_held", [0, 1 << 30])
 def test_answered_requests_are_captured(name, most_held, monkeypatch):
