@@ -177,12 +177,13 @@ class RequestQueue:
     def _next(self) -> Request | None:
         with self._changed:
             best = self._order.best(self._runner.is_ready)
-            if best is None or not self._runner.has_room(best):
-                return None
-            self._order.take(best, best.work.prompt.namespace)
-            self._turns = [best]
-            self._left(best)
-            best.start()
+            if best is not None and not self._runner.has_room(best):
+                best = None
+            if best is not None:
+                self._order.take(best, best.work.prompt.namespace)
+                self._turns = [best]
+                self._left(best)
+                best.start()
             ahead = self._order.next_ones(AHEAD)
         for request in ahead:
             self._runner.prefetch(request)
