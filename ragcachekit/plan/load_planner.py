@@ -125,6 +125,8 @@ class LoadPlanner:
         if self.profile is None or not load:
             return True
         layers = candidates[0].layers
+        if any(candidate.reads == layers for candidate in candidates):
+            return False  # the first layer is needed at once
         return load <= self.profile.seconds(cached, computed) * (layers - 1) / layers
 
     def choose(

@@ -327,3 +327,24 @@ class TestGuidedChoice:
 
         best = min(map(seconds, itertools.product([False, True], repeat=len(sizes))))
         assert seconds(picked) <= best * (1 + TIE) * 1.001
+
+
+@pytest.mark.parametrize("read", range(LAYERS))
+@pytest.mark.parametrize("ratio", [0.3, 0.9, 1.1, 2.0, 7.5])
+def test_a_prefill_may_begin_once_so_many_layers_are_read_that_it_waits_for_none(read, ratio):
+    """L_p of Cache-Craft section 3.4, by stepping through the layers that are left."""
+    rows, bandwidth, nbytes = 100, 1e6, 1000.0
+    layer = nbytes / bandwidth
+    compute = LAYERS * layer / ratio
+    made = planner(compute / rows, bandwidth)
+    left = [candidate(50, nbytes, LAYERS - read)]
+    arrivals = [(number - read + 1) * layer for number in range(read, LAYERS)]
+    waits = any(at > number * compute / LAYERS for number, at in enumerate(arrivals, read))
+    assert made.hides(left, 0, rows) is not waits
+
+
+def test_without_times_nothing_is_waited_for():
+    assert LoadPlanner().hides([candidate(50)], 0, 10)
+    assert LoadPlanner(linear(1e-9)).hides([candidate(50)], 0, 10)
+    assert planner(1e-9, 1e6).hides([], 0, 10)
+    assert not planner(1e-9, 1e6).hides([candidate(50)], 0, 10)

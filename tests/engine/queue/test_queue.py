@@ -12,6 +12,7 @@ import pytest
 
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
+from loading_kit import SlowStore
 from queue_kit import LONG, held
 from ragcachekit import (
     Cancelled,
@@ -25,6 +26,8 @@ from ragcachekit import (
     agenerate,
 )
 from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.tiered import TieredStore
 
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
 OTHER = Prompt([text(9, 1), chunk(25, 3), chunk(33, 2), text(6, 5)])
@@ -313,3 +316,18 @@ async def test_many_tasks_wait_in_no_thread_and_get_what_generate_gives():
         assert {(await task).token_ids for task in tasks[1:]} == {want[0]}
         assert rag.queue.drain(LONG)
         assert rag.queue.stats().cancelled == 1
+
+
+def test_entries_of_waiting_requests_are_loaded_while_others_are_decoded():
+    store = SlowStore()
+    warmed("llama", PROMPT, policy="reuse", store=store)
+    tiers = TieredStore([HostStore(1 << 30), store])
+    options = {"store": tiers, "load": "always", "cold": "never", "queue": QueueConfig(max_batch=1)}
+    with rag_for("llama", policy="reuse", **options) as rag:
+        first = rag.submit(Prompt([text(30, 12)]), **{**ASKED, "max_new_tokens": 100})
+        until(lambda: first.state == "running")
+        second = rag.submit(PROMPT, **ASKED)
+        until(lambda: len(store.finished) == 3)
+        assert second.state == "waiting"
+        assert {use.source for use in second.result(LONG).report.link.uses} == {"host"}
+        assert len(first.result(LONG).token_ids) == 100

@@ -175,3 +175,13 @@ def test_a_choice_looks_at_few_of_many(namespaces):
     asked.clear()
     take(order)
     assert asked.total() <= 12
+
+
+def test_what_is_not_ready_comes_after_the_others_until_it_may_wait_no_longer():
+    loading, others = Item(90, 10), [Item(0, 10) for _ in range(6)]
+    order, turns = order_of([loading, *others], window=3), []
+    while len(order):
+        best = order.best(lambda item: item is not loading)
+        order.take(best, best.namespace)
+        turns.append(best)
+    assert turns == [*others[:3], loading, *others[3:]]
