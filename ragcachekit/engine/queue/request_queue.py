@@ -60,18 +60,14 @@ class RequestQueue:
     def stats(self) -> QueueStats:
         """What became of the requests since the engine was made."""
         with self._changed:
-            counts, steps = self._counts, self._runner.steps
+            steps = self._runner.steps
             return QueueStats(
-                counts["submitted"],
-                counts["done"],
-                counts["cancelled"],
-                counts["expired"],
-                counts["failed"],
-                self.waiting,
-                self.running,
-                steps,
-                self._runner.decoded / steps if steps else 0.0,
-                self._order.most_overtaken,
+                **self._counts,
+                waiting=self.waiting,
+                running=self.running,
+                steps=steps,
+                mean_batch=self._runner.decoded / steps if steps else 0.0,
+                most_overtaken=self._order.most_overtaken,
             )
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -95,7 +91,7 @@ class RequestQueue:
         with self._changed:
             mine = self._discard(request)
         if mine:
-            self._resolve(request, "cancelled", self._runner.nothing(request))
+            self._ended_by(request, Cancelled())
 
     def close(self) -> None:
         """End waiting requests with Closed; running ones are finished. Idempotent."""
@@ -117,13 +113,11 @@ class RequestQueue:
             if request.work.deadline < inf or request.work.scope.has_others:
                 self._watched[request] = None
             self._runner.note_waiting(request)
+            if not self._driving and not self._pool.submit(Job(self._drive)):
+                self._discard(request)
+                raise RuntimeError("can't start new thread")
+            self._driving = True
             self._counts["submitted"] += 1
-            if not self._driving:
-                self._driving = self._pool.submit(Job(self._drive))
-                if not self._driving:
-                    self._discard(request)
-                    self._counts["submitted"] -= 1
-                    raise RuntimeError("can't start new thread")
             return True
 
     def _discard(self, request: Request) -> bool:
@@ -177,13 +171,13 @@ class RequestQueue:
     def _next(self) -> Request | None:
         with self._changed:
             best = self._order.best(self._runner.is_ready)
-            if best is not None and not self._runner.has_room(best):
-                best = None
-            if best is not None:
+            if best is not None and self._runner.has_room(best):
                 self._order.take(best, best.work.prompt.namespace)
                 self._turns = [best]
                 self._left(best)
                 best.start()
+            else:
+                best = None
             ahead = self._order.next_ones(AHEAD)
         for request in ahead:
             self._runner.prefetch(request)
@@ -230,7 +224,7 @@ class RequestQueue:
                 ended.append(request)
         for request in ended:
             if request.cancel_requested:
-                self._resolve(request, "cancelled", self._runner.nothing(request))
+                self._ended_by(request, Cancelled())
                 continue
             waited = time.perf_counter() - request.work.submitted
             late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
