@@ -21,7 +21,10 @@ from ragcachekit.types import ENCODING_PREFIX
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
-"""Maximal bytes of queries and keys held for one request; beyond it, its chunks are encoded anew."""
+"""Maximal bytes of queries and keys held for a request, or a batch; beyond it, chunks are encoded anew.
+
+A batch sums what exceeds it at once instead, while the other requests wait.
+"""
 
 
 _EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system")
@@ -78,12 +81,21 @@ class OwnRows(SummingObserver):
 
     def complete(self, cache: Any) -> bool:
         """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
-        return _holds(cache, self._length) and len(cache.layers) == len(self._sums.held)
+        return _holds(cache, self._length) and len(cache.layers) == self._sums.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries and keys that are held to be summed."""
+        return self._sums.nbytes
+
+    def settle(self) -> None:
+        """Sum and release them."""
+        self._sums.settle()
 
     @torch.no_grad()
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
         """Copies on the host, keys without RoPE, from a cache for which :meth:`complete` is true."""
-        self._sums.settle()
+        self.settle()
         out = []
         for item, sums in zip(self.items, self._sums.sums, strict=True):
             is_prefix = item.encoding.name == ENCODING_PREFIX
@@ -103,7 +115,7 @@ class _PrefillSums(ContextSums):
         self._rows_held = begin, max(at + size for at, size in zip(first, sizes, strict=True))
         self._keys_held = max(map(sum, chunks))
         self._count = rows
-        self._nbytes = 0
+        self.nbytes = self.layers = 0  # bytes held, and layers that were observed and not given up
         self.held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
 
     def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
@@ -111,16 +123,19 @@ class _PrefillSums(ContextSums):
         if query.shape[2] != self._count:
             return  # a layer that runs fewer rows
         held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
-        self._nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
+        self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
         self.held.append((*held, options))
-        if self._nbytes > MOST_HELD:
+        self.layers += 1
+        if self.nbytes > MOST_HELD:
             self.held.clear()
+            self.layers = 0
 
     def settle(self) -> None:
         """Sum and release the held layers."""
         for query, key, options in self.held:
             super().observe(query, key, options)
         self.held.clear()
+        self.nbytes = 0
 
 
 def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ragcachekit.forward.batch.decode import decode
+from ragcachekit.forward.own_rows import MOST_HELD
 from ragcachekit.generate.batch.check import why_not_together
 from ragcachekit.generate.batch.decoding import Decoding, OpenStreamer
 from ragcachekit.generate.batch.sampling import Sampling, not_decoded
@@ -111,6 +112,8 @@ class BatchDecoder:
         if not decoding.finished:
             decoding.hold_kv()
             self._active.append(decoding)
+            if decoding.own and sum(one.own.nbytes for one in self._active if one.own) > MOST_HELD:
+                decoding.own.settle()
         return decoding
 
     def run(self, plan: LinkPlan, options: Mapping[str, Any], **asked: Any) -> Generated:

@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.own_rows import OwnRows
 from ragcachekit.generate.batch.sampling import Sampling
 from ragcachekit.generate.hooks import StopStrings
 from ragcachekit.generate.run import Generated
@@ -67,8 +68,13 @@ class Decoding:
         """Tokens of the prompt and the longest possible answer."""
         return len(self.plan.token_ids) + self.sampling.max_new_tokens
 
+    @property
+    def own(self) -> OwnRows | None:
+        """What was observed of entries that the prefill computed."""
+        return self._prefilled.own
+
     def hold_kv(self) -> None:
-        """Move the prompt's KV from its cache to a buffer with room for the answer."""
+        """Move the prompt's KV from its cache to buffers with room for the answer."""
         rest = self.sampling.max_new_tokens - len(self.token_ids)
         self.kv = RequestKV(self._prefilled.cache, len(self.plan.token_ids), rest)
         self._prefilled = replace(self._prefilled, cache=None)
@@ -113,7 +119,10 @@ class Decoding:
             return logits.argmax(-1)
 
     def generated(self, cancelled: bool = False) -> Generated:
-        """What ``run_generate`` returns for one prompt; raises ``error`` if there is one."""
+        """What ``run_generate`` returns for one prompt, so far; raises ``error`` if there is one.
+
+        The cache's rows do not change while the request goes on.
+        """
         if self.error is not None:
             raise self.error
         ids = tuple(self.token_ids)

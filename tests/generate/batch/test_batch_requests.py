@@ -299,9 +299,26 @@ def test_the_cache_is_that_of_one_run(name, policy):
         assert torch.allclose(one.values, other.values, atol=1e-4)
 
 
+def test_what_is_generated_so_far_stays_as_it_is(decoder, rag, monkeypatch):
+    monkeypatch.setattr("ragcachekit.forward.batch.request_kv.GROWTH", 2)
+    one = begin(decoder, rag, PROMPT, max_new_tokens=9, eos_token_id=NEVER)
+    decoder.step()
+    before = one.generated()
+    copies = [layer.keys.clone() for layer in before.cache.layers]
+    finish(decoder)
+    assert before.token_ids == (greedy_ids(PROMPT, 2, eos_token_id=NEVER),)
+    assert copies[0].shape[2] == len(ids(PROMPT)) + 1
+    assert all(torch.equal(a.keys, b) for a, b in zip(before.cache.layers, copies, strict=True))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
-def test_answered_requests_are_captured(name):
-    """Own entries and tree steps out of a batch are those that rag.generate stores."""
+@pytest.mark.parametrize("most_held", [0, 1 << 30])
+def test_answered_requests_are_captured(name, most_held, monkeypatch):
+    """Own entries and tree steps out of a batch are those that rag.generate stores.
+
+    Also where what is held to be summed exceeds its limit, and is summed at once.
+    """
+    monkeypatch.setattr("ragcachekit.generate.batch.decoder.MOST_HELD", most_held)
     prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
     again = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(8, 19)])
     with rag_for(name, policy="prefix", encoder="system", tree=TreeConfig()) as rag:
@@ -309,7 +326,7 @@ def test_answered_requests_are_captured(name):
         one = begin(decoder, rag, prompt, own=True)
         begin(decoder, rag, EXACT)
         finish(decoder)
-        assert one.generated().own is not None
+        assert (one.generated().own.nbytes == 0) == (most_held == 0)
         rag._follow_up(one.generated())
         rag.flush()
         answer = rag.generate(again, max_new_tokens=8, do_sample=False)
