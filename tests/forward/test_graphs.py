@@ -268,11 +268,11 @@ class TestEagerInstead:
     def test_options_that_are_linked_ahead(self, options, why):
         assert self.answer(build("llama"), Rerun(), **options).report.link.forward == why
 
-    def test_batches(self):
+    def test_but_prompts_of_a_batch_are_linked_one_by_one(self):
         rag = rag_around(build("llama"), Rerun(), policy="lego:4")
         _warm(_warm(rag, SMALL[0]), SMALL[1])
         answers = rag.generate_batch(SMALL[:2], **ASKED)
-        assert {a.report.link.forward for a in answers} == {"eager: it is not one prompt's ids and positions"}
+        assert {a.report.link.forward for a in answers} == {"graph"}
         assert answers[1].token_ids == rag.generate(SMALL[1], **ASKED).token_ids
 
     @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_full_is_the_models_own_generate(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3", "gpt-oss"])
 def test_policies(name, policy):
     rag = warmed(name, *PROMPTS, policy=policy)
-    rag._cold = "never"
+    rag._path.cold = "never"
     asked = requests(lambda prompt, **o: rag.generate(prompt, **o).token_ids, 2)
     assert assert_answered(decoder_for(rag), rag, asked, 2) > 4
 
