@@ -19,8 +19,7 @@ def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
 
 
 def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
-    chosen = rag._components.choose_policy(policy, rag.namespace)
-    return rag._plan(rag._request(prompt, rag.namespace, chosen))
+    return rag._path.begin(rag._request(prompt, None, policy))
 
 
 def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:
