@@ -188,7 +188,7 @@ TASKS = {
 
 @pytest.mark.parametrize("call", TASKS)
 async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, call):
-    """One prompt at a time is prefilled; one that begins before its own cancellation ends in its first layer."""
+    """One prompt at a time is prefilled; the next may begin, and ends in its first layer."""
     await chat.ainvoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
     cancelled, begun, late = cancellations(monkeypatch), [], []
     inside, loop = asyncio.Event(), asyncio.get_running_loop()
