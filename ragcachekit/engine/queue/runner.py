@@ -84,7 +84,10 @@ class Runner:
         run = self._runs[request] = _Run(time.perf_counter())
         with request.work.scope, CancelScope(closed), CancelScope(request.work.cancel):
             options = request.work.asked.options
-            run.first, why = self._components.shadow.draw(1, options), self._decoder.unsupported(options)
+            run.first = self._components.shadow.draw(1, options)
+            # A changed model may attend by other code than the batch's.
+            unchanged = self._components.prompts.unchanged()
+            why = self._decoder.unsupported(options) if unchanged else "the model changed"
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
             try:

@@ -44,6 +44,14 @@ def test_a_failed_link_is_computed_in_full(rag, where, caplog):
     usable(rag)
 
 
+def test_a_changed_model_is_not_decoded_in_the_batch(rag):
+    rag.submit(PROMPT, **ASKED).result(LONG)
+    rag.model.set_attn_implementation("sdpa")
+    answer = rag.submit(PROMPT, **ASKED).result(LONG)
+    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
+    assert "the model changed" in answer.report.link.notes[-1]
+
+
 def test_what_fails_twice_is_the_error_of_that_request_alone(rag):
     fail_next(rag.queue._runner._decoder, "begin", RuntimeError("torn"), times=2)
     with held(rag) as turns:
