@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
+from traceback import clear_frames
 from typing import Literal
 
 import torch
@@ -179,6 +180,10 @@ class Request:
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the queue."""
+        cause = error
+        while cause is not None:  # whose frames hold the KV of a whole batch
+            clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         with self._changed:
             self._answer, self._error, self._state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
@@ -192,5 +197,7 @@ class Request:
 def _attempt(call: Callable[..., object], *arguments: object) -> None:
     try:
         call(*arguments)
-    except Exception:
+    except KeyboardInterrupt:  # of a caller's thread
+        raise
+    except BaseException:
         log.warning("a callback or streamer of a request failed", exc_info=True)
