@@ -144,5 +144,9 @@ class QueueMethods(TuneMethods):
             counted,
         )
         request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
-        self.queue.submit(request, wait)
+        try:
+            self.queue.submit(request, wait)
+        except KeyboardInterrupt:  # which may come when it waits already
+            request.cancel()
+            raise
         return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
@@ -24,6 +25,17 @@ log = logging.getLogger(__name__)
 
 
 State = Literal["waiting", "running", "done"]
+
+
+class Late(Event):
+    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def is_set(self) -> bool:
+        return self._deadline < time.monotonic()
 
 
 class TokenCounter(OrderedPrompt):
@@ -177,6 +189,11 @@ class Request:
     def cancel_requested(self) -> bool:
         """Whether it, or the scope that it was submitted in, was cancelled."""
         return self.work.cancel.is_set() or self.work.scope.requested
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed, and nothing else has ended it."""
+        return self.work.deadline < time.monotonic() and not self.cancel_requested
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the queue."""

@@ -13,7 +13,7 @@ from typing import Any
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.queue.request import Request
+from ragcachekit.engine.queue.request import Late, Request
 from ragcachekit.engine.request_path import RequestPath
 from ragcachekit.forward.own_rows import own_entries
 from ragcachekit.generate.batch.decoder import BatchDecoder
@@ -82,8 +82,8 @@ class Runner:
     def begin(self, request: Request, closed: Event) -> bool:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
         run = self._runs[request] = _Run(time.perf_counter())
-        with request.work.scope, CancelScope(closed), CancelScope(request.work.cancel):
-            options = request.work.asked.options
+        work, options = request.work, request.work.asked.options
+        with work.scope, CancelScope(closed), CancelScope(work.cancel), CancelScope(Late(work.deadline)):
             run.first = self._components.shadow.draw(1, options)
             # A changed model may attend by other code than the batch's.
             unchanged = self._components.prompts.unchanged()

@@ -13,7 +13,7 @@ import pytest
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import SlowStore
-from queue_kit import LONG, held
+from queue_kit import LONG, fail_next, held
 from ragcachekit import (
     Cancelled,
     CancelScope,
@@ -199,6 +199,47 @@ def test_a_deadline_ends_a_request_that_waits_or_runs():
         assert rag.queue.drain(LONG)
         assert rag.queue.stats().expired == 2
         assert not rag.queue._runner._decoder.active
+
+
+def test_a_deadline_ends_a_request_that_runs_alone():
+    with warmed("llama", PROMPT) as rag:
+        begun, alone = time.monotonic(), {**ASKED, "max_new_tokens": 400, "num_beams": 2}
+        with pytest.raises(DeadlineExceeded, match="running"):
+            rag.submit(PROMPT, deadline=0.1, **alone).result(LONG)
+        taken = time.monotonic() - begun
+        assert rag.submit(PROMPT, deadline=LONG, **ASKED).result(LONG).report.output_tokens == 6
+        assert rag.queue.stats().expired == 1
+        begun = time.monotonic()
+        rag.generate(PROMPT, **alone)
+        assert taken < (time.monotonic() - begun) / 2
+
+
+async def test_what_waits_for_room_ends_by_its_scope_or_deadline():
+    with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=1)) as rag, CancelScope() as scope:
+        with held(rag):
+            rag.submit(PROMPT, **ASKED)
+            with pytest.raises(DeadlineExceeded):
+                rag.submit(PROMPT, wait=True, deadline=0.01, **ASKED).result(LONG)
+            with pytest.raises(DeadlineExceeded):
+                await agenerate(rag, PROMPT, deadline=0.01, **ASKED)
+            threading.Timer(0.1, scope.cancel).start()
+            with pytest.raises(Cancelled):
+                rag.submit(PROMPT, wait=True, **ASKED).result(LONG)
+        assert rag.queue.drain(LONG)
+        assert (rag.queue.stats().submitted, rag.queue.stats().expired, rag.queue.stats().cancelled) == (
+            4,
+            2,
+            2,
+        )
+
+
+def test_an_interrupted_submission_leaves_nothing_behind():
+    with warmed("llama", PROMPT) as rag:
+        fail_next(rag.queue._pool, "submit", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            rag.submit(PROMPT, **ASKED)
+        assert rag.queue.waiting == 0
+        assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids
 
 
 def test_a_scope_ends_its_requests_and_no_others():
