@@ -174,7 +174,7 @@ class RequestQueue:
             log.exception("decoding a batch failed")
             self._fail(self._runner.clear(), error, "decoding the batch failed")
         with self._changed:
-            self._driving = bool(self.waiting or self.running)
+            self._driving, self._turns = bool(self.waiting or self.running), []
             self._changed.notify_all()
             return self._driving
 

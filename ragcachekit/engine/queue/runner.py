@@ -165,7 +165,9 @@ class Runner:
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
         plan, encoder = self._path.begin(prompt), self._components.background_encoder
-        missing = [item for item in plan.missing if self._wanted[item.key]] if self._path.own else []
+        forgot = self._components.forgets.forgot
+        wanted = [item for item in plan.missing if self._wanted[item.key]] if self._path.own else []
+        missing = [item for item in wanted if not forgot(item.key, item.epoch)]
         if missing:
             captured = {item.key for item in own_entries(plan)}
             missing = [i for i in missing if i.key not in captured and not encoder.refused([i.key])]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -321,6 +323,34 @@ def test_waiting_requests_that_miss_the_same_chunk_have_it_encoded_once():
         reports = [request.result(LONG).report.link for request in requests]
     assert [[use.source for use in report.chunks] for report in reports] == [["computed", "host"]] * 4
     assert sum("encoded before it" in " ".join(report.notes) for report in reports) == 1
+
+
+def test_what_was_forgotten_while_they_waited_is_not_encoded_for_them():
+    with rag_for("llama", policy="reuse", cold="background") as rag:
+        with held(rag):
+            requests = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+            rag.forget()
+        reports = [request.result(LONG).report.link for request in requests]
+        rag.flush()
+        assert not [report.notes for report in reports if report.notes]
+        assert not list(rag._components.store.keys())
+
+
+def test_an_answer_without_an_end_shuts_nobody_out():
+    with warmed("llama", PROMPT, policy="reuse") as rag:
+        with held(rag):
+            endless = rag.submit(PROMPT, **{**ASKED, "max_new_tokens": 10**9})
+            others = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+        assert max(other.result(LONG).report.batch for other in others) > 1
+        assert not endless.done()
+        endless.cancel()
+
+
+def test_an_idle_queue_holds_no_request():
+    with warmed("llama", PROMPT, policy="reuse") as rag:
+        request = weakref.ref(rag.submit(PROMPT, **ASKED))
+        assert rag.queue.drain(LONG)
+        until(lambda: gc.collect() is not None and request() is None)
 
 
 def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_answered():
