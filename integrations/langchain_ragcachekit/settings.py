@@ -129,7 +129,9 @@ class EngineSettings(BaseModel):
     def _chunks(
         self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
     ) -> Iterator[Any]:
-        with self.rag.stream(prompt, **self._call_options(stop, kwargs)) as stream:
+        options = self._call_options(stop, kwargs)
+        options.pop("wait", None)  # it goes through no queue
+        with self.rag.stream(prompt, **options) as stream:
             for piece in stream:
                 chunk = self._chunk(piece)
                 if run_manager:

@@ -160,6 +160,7 @@ class RagCacheLLM(CustomLLM):
         self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
         text = ""
+        options.pop("wait", None)  # it goes through no queue
         with self.cache.stream(prompt, **options) as stream:
             for piece in stream:
                 text += piece

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ragcachekit.cancellation import CancelScope
@@ -104,8 +106,11 @@ async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
 
 async def _submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> Request:
     options = {"wait": True, **options}
-    while options["wait"] is True and not rag.queue.has_room():
+    end = time.monotonic() + (inf if options.get("deadline") is None else options["deadline"])
+    while options["wait"] is True and not rag.queue.has_room() and time.monotonic() < end:
         await asyncio.sleep(_EVERY)  # in no thread: there are few, and many may wait
+    if end < inf:
+        options["deadline"] = end - time.monotonic()
     return await to_thread(rag.submit, prompt, **options)
 
 

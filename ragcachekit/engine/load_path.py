@@ -69,7 +69,7 @@ class LoadPath:
             if skipped:
                 self.prefetch(lambda: skipped)
         unknown = self.planner is not None and self.planner.profile is None
-        loaded = unknown and any(plan.loads for plan in plans)
+        loaded = unknown and any(plan.report.loaded_bytes for plan in plans)
         if (loaded or self.cost.needed) and not self._measured:
             self._measured = self._jobs.submit(self.measure)
 

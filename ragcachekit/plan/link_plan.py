@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from ragcachekit.model.encoding import Encoding
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.loading.load import AnyKV, LoadingKV
+from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
 COMPUTED = "computed"
@@ -89,6 +94,20 @@ class LinkPlan:
     def with_note(self, note: str) -> LinkPlan:
         """The plan with another note in its report."""
         return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
+
+    def without_kv(self) -> LinkPlan:
+        """The plan once it has run: no tensors, so that its entries can be evicted, but all else."""
+
+        def place(piece: Piece) -> Piece:
+            nothing = (torch.empty(1, piece.kv.tokens, 1, device="meta"),)
+            return replace(piece, kv=ChunkKV(nothing, nothing, piece.kv.start, {}, piece.kv.quantised))
+
+        return replace(
+            self,
+            pieces=tuple(map(place, self.pieces)),
+            placed=tuple(replace(chunk, attended=None, sums={}) for chunk in self.placed),
+            request=self.request and replace(self.request, fetch=Fetch(NullStore())),
+        )
 
     def without_last(self) -> LinkPlan:
         """The plan for the prompt without its last token, for a forward ahead of ``generate``."""

@@ -99,6 +99,19 @@ def test_sync_calls_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_toke
         assert len(refused) < len(QUESTIONS)
 
 
+def test_every_call_takes_wait(rag):
+    models = [
+        kind(cache=rag, max_tokens=2, generate_kwargs={"wait": False}) for kind in (ChatRagCache, RagCacheLLM)
+    ]
+    for model in models:
+        assert model.invoke("a")
+        assert list(model.stream("a"))
+        assert asyncio.run(model.ainvoke("a"))
+    model = LlamaIndexLLM(cache=rag, max_tokens=2, generate_kwargs={"wait": False})
+    assert model.complete("a").text
+    assert [*model.stream_complete("a")][-1].text == model.complete("a").text
+
+
 def test_all_prompts_of_a_batch_are_there_at_once_unless_told_otherwise():
     assert {config.get("max_concurrency") for config in together(None, 8)} == {8, None}
     assert together({"max_concurrency": 2}, 8)[0]["max_concurrency"] == 2

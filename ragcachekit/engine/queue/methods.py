@@ -68,8 +68,6 @@ class QueueMethods(TuneMethods):
         """
         begun, stop = time.perf_counter(), stop_strings(stop)
         request = self._request(prompt, namespace, policy)
-        check_type("deadline", deadline, (Real, type(None)), "seconds from now, or None")
-        check_type("wait", float(wait) if isinstance(wait, bool) else wait, Real, "True, False or seconds")
         if streamer is not None:
             options["streamer"] = streamer
         filled = self._components.generator.options(options, len(request.token_ids), stop)
@@ -83,11 +81,14 @@ class QueueMethods(TuneMethods):
         policy: str | SelectionPolicy | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: Event | None = None,
+        deadline: float | None = None,
+        wait: bool | float = True,
         **options: Any,
     ) -> list[Answer]:
-        """As :meth:`generate`, for several prompts that are decoded together (see :meth:`submit`).
+        """As :meth:`generate`, for several prompts that are decoded together.
 
-        ``max_length`` counts from the longest prompt. An interrupt cancels them all.
+        ``deadline`` and ``wait`` are those of :meth:`submit`. ``max_length`` counts from the longest prompt.
+        An interrupt cancels them all.
         """
         begun, prompts, stop = time.perf_counter(), several(prompts, "prompts"), stop_strings(stop)
         if options.get("streamer") is not None and len(prompts) > 1:
@@ -99,7 +100,7 @@ class QueueMethods(TuneMethods):
         try:
             for prompt in asked:
                 filled = self._components.generator.options(options, longest, stop)
-                requests.append(self._queued(prompt, filled, stop, begun, True, cancel))
+                requests.append(self._queued(prompt, filled, stop, begun, wait, cancel, deadline))
             return [request.result() for request in requests]
         except BaseException:
             for request in requests:
@@ -123,6 +124,8 @@ class QueueMethods(TuneMethods):
         deadline: float | None = None,
     ) -> Request:
         raise_if_cancelled()
+        check_type("deadline", deadline, (Real, type(None)), "seconds from now, or None")
+        check_type("wait", float(wait) if isinstance(wait, bool) else wait, Real, "True, False or seconds")
         defaults = self._components.generator.model.generation_config
         links_ahead(options, defaults)  # refuses what cannot work
         streamer, tokens = options.get("streamer"), None
@@ -138,11 +141,15 @@ class QueueMethods(TuneMethods):
             estimator,
             min(effective(options, defaults, "max_new_tokens") or room, room),
             begun,
-            inf if deadline is None else time.monotonic() + deadline,
+            inf if deadline is None else time.monotonic() + deadline - (time.perf_counter() - begun),
             CancelScope(cancel),
             cancelled,
             counted,
         )
         request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
-        self.queue.submit(request, wait)
+        try:
+            self.queue.submit(request, wait)
+        except KeyboardInterrupt:  # which may come when it waits already
+            request.cancel()
+            raise
         return request

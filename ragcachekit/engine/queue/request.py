@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
+from traceback import clear_frames
 from typing import Literal
 
 import torch
@@ -23,6 +25,17 @@ log = logging.getLogger(__name__)
 
 
 State = Literal["waiting", "running", "done"]
+
+
+class Late(Event):
+    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def is_set(self) -> bool:
+        return self._deadline < time.monotonic()
 
 
 class TokenCounter(OrderedPrompt):
@@ -177,8 +190,17 @@ class Request:
         """Whether it, or the scope that it was submitted in, was cancelled."""
         return self.work.cancel.is_set() or self.work.scope.requested
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed, and nothing else has ended it."""
+        return self.work.deadline < time.monotonic() and not self.cancel_requested
+
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the queue."""
+        cause = error
+        while cause is not None:  # whose frames hold the KV of a whole batch
+            clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         with self._changed:
             self._answer, self._error, self._state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
@@ -192,5 +214,7 @@ class Request:
 def _attempt(call: Callable[..., object], *arguments: object) -> None:
     try:
         call(*arguments)
-    except Exception:
+    except KeyboardInterrupt:  # of a caller's thread
+        raise
+    except BaseException:
         log.warning("a callback or streamer of a request failed", exc_info=True)

@@ -25,6 +25,10 @@ AHEAD = 4
 """Waiting requests whose entries in slow tiers are loaded before their turn (Cache-Craft section 3.4)."""
 
 
+EVERY = 0.05
+"""Seconds between two looks whether a request that waits for room was cancelled, or is late."""
+
+
 class RequestQueue:
     """Requests of :meth:`ragcachekit.RagCache.submit`, and the thread that answers them.
 
@@ -80,11 +84,17 @@ class RequestQueue:
         end = time.monotonic() + patience
         while not self._add(request):
             left = end - time.monotonic()
-            if left <= 0 or not self._changed.wait_for(lambda: self._closed or self.has_room(), left):
+            if left <= 0:
                 raise QueueFull(
                     f"{self._config.max_waiting} requests wait already; try again later, give wait= (True or "
                     "seconds), or make room with QueueConfig(max_waiting=...)"
                 )
+            if request.cancel_requested or request.is_late:
+                with self._changed:
+                    self._counts["submitted"] += 1
+                self._ended_by(request, Cancelled())
+                return
+            self._changed.wait_for(lambda: self._closed or self.has_room(), min(left, EVERY))
 
     def cancel(self, request: Request) -> None:
         """End a request that waits; one that runs ends itself."""
@@ -164,7 +174,7 @@ class RequestQueue:
             log.exception("decoding a batch failed")
             self._fail(self._runner.clear(), error, "decoding the batch failed")
         with self._changed:
-            self._driving = bool(self.waiting or self.running)
+            self._driving, self._turns = bool(self.waiting or self.running), []
             self._changed.notify_all()
             return self._driving
 
@@ -199,10 +209,17 @@ class RequestQueue:
             self._ended_by(request, error)
         else:
             cancelled = answer.report.finish_reason == "cancelled"
-            self._resolve(request, "cancelled" if cancelled else "done", answer)
+            if cancelled and request.is_late:
+                self._ended_by(request, Cancelled())
+            else:
+                self._resolve(request, "cancelled" if cancelled else "done", answer)
 
     def _ended_by(self, request: Request, error: BaseException) -> None:
-        if isinstance(error, Cancelled):
+        if isinstance(error, Cancelled) and request.is_late:
+            waited = time.perf_counter() - request.work.submitted
+            late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
+            self._resolve(request, "expired", error=DeadlineExceeded(late))
+        elif isinstance(error, Cancelled):
             self._resolve(request, "cancelled", self._runner.nothing(request))
         else:
             self._resolve(request, "failed", error=error)
@@ -223,12 +240,7 @@ class RequestQueue:
                 self._runner.drop(request)
                 ended.append(request)
         for request in ended:
-            if request.cancel_requested:
-                self._ended_by(request, Cancelled())
-                continue
-            waited = time.perf_counter() - request.work.submitted
-            late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
-            self._resolve(request, "expired", error=DeadlineExceeded(late))
+            self._ended_by(request, Cancelled())
 
     def _end_waiting(self) -> None:
         with self._changed:

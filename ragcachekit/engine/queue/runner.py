@@ -13,7 +13,7 @@ from typing import Any
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.queue.request import Request
+from ragcachekit.engine.queue.request import Late, Request
 from ragcachekit.engine.request_path import RequestPath
 from ragcachekit.forward.own_rows import own_entries
 from ragcachekit.generate.batch.decoder import BatchDecoder
@@ -82,9 +82,12 @@ class Runner:
     def begin(self, request: Request, closed: Event) -> bool:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
         run = self._runs[request] = _Run(time.perf_counter())
-        with request.work.scope, CancelScope(closed), CancelScope(request.work.cancel):
-            options = request.work.asked.options
-            run.first, why = self._components.shadow.draw(1, options), self._decoder.unsupported(options)
+        work, options = request.work, request.work.asked.options
+        with work.scope, CancelScope(closed), CancelScope(work.cancel), CancelScope(Late(work.deadline)):
+            run.first = self._components.shadow.draw(1, options)
+            # A changed model may attend by other code than the batch's.
+            unchanged = self._components.prompts.unchanged()
+            why = self._decoder.unsupported(options) if unchanged else "the model changed"
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
             try:
@@ -162,7 +165,9 @@ class Runner:
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
         plan, encoder = self._path.begin(prompt), self._components.background_encoder
-        missing = [item for item in plan.missing if self._wanted[item.key]] if self._path.own else []
+        forgot = self._components.forgets.forgot
+        wanted = [item for item in plan.missing if self._wanted[item.key]] if self._path.own else []
+        missing = [item for item in wanted if not forgot(item.key, item.epoch)]
         if missing:
             captured = {item.key for item in own_entries(plan)}
             missing = [i for i in missing if i.key not in captured and not encoder.refused([i.key])]

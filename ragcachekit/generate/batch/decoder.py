@@ -80,7 +80,7 @@ class BatchDecoder:
         """Whether a request of so many tokens, prompt and longest answer, may begin."""
         if not self._active:
             return True
-        held = sum(decoding.tokens for decoding in self._active)
+        held = sum(min(decoding.tokens, self._rope.context) for decoding in self._active)
         fits = (held + tokens) * self._token_bytes <= self._max_bytes
         return fits and len(self._active) < self._max_batch
 

@@ -74,10 +74,11 @@ class Decoding:
         return self._prefilled.own
 
     def hold_kv(self) -> None:
-        """Move the prompt's KV from its cache to buffers with room for the answer."""
+        """Move the prompt's KV from its cache to buffers with room; let go of the entries that it reused."""
         rest = self.sampling.max_new_tokens - len(self.token_ids)
         self.kv = RequestKV(self._prefilled.cache, len(self.plan.token_ids), rest)
-        self._prefilled = replace(self._prefilled, cache=None)
+        self.plan = self.plan.without_kv()
+        self._prefilled = replace(self._prefilled, cache=None, plans=(self.plan,))
 
     def push(self, token: int) -> None:
         """Add a token; the request ends with it or goes on."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import SlowStore
-from queue_kit import LONG, held
+from queue_kit import LONG, fail_next, held
 from ragcachekit import (
     Cancelled,
     CancelScope,
@@ -201,6 +203,47 @@ def test_a_deadline_ends_a_request_that_waits_or_runs():
         assert not rag.queue._runner._decoder.active
 
 
+def test_a_deadline_ends_a_request_that_runs_alone():
+    with warmed("llama", PROMPT) as rag:
+        begun, alone = time.monotonic(), {**ASKED, "max_new_tokens": 400, "num_beams": 2}
+        with pytest.raises(DeadlineExceeded, match="running"):
+            rag.submit(PROMPT, deadline=0.1, **alone).result(LONG)
+        taken = time.monotonic() - begun
+        assert rag.submit(PROMPT, deadline=LONG, **ASKED).result(LONG).report.output_tokens == 6
+        assert rag.queue.stats().expired == 1
+        begun = time.monotonic()
+        rag.generate(PROMPT, **alone)
+        assert taken < (time.monotonic() - begun) / 2
+
+
+async def test_what_waits_for_room_ends_by_its_scope_or_deadline():
+    with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=1)) as rag, CancelScope() as scope:
+        with held(rag):
+            rag.submit(PROMPT, **ASKED)
+            with pytest.raises(DeadlineExceeded):
+                rag.submit(PROMPT, wait=True, deadline=0.01, **ASKED).result(LONG)
+            with pytest.raises(DeadlineExceeded):
+                await agenerate(rag, PROMPT, deadline=0.01, **ASKED)
+            threading.Timer(0.1, scope.cancel).start()
+            with pytest.raises(Cancelled):
+                rag.submit(PROMPT, wait=True, **ASKED).result(LONG)
+        assert rag.queue.drain(LONG)
+        assert (rag.queue.stats().submitted, rag.queue.stats().expired, rag.queue.stats().cancelled) == (
+            4,
+            2,
+            2,
+        )
+
+
+def test_an_interrupted_submission_leaves_nothing_behind():
+    with warmed("llama", PROMPT) as rag:
+        fail_next(rag.queue._pool, "submit", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            rag.submit(PROMPT, **ASKED)
+        assert rag.queue.waiting == 0
+        assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids
+
+
 def test_a_scope_ends_its_requests_and_no_others():
     with warmed("llama", PROMPT) as rag:
         with held(rag):
@@ -280,6 +323,34 @@ def test_waiting_requests_that_miss_the_same_chunk_have_it_encoded_once():
         reports = [request.result(LONG).report.link for request in requests]
     assert [[use.source for use in report.chunks] for report in reports] == [["computed", "host"]] * 4
     assert sum("encoded before it" in " ".join(report.notes) for report in reports) == 1
+
+
+def test_what_was_forgotten_while_they_waited_is_not_encoded_for_them():
+    with rag_for("llama", policy="reuse", cold="background") as rag:
+        with held(rag):
+            requests = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+            rag.forget()
+        reports = [request.result(LONG).report.link for request in requests]
+        rag.flush()
+        assert not [report.notes for report in reports if report.notes]
+        assert not list(rag._components.store.keys())
+
+
+def test_an_answer_without_an_end_shuts_nobody_out():
+    with warmed("llama", PROMPT, policy="reuse") as rag:
+        with held(rag):
+            endless = rag.submit(PROMPT, **{**ASKED, "max_new_tokens": 10**9})
+            others = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+        assert max(other.result(LONG).report.batch for other in others) > 1
+        assert not endless.done()
+        endless.cancel()
+
+
+def test_an_idle_queue_holds_no_request():
+    with warmed("llama", PROMPT, policy="reuse") as rag:
+        request = weakref.ref(rag.submit(PROMPT, **ASKED))
+        assert rag.queue.drain(LONG)
+        until(lambda: gc.collect() is not None and request() is None)
 
 
 def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_answered():

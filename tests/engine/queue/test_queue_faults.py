@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -42,6 +44,14 @@ def test_a_failed_link_is_computed_in_full(rag, where, caplog):
     assert answer.report.link.reused_tokens == 0
     assert "computed in full" in caplog.text
     usable(rag)
+
+
+def test_a_changed_model_is_not_decoded_in_the_batch(rag):
+    rag.submit(PROMPT, **ASKED).result(LONG)
+    rag.model.set_attn_implementation("sdpa")
+    answer = rag.submit(PROMPT, **ASKED).result(LONG)
+    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
+    assert "the model changed" in answer.report.link.notes[-1]
 
 
 def test_what_fails_twice_is_the_error_of_that_request_alone(rag):
@@ -98,6 +108,36 @@ def test_a_failed_step_is_the_error_of_all_in_the_batch(rag):
     assert causes == failed * 3
     assert answers == {rag.generate(PROMPT, **ASKED).token_ids}
     usable(rag)
+
+
+def test_an_error_holds_no_memory_of_its_batch(rag, monkeypatch):
+    held_by_error = []
+
+    def fails(model, kvs, new):
+        held_by_error.extend(map(weakref.ref, kvs))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("ragcachekit.generate.batch.decoder.decode", fails)
+    request = rag.submit(PROMPT, **ASKED)
+    with pytest.raises(EngineError):
+        request.result(LONG)
+    monkeypatch.undo()
+    assert rag.queue.drain(LONG)
+    gc.collect()
+    assert [kv() for kv in held_by_error] == [None]
+
+
+def test_whatever_a_callback_raises_is_logged(rag, caplog):
+    def leaves(_):
+        raise SystemExit
+
+    with held(rag):
+        requests = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
+        for request in requests:
+            request.add_done_callback(leaves)
+    assert {len(request.result(LONG).token_ids) for request in requests} == {6}
+    usable(rag)
+    assert caplog.text.count("callback") == 3
 
 
 @pytest.mark.parametrize("where", ["choice", "prefetch", "begin", "step", "answer"])

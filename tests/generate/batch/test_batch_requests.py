@@ -311,6 +311,36 @@ def test_what_is_generated_so_far_stays_as_it_is(decoder, rag, monkeypatch):
     assert all(torch.equal(a.keys, b) for a, b in zip(before.cache.layers, copies, strict=True))
 
 
+@pytest.mark.parametrize("policy", ["reuse", "prefix", "query:0.2", "cacheblend:0.3"])
+def test_entries_may_be_evicted_once_a_prompt_is_computed(policy):
+    with warmed("llama", PROMPT, policy=policy) as rag:
+        rag.flush()
+        decoder, plan = decoder_for(rag), plan_for(rag, PROMPT)
+        entries = [weakref.ref(piece.kv) for piece in plan.pieces]
+        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": NEVER, "pad_token_id": 0}
+        one = decoder.begin(plan, options)
+        del plan
+        gc.collect()
+        assert not one.finished
+        assert [entry() for entry in entries] == [None] * len(entries) != []
+        finish(decoder)
+        assert len(one.generated().plans[0].pieces) == len(entries)
+
+
+def test_rows_after_an_approximate_one_are_not_captured():
+    prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
+    known = []
+    for together in (True, False):
+        with rag_for("llama", policy="reuse", tree=TreeConfig(), cold="now") as rag:
+            rag.generate(Prompt([text(5, 7), chunk(33, 2), text(6, 4)]), max_new_tokens=1)
+            asked = {"max_new_tokens": 4, "eos_token_id": NEVER}
+            answer = rag.submit(prompt, **asked).result() if together else rag.generate(prompt, **asked)
+            assert answer.report.link.approximate_tokens
+            rag.flush()
+            known.append(rag.generate(prompt, max_new_tokens=1, policy="prefix").report.link.tree_tokens)
+    assert known[0] == known[1] < len(ids(prompt)) - 6 - 25
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("most_held", [0, 1 << 30])
 def test_answered_requests_are_captured(name, most_held, monkeypatch):
