@@ -44,6 +44,7 @@ def check(found):
     assert kernel["wide_loads"] > 0, found
 
 
+@pytest.mark.soak
 def test_the_loop_does_not_spill_and_keeps_the_tensor_cores_fed(tmp_path):
     found = compiled(tmp_path, "pointers", "table, split")
     for kernels in found.values():

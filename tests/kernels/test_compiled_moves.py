@@ -47,6 +47,7 @@ def in_flight(made):
     return programs * made["threads"] * made["wide_reads"] * 16
 
 
+@pytest.mark.soak
 def test_no_spills_and_wide_accesses(tmp_path):
     found = compiled(
         tmp_path, "assembly", "assembly, int8", "assembly, neighbours", "storing, int8", "scatter, table"

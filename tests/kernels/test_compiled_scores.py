@@ -42,6 +42,7 @@ def check(kernels):
         assert found["wide_loads"] > 0, (name, found)
 
 
+@pytest.mark.soak
 def test_no_spills_tensor_cores_and_wide_loads(tmp_path):
     found = compiled(tmp_path, "all keys", "spans", "deviation")
     for kernels in found.values():
