@@ -232,7 +232,7 @@ CancelScope.cancel = lambda scope: (cancel(scope), cancelled.set())
 
 def compute():
     print("computing", flush=True)
-    cancelled.wait(60)
+    cancelled.wait(600)  # a machine that stands still for a while ends no wait
 
 rag = RagCache(model, byte_level(), cold="never", cache_dir=sys.argv[1])
 with watched(model, 2, compute) as layers:
