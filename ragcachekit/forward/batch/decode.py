@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ragcachekit.errors import ModelChanged
+from ragcachekit.forward.attention import is_installed
 from ragcachekit.forward.batch.cache import BatchCache
 from ragcachekit.forward.batch.request_kv import RequestKV
 
@@ -15,8 +17,11 @@ from ragcachekit.forward.batch.request_kv import RequestKV
 def decode(model: Any, requests: Sequence[RequestKV], new: Sequence[int]) -> torch.Tensor:
     """Logits ``[requests, vocab]`` after the ``new`` token of each, whose KV is added to the request's.
 
-    If the forward fails, the requests are as they were.
+    If the forward fails, the requests are as they were. ModelChanged where the model attends by other code
+    than ours, which would see the new rows alone.
     """
+    if not is_installed(model):
+        raise ModelChanged("the model's attention was exchanged while requests were decoded")
     for request in requests:
         request.make_room()
     out = model(

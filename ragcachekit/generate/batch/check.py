@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.errors import ModelNotSupported
+from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.agreement import compare, tolerance_for
 from ragcachekit.forward.batch.decode import decode
 from ragcachekit.forward.batch.request_kv import RequestKV
@@ -31,7 +31,7 @@ def why_not_together(model: Any) -> str | None:
         for item, (expected, _) in enumerate(alone):
             ours = torch.stack([logits[item] for logits in steps])
             compare(ours, expected, tolerance_for(model.dtype), "logits of requests decoded together")
-    except (ModelNotSupported, RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+    except (RagCacheError, RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
         return f"{type(model).__name__} cannot decode requests together: {error}"
     return None
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 
 import pytest
+from transformers.generation.streamers import BaseStreamer
 
 from engine_kit import EXACT, PROMPT, ids, warmed
 from families import greedy, plain
@@ -23,6 +24,21 @@ def rag():
     with warmed("llama", PROMPT, EXACT, policy="reuse") as rag:
         rag._path.cold = "never"
         yield rag
+
+
+class Exchanging(BaseStreamer):
+    """Exchanges the model's attention once it has seen the prompt and ``after`` tokens."""
+
+    def __init__(self, model, after):
+        self._model, self._left = model, after + 1
+
+    def put(self, value):
+        self._left -= 1
+        if not self._left:
+            self._model.set_attn_implementation("sdpa")
+
+    def end(self):
+        pass
 
 
 def usable(rag: RagCache) -> None:
@@ -52,6 +68,13 @@ def test_a_changed_model_is_not_decoded_in_the_batch(rag):
     answer = rag.submit(PROMPT, **ASKED).result(LONG)
     assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
     assert "the model changed" in answer.report.link.notes[-1]
+
+
+def test_attention_exchanged_between_two_tokens_is_an_error_and_no_wrong_token(rag):
+    request = rag.submit(PROMPT, streamer=Exchanging(rag.model, after=3), **ASKED)
+    with pytest.raises(EngineError, match="attention was exchanged"):
+        request.result(LONG)
+    assert "the model changed" in rag.submit(PROMPT, **ASKED).result(LONG).report.link.notes[-1]
 
 
 def test_what_fails_twice_is_the_error_of_that_request_alone(rag):

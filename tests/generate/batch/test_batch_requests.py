@@ -252,7 +252,9 @@ class TestModels:
         decoder = decoder_for(rag_for("phi3-longrope", policy="full"))
         assert "length" in decoder.unsupported({"max_new_tokens": 3})
 
-    def test_a_model_without_our_attention_fails_the_check(self):
+    def test_a_model_without_our_attention_fails_the_check(self, monkeypatch):
+        assert "attention was exchanged" in why_not_together(build("llama"))
+        monkeypatch.setattr("ragcachekit.forward.batch.decode.is_installed", lambda _: True)
         assert "differ from the model's own" in why_not_together(build("llama"))
 
     def test_a_model_that_fails_says_why(self, monkeypatch):
