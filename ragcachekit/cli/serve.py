@@ -33,9 +33,9 @@ def serve(
     systems: Annotated[
         str,
         typer.Option(
-            help="With commas: sequential (generate, one after the other; always measured), batching "
-            "(transformers' continuous batching), sharing (that with shared prefixes), and policies, which "
-            "run through rag.submit."
+            help="With commas: sequential (generate, one after the other; also measured where rates come "
+            "from it or it checks an exact system), batching (transformers' continuous batching), sharing "
+            "(that with shared prefixes), and policies, which run through rag.submit."
         ),
     ] = "sequential,batching,sharing,full,prefix,auto",
     caches: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -19,7 +20,7 @@ _Document = TypeVar("_Document")
 
 LEAST_RIGHT = 0.25
 """Share of right lists at a stage below which nothing is submitted there."""
-_NEWEST = 0.25  # weight of the newest search in that share
+_NEWEST = 0.25  # least weight of the newest search in that share; a mean until the fourth
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class SpeculativePipeline:
     its prompt is that of the last stage, it is the request that is returned, running or done. It has the
     answer that a request submitted after the search would have.
 
-    Every search shows at which stages the list was right already. Where that has become rare, nothing is
-    submitted: a wrong prefill on the processor that searches would make the search slower.
+    Every search shows at which stages the list was right already. Where that is rare, from the first search
+    on, nothing is submitted: a wrong prefill on the processor that searches would make the search slower.
 
     Parameters
     ----------
@@ -58,6 +59,7 @@ class SpeculativePipeline:
         self._rag, self._most = rag, positive("max_waiting", max_waiting)
         self._lock = Lock()
         self._right: list[float] = []  # share of right lists, by stage
+        self._seen = Counter[int]()  # searches that had the stage
         self._stats = PipelineStats()
 
     @property
@@ -116,9 +118,11 @@ class SpeculativePipeline:
     def _learn(self, search: _Search) -> None:
         *provisional, last = search.prompts
         with self._lock:
-            self._right += [1.0] * (len(provisional) - len(self._right))
+            self._right += [0.0] * (len(provisional) - len(self._right))
+            self._seen.update(range(len(provisional)))
             for stage, asked in enumerate(provisional):
-                self._right[stage] += _NEWEST * ((asked == last) - self._right[stage])
+                weight = max(_NEWEST, 1 / self._seen[stage])
+                self._right[stage] += weight * ((asked == last) - self._right[stage])
             self._stats = replace(
                 self._stats,
                 searches=self._stats.searches + 1,

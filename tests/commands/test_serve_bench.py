@@ -261,6 +261,13 @@ def test_bad_settings_are_refused(options, what):
         ServeSettings(**options)
 
 
+def test_an_approximate_system_alone_needs_no_reference():
+    sizes = {"requests": 3, "documents": 4, "chunks": 2, "chunk_tokens": 9, "warm_up": 1, "new_tokens": 3}
+    rows = module.run(ServeSettings(shape="tiny", systems=("reuse",), rates=(100.0,), **sizes)).rows
+    assert [(row["system"], row["rate"]) for row in rows] == [("reuse", None), ("reuse", 100.0)]
+    assert all(row["same"] is row["speedup"] is None for row in rows)
+
+
 def test_the_command_shows_and_writes_the_rows(tmp_path):
     sizes = ["--requests", "3", "--documents", "4", "--chunks", "2", "--chunk-tokens", "9", "--warm-up", "1"]
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]

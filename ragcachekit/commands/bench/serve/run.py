@@ -47,11 +47,13 @@ def run(settings: ServeSettings, progress: bool = False) -> BenchReport:
     ``rate`` is in requests per second, None where all come at once: there ``throughput`` is the system's
     greatest, and ``speedup`` that over ``sequential``. ``same`` is the share of the answers that have the
     tokens of ``sequential``. RagCacheError if an exact system answers otherwise: no figure is given then.
+    Both are None where ``sequential`` is not measured.
     """
     bench, asked = _Bench(settings), list(variants(settings))
     with tqdm(unit="request", disable=not progress) as bar:
         rates = LOADS if settings.rates is None else settings.rates
-        bar.total = len(asked) * settings.runs * (1 + len(rates)) * settings.requests
+        replays = (len(asked) - (not settings.compared)) * settings.runs * (1 + len(rates))
+        bar.total = replays * settings.requests
         rows = [row for variant in asked for row in bench.measured(variant, bar)]
     return BenchReport("serve", bench.name, settings.seed, tuple(rows))
 
@@ -86,14 +88,18 @@ class _Bench:
             if self._deadline is None:
                 alone = figures(replay(system, warm_up[:1], None), None)
                 self._deadline = PATIENCE * alone["ttft_ms"] / 1e3
+            if variant.system == SEQUENTIAL and not self._settings.compared:
+                return
             bar.set_description(str(variant))
             for number in range(self._settings.runs):
                 yield from self._run(variant, system, number, bar)
 
     def _run(self, variant: Variant, system: System, number: int, bar: tqdm[Any]) -> Iterator[Row]:
         first = self._row(variant, system, number, 0, None, bar)
-        self._throughputs.setdefault(number, first["throughput"])
-        first["speedup"] = first["throughput"] / self._throughputs[number]
+        if variant.system == SEQUENTIAL:
+            self._throughputs[number] = first["throughput"]
+        if number in self._throughputs:
+            first["speedup"] = first["throughput"] / self._throughputs[number]
         yield first
         if self._rates is None:
             self._rates = tuple(round(load * first["throughput"], 4) for load in LOADS)
@@ -105,12 +111,15 @@ class _Bench:
     ) -> Row:
         requests = self._requests(self._settings.requests, (1, run, place))
         served = replay(system, requests, rate, bar)
-        expected = self._answers.setdefault((run, place), [one.token_ids for one in served])
-        if variant.system in EXACT:
+        if variant.system == SEQUENTIAL:
+            self._answers[run, place] = [one.token_ids for one in served]
+        expected = self._answers.get((run, place))
+        if expected is not None and variant.system in EXACT:
             check_same(self._plain, expected, served, str(variant))
         row = {"system": variant.system, "cache": variant.cache, "order": variant.order, "rate": rate}
         found = {**row, "run": run, **figures(served, self._deadline)}
-        return {**found, "same": same_answers(expected, served), "speedup": None}
+        same = None if expected is None else same_answers(expected, served)
+        return {**found, "same": same, "speedup": None}
 
     def _requests(self, count: int, seed: Sequence[int]) -> tuple[ServeRequest, ...]:
         settings = self._settings

@@ -31,7 +31,7 @@ class ServeSettings:
 
     ``model`` is a folder, a hub id or ``sample``, else ``shape`` has random weights. Documents are cut from
     ``dataset`` or ``corpus``, else random tokens. ``systems`` are :data:`BASELINES` and policies of ours,
-    each under every one of ``caches`` and ``orders``; ``sequential`` is always measured. ``rates`` are
+    each under every one of ``caches`` and ``orders``; see :attr:`compared` for ``sequential``. ``rates`` are
     requests per second, by default (None) :data:`LOADS`; all at once comes first. ``deadline`` is in seconds
     to the first token. ValueError for unknown names and what does not fit together.
     """
@@ -81,6 +81,11 @@ class ServeSettings:
             if system not in BASELINES:
                 _check_policy(system)
         dtype_named(self.dtype)
+
+    @property
+    def compared(self) -> bool:
+        """Whether ``sequential`` is measured: asked for, or giving the rates, or checking an exact system."""
+        return self.rates is None or not set(EXACT).isdisjoint(self.systems)
 
 
 def _check_policy(system: str) -> None:
