@@ -169,12 +169,12 @@ class RagCache(QueueMethods):
             begun, request = time.perf_counter(), self._request(prompt, namespace, policy)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
-            first = parts.shadow.draw(1, asked.options)
+            first = parts.shadow.draw(asked.options)
             generated = parts.generator.run(
-                [plan], asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
+                plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
             )
             answer = path.finish(generated, asked, first, begun)
-        path.check_auto(generated.plans)
+        path.check_auto(generated.plan)
         raise_if_cancelled()
         return answer
 
