@@ -207,7 +207,7 @@ class RagCache(QueueMethods):
         with self._components.active:
             plan = self._path.begin(self._request(prompt, namespace, policy))
             linked = self._components.generator.link(plan, self._path.plan)
-        self._components.loads.follow([linked.plan])
+        self._components.loads.follow(linked.plan)
         self._path.encode_missing(linked.plan.missing)
         return linked.prompt
 

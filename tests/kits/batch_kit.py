@@ -49,7 +49,7 @@ class Asked:
     @property
     def is_answered(self) -> bool:
         assert self.decoding is not None
-        got = self.decoding.generated().token_ids[0]
+        got = self.decoding.generated().token_ids
         if self.decoding.cancelled:
             return len(got) > 0 and got == self.expected[: len(got)]
         return got == self.expected
