@@ -19,5 +19,5 @@ def on_files(files: Files, config: Any) -> Files:
 def on_post_build(config: Any) -> None:
     """Copy the sources of all pages into the site."""
     docs, site = Path(config.docs_dir), Path(config.site_dir)
-    for page in docs.glob("*.md"):
-        shutil.copyfile(page, site / page.name)
+    for page in docs.rglob("*.md"):
+        shutil.copyfile(page, site / page.relative_to(docs))
