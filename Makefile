@@ -34,9 +34,9 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Wheel and sdist in dist/, checked, and used from an empty environment.
-package: $(STAMP)
-	BIN=$(BIN) PYTHON=$(PYTHON) sh tests/packaging/package.sh
+# Wheel and sdist in dist/, checked, and used in an environment without this clone (FULL=1: a new one).
+package: $(SAMPLE)
+	BIN=$(BIN) sh tests/packaging/package.sh
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
