@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 SAMPLE := $(VENV)/.sample-model
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-portable lint bench bench-gpu soak clean
+.PHONY: demo test test-portable lint docs package bench bench-gpu soak clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks demo --out demo-out
@@ -29,6 +29,14 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site in build/site; a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Wheel and sdist in dist/, checked, and used in an environment without this clone (FULL=1: a new one).
+package: $(SAMPLE)
+	BIN=$(BIN) sh tests/packaging/package.sh
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
@@ -84,4 +92,4 @@ $(SAMPLE): $(STAMP)
 	touch $(SAMPLE)
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) demo-out build dist

@@ -1,19 +1,25 @@
-"""What the documentation shows must run, and what it links to must be there."""
+"""Pages link to what is there, name everything public, and form a site."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*ROOT_PAGES, *sorted(DOCS.rglob("*.md")), DOCS / "llms.txt"]
+PACKAGES = ("ragcachekit", "langchain_ragcachekit", "llama_index_ragcachekit")
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -34,27 +40,80 @@ def load(source: str, path: Path) -> ModuleType:
     return module
 
 
+def links(page: Path) -> list[tuple[str, str]]:
+    """Internal targets: a path, empty for the page itself, and an anchor, or empty."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]*)\)", text)
+    return [(path, anchor) for path, _, anchor in (t.partition("#") for t in found) if "://" not in path]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as Markdown's toc makes them."""
+    from markdown.extensions.toc import slugify, unique
+
+    seen: set[str] = set()
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        unique(slugify(re.sub(r"`|\*\*|\[([^]]*)\]\([^)]*\)", r"\1", heading), "-"), seen)
+    return seen
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
-    missing = [t for t in targets if not t.startswith("https://") and not (page.parent / t).exists()]
+    missing = []
+    for path, anchor in links(page):
+        target = page if not path else page.parent / path
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            missing.append(f"{path}#{anchor}")
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_are_python(page: Path) -> None:
-    for block in python_blocks(page):
-        if not block.lstrip().startswith('"every"'):  # one line of a dict, shown on its own
-            assert compile(block, page.name, "exec") is not None
+def nav_pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in nav_pages(part)]
 
 
-def test_readme_shows_code_before_line_45() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert lines.index("```python") < 44
+def test_every_page_is_in_the_site_and_in_llms_txt() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = nav_pages(settings["nav"])
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(listed) == sorted({*pages, "changelog.md"})
+    named = {path for path, _ in links(DOCS / "llms.txt")}
+    assert named == pages
+
+
+def described() -> list[str]:
+    """What the API pages take from docstrings: objects, or whole modules."""
+    pages = [page.read_text() for page in (DOCS / "api").glob("*.md")]
+    return re.findall(r"^::: ([\w.]+)$", "\n".join(pages), re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    known, module = set(described()), importlib.import_module(package)
+    if package in known:  # all of its __all__
+        return
+    homes = {name: getattr(getattr(module, name), "__module__", "") for name in module.__all__}
+    assert [name for name, home in homes.items() if not {f"{package}.{name}", home} & known] == []
+
+
+def test_described_names_exist() -> None:
+    for path in described():
+        module, _, name = path.rpartition(".")
+        if not module or not hasattr(importlib.import_module(module), name):
+            importlib.import_module(path)
+
+
+def test_readme_is_short_and_shows_code_before_line_45() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 850
+    assert text.splitlines().index("```python") < 44
 
 
 def test_the_policy_of_the_guide_works_as_it_stands(tmp_path: Path) -> None:
-    source = python_blocks(ROOT / "docs" / "adding_a_policy.md")[0]
+    source = python_blocks(DOCS / "adding_a_policy.md")[0]
     policy: SelectionPolicy = load(source, tmp_path / "every_of_the_guide.py").Every(4)
     assert policy.name == "every:4"
     placed = [PlacedChunk("a", 0, 3, is_exact=True), PlacedChunk("b", 3, 9, is_exact=False)]
