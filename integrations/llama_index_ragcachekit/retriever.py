@@ -174,7 +174,7 @@ class RagCacheRetriever(BaseRetriever):
             embedding = self._retrieval.embed(
                 model, json.dumps(strings), lambda _: model.get_agg_embedding_from_queries(strings)
             )
-        asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
+        asked = self._retrieval.ask(embedding, place, asked_by(query_bundle), own)
         self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
@@ -191,7 +191,7 @@ class RagCacheRetriever(BaseRetriever):
             embedding = await self._retrieval.aembed(
                 model, json.dumps(strings), lambda _: model.aget_agg_embedding_from_queries(strings)
             )
-        asked = await self._aside(self._retrieval.ask, embedding, place, query_bundle.query_str, own)
+        asked = await self._aside(self._retrieval.ask, embedding, place, asked_by(query_bundle), own)
         self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
@@ -283,6 +283,11 @@ class RagCacheRetriever(BaseRetriever):
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         self._retrieval.register(self._cache, namespace, texts, epoch)
         return nodes_found
+
+
+def asked_by(bundle: QueryBundle) -> str:
+    """What near questions are compared by: the question, and the strings that are embedded instead of it."""
+    return "\n".join(dict.fromkeys([bundle.query_str, *(bundle.custom_embedding_strs or ())]))
 
 
 def _with_score(record: Any, distance: float) -> NodeWithScore:
