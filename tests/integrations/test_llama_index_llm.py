@@ -210,10 +210,9 @@ def test_tools_are_refused_with_what_to_use_instead():
 
 async def test_a_react_agent_calls_tools_by_prompting():
     class TwoSteps(FakeEngine):
-        def _finish(self, prompt, *arguments):
-            told = "Observation: 42" in str(prompt)
-            self.words = TOLD if told else CALLING
-            return super()._finish(prompt, *arguments)
+        def submit(self, prompt, **options):
+            self.words = TOLD if "Observation: 42" in str(prompt) else CALLING
+            return super().submit(prompt, **options)
 
     engine = TwoSteps()
     agent = ReActAgent(
