@@ -44,7 +44,7 @@ class RagCachePromptHelper(PromptHelper):
         ``settings`` are other arguments of ``PromptHelper``.
         """
         metadata, count = llm.metadata, llm.cache.count_tokens
-        defaults = {
+        defaults: dict[str, Any] = {
             "context_window": metadata.context_window - TEMPLATE_TOKENS,
             "num_output": metadata.num_output,
             "tokenizer": lambda text: list(range(count(text))),
@@ -143,7 +143,7 @@ class RagCacheSynthesizer(CompactAndRefine):
         model = getattr(llm, "llm", llm)
         if not isinstance(model, RagCacheLLM):
             raise TypeError(f"RagCacheSynthesizer needs llm=RagCacheLLM(...), got {type(llm).__name__}")
-        defaults = {
+        defaults: dict[str, Any] = {
             "prompt_helper": RagCachePromptHelper.from_llm(model),
             "response_padding_size": model.max_tokens,
         }

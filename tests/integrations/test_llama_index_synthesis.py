@@ -4,6 +4,8 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from llama_index.core import Settings
+from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.llms import MockLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
@@ -58,6 +60,15 @@ def test_compact_without_the_helper_cuts_nodes(engine):
     prompts = prompts_of(get_response_synthesizer(llm, response_mode="compact"), llm)
     assert len(prompts) > 1
     assert any(all(text not in prompt for prompt in prompts) for text in TEXTS)
+
+
+def test_in_the_settings_the_helper_serves_chat_engines(engine, monkeypatch):
+    llm = make_llm(engine, window=1000)
+    monkeypatch.setattr(Settings, "_prompt_helper", RagCachePromptHelper.from_llm(llm))
+    with seeing(ChunkReuseEvent) as seen:
+        ContextChatEngine.from_defaults(Fixed(), llm=llm).chat("What is it?")
+    assert len(seen.prompts) == 2
+    assert [sum(text in prompt for prompt in seen.prompts) for text in TEXTS] == [1] * len(TEXTS)
 
 
 def test_a_node_longer_than_a_prompt_is_cut_and_none_of_it_lost(engine):
