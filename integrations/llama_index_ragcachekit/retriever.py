@@ -286,8 +286,8 @@ class RagCacheRetriever(BaseRetriever):
 
 
 def asked_by(bundle: QueryBundle) -> str:
-    """What near questions are compared by: the question, and the strings that are embedded instead of it."""
-    return "\n".join(dict.fromkeys([bundle.query_str, *(bundle.custom_embedding_strs or ())]))
+    """What near questions are compared by: the strings that are embedded instead of the question, and it."""
+    return "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str]))
 
 
 def _with_score(record: Any, distance: float) -> NodeWithScore:

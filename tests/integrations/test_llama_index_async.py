@@ -25,14 +25,15 @@ class Together:
     """A gate that opens when three calls wait at it and the loop has ticked twenty times meanwhile."""
 
     def __init__(self):
-        self._three, self.ticked = threading.Barrier(3), threading.Event()
+        self._three, self._begun, self.ticked = threading.Barrier(3), threading.Event(), threading.Event()
 
     def wait(self, timeout=None):
+        self._begun.set()
         self._three.wait(10)
         assert self.ticked.wait(10)
 
     async def tick(self):
-        while self._three.n_waiting == 0:
+        while not self._begun.is_set():
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0.001)

@@ -8,6 +8,7 @@ import pytest
 from fake_engine import FakeEngine
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_kit import seeing
@@ -208,19 +209,18 @@ def test_tools_are_refused_with_what_to_use_instead():
         llm.chat([chat()], tools=[{"type": "function"}])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's workflows
 async def test_a_react_agent_calls_tools_by_prompting():
     class TwoSteps(FakeEngine):
         def submit(self, prompt, **options):
             self.words = TOLD if "Observation: 42" in str(prompt) else CALLING
             return super().submit(prompt, **options)
 
-    engine = TwoSteps()
-    agent = ReActAgent(
-        tools=[FunctionTool.from_defaults(lambda: 42, name="people", description="counts")],
-        llm=RagCacheLLM(cache=engine),
-        streaming=False,
-    )
-    assert str(await agent.run("How many people are there?")) == "There are 42."
+    people = FunctionTool.from_defaults(lambda: 42, name="people", description="counts")
+    llm = RagCacheLLM(cache=TwoSteps())
+    memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
+    agent = ReActAgent(tools=[people], llm=llm, streaming=False)
+    assert str(await agent.run("How many people are there?", memory=memory)) == "There are 42."
 
 
 CALLING = ("Thought: I need a tool.\nAction: people\nAction Input: {}",)

@@ -10,6 +10,7 @@ from llama_index.core.chat_engine import (
     CondenseQuestionChatEngine,
     ContextChatEngine,
 )
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor, SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -109,9 +110,10 @@ async def test_simple_summarize_puts_text_into_the_prompt_not_the_repr_of_a_list
 
 
 def chat_engine(kind, retriever, llm):
+    memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
     if kind is CondenseQuestionChatEngine:
-        return kind.from_defaults(RetrieverQueryEngine.from_args(retriever, llm), llm=llm)
-    return kind.from_defaults(retriever, llm=llm)
+        return kind.from_defaults(RetrieverQueryEngine.from_args(retriever, llm), llm=llm, memory=memory)
+    return kind.from_defaults(retriever, llm=llm, memory=memory)
 
 
 @pytest.mark.parametrize(

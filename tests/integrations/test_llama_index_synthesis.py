@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from llama_index.core import Settings
 from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -56,7 +57,7 @@ def test_the_synthesizer_cuts_no_node_where_several_prompts_are_needed(engine):
 
 def test_compact_without_the_helper_cuts_nodes(engine):
     # What the page says of LlamaIndex's own helper; a change there is worth knowing.
-    llm = make_llm(engine, window=2600)  # it counts with another tokenizer and keeps 500 tokens free
+    llm = make_llm(engine, window=2400)  # it counts with another tokenizer and keeps 500 tokens free
     prompts = prompts_of(get_response_synthesizer(llm, response_mode="compact"), llm)
     assert len(prompts) > 1
     assert any(all(text not in prompt for prompt in prompts) for text in TEXTS)
@@ -66,7 +67,8 @@ def test_in_the_settings_the_helper_serves_chat_engines(engine, monkeypatch):
     llm = make_llm(engine, window=1000)
     monkeypatch.setattr(Settings, "_prompt_helper", RagCachePromptHelper.from_llm(llm))
     with seeing(ChunkReuseEvent) as seen:
-        ContextChatEngine.from_defaults(Fixed(), llm=llm).chat("What is it?")
+        memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
+        ContextChatEngine.from_defaults(Fixed(), llm=llm, memory=memory).chat("What is it?")
     assert len(seen.prompts) == 2
     assert [sum(text in prompt for prompt in seen.prompts) for text in TEXTS] == [1] * len(TEXTS)
 
