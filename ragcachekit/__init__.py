@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ragcachekit.query.calibrate import calibrate
     from ragcachekit.query.lookups import Lookup, Retrieved
     from ragcachekit.query.partition.objects import Identity
-    from ragcachekit.query.partition.partitioner import Partitioner
+    from ragcachekit.query.partition.partitioner import Partitioner, bypass_query_cache
     from ragcachekit.query.partition.rules import KeyRules
     from ragcachekit.query.proximity import ProximityCache
     from ragcachekit.query.retrieval import CachedRetrieval
@@ -102,6 +102,7 @@ __all__ = [
     "TuneReport",
     "agenerate",
     "astream",
+    "bypass_query_cache",
     "calibrate",
     "name_of",
     "to_thread",
@@ -124,7 +125,7 @@ _LAZY = {
     "ragcachekit.query.retrievers.candidates": ("OwnSearch",),
     "ragcachekit.query.partition.rules": ("KeyRules",),
     "ragcachekit.query.partition.objects": ("Identity",),
-    "ragcachekit.query.partition.partitioner": ("Partitioner",),
+    "ragcachekit.query.partition.partitioner": ("Partitioner", "bypass_query_cache"),
     "ragcachekit.query.proximity": ("ProximityCache",),
     "ragcachekit.query.retrievers.embedding_cache": ("EmbeddingCache",),
     "ragcachekit.query.lookups": ("Lookup", "Retrieved"),

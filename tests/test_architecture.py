@@ -108,8 +108,8 @@ def listed(wrong: list[Import]) -> str:
     return "\n".join(map(str, wrong))
 
 
-def test_the_wheel_has_the_four_packages() -> None:
-    assert tuple(package.name for package in packages()) == OURS
+def test_the_wheel_has_the_four_packages_and_llama_index_s_paths() -> None:
+    assert tuple(package.name for package in packages()) == (*OURS, "llama_index")
     assert all((package / "__init__.py").is_file() for package in packages()[:2])
     assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers imports a package named kernels"
 
@@ -150,6 +150,10 @@ def test_kernels_are_called_through_dispatch_only() -> None:
 def test_the_library_does_not_import_its_integrations() -> None:
     wrong = [found for found in all_imports("ragcachekit", "ragcachekit_kernels") if found.top in OURS[2:]]
     assert not wrong, listed(wrong)
+
+
+def test_llama_index_s_paths_only_name_our_classes() -> None:
+    assert {found.module for found in all_imports("llama_index")} == {"llama_index_ragcachekit"}
 
 
 def test_nothing_shipped_imports_what_is_not() -> None:

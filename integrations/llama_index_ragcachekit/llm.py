@@ -14,14 +14,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import to_dicts
+from llama_index_ragcachekit.responses import as_chat, as_completion, same
 from ragcachekit import Answer, agenerate, astream
 
 DEFAULT_MAX_TOKENS = 256
@@ -34,12 +35,17 @@ class RagCacheLLM(CustomLLM):
 
     Works in a ``RetrieverQueryEngine`` with its default prompts. Every response carries the report as
     ``raw`` and token counts as ``additional_kwargs`` (``cache_read_tokens``: prompt tokens whose KV was
-    really reused); a query engine drops both, LlamaIndex's instrumentation events have them.
+    really reused). A query engine drops both; :class:`ChunkReuseEvent`, sent for every answer, has them.
+
+    Tools are not called natively: ``ReActAgent`` prompts for them. Structured output
+    (``as_structured_llm``, ``structured_predict``) goes through the prompt, and an answer that is not of
+    the schema is a ValueError.
 
     ``namespace`` and ``policy`` are the engine's own if None. A ``temperature`` of None or 0 is greedy;
     ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
-    ``generate_kwargs`` is anything else for transformers' ``generate``. ``context_window`` (tokens of prompt
-    and answer) and ``is_chat_model`` (whether query engines send messages) come from the model if None.
+    ``max_new_tokens`` is another name of ``max_tokens``, here and in calls. ``generate_kwargs`` is anything
+    else for transformers' ``generate``. ``context_window`` (tokens of prompt and answer) and
+    ``is_chat_model`` (whether query engines send messages) come from the model if None.
 
     Examples
     --------
@@ -62,6 +68,10 @@ class RagCacheLLM(CustomLLM):
     @model_validator(mode="before")
     @classmethod
     def _known_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "max_new_tokens" in values:
+            if "max_tokens" in values:
+                raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
+            values = {("max_tokens" if name == "max_new_tokens" else name): v for name, v in values.items()}
         # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
         unknown = sorted(values.keys() - cls.model_fields.keys() - {"class_name"})
         if unknown:
@@ -100,46 +110,52 @@ class RagCacheLLM(CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete one prompt."""
-        return _completion(self._answer(self._completion(prompt, formatted), kwargs))
+        return as_completion(self._answer(self._completion(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete one prompt piece by piece; the last response has the report."""
-        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), _same)
+        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), same)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """:meth:`complete` without blocking the loop."""
         prompt = self._completion(prompt, formatted)
-        return _completion(await agenerate(self.cache, prompt, **self._options(kwargs)))
+        return as_completion(await agenerate(self.cache, prompt, **self._options(kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete` without blocking the loop."""
-        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), _same)
+        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), same)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return _chat(_completion(self._answer(self._chat(messages), kwargs)))
+        return as_chat(as_completion(self._answer(self._chat(messages), kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has the report."""
-        return self._pieces(self._chat(messages), self._options(kwargs), _chat)
+        return self._pieces(self._chat(messages), self._options(kwargs), as_chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """:meth:`chat` without blocking the loop."""
         answer = await agenerate(self.cache, self._chat(messages), **self._options(kwargs))
-        return _chat(_completion(answer))
+        return as_chat(as_completion(answer))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
-        return self._apieces(self._chat(messages), self._options(kwargs), _chat)
+        return self._apieces(self._chat(messages), self._options(kwargs), as_chat)
+
+    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        return super()._get_messages(prompt, **_as_text(prompt_args))
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return super()._get_prompt(prompt, **_as_text(prompt_args))
 
     def _completion(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
@@ -165,7 +181,7 @@ class RagCacheLLM(CustomLLM):
             for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
-            yield form(_completion(stream.answer, delta=""))
+            yield form(as_completion(stream.answer, delta=""))
 
     async def _apieces(
         self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
@@ -175,7 +191,7 @@ class RagCacheLLM(CustomLLM):
             async for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
-            yield form(_completion(stream.answer, delta=""))
+            yield form(as_completion(stream.answer, delta=""))
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
@@ -183,6 +199,8 @@ class RagCacheLLM(CustomLLM):
             name: getattr(self, name)
             for name in ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
         }
+        if overrides.get("tools"):
+            raise ValueError("RagCacheLLM does not call tools natively; let a ReActAgent prompt for them")
         settings |= overrides
         length, temperature = settings.pop("max_tokens"), settings.pop("temperature")
         sampling = {name: settings.pop(name) for name in ("top_p", "top_k")}
@@ -198,28 +216,9 @@ class RagCacheLLM(CustomLLM):
         return options
 
 
-def _completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
-    link, output = answer.report.link, answer.report.output_tokens
-    counts = {
-        "prompt_tokens": link.prompt_tokens,
-        "completion_tokens": output,
-        "total_tokens": link.prompt_tokens + output,
-        "cache_read_tokens": link.reused_tokens,
-        "finish_reason": answer.report.finish_reason,
-    }
-    return CompletionResponse(
-        text=answer.text, delta=delta, raw=answer.report.to_dict(), additional_kwargs=counts
-    )
-
-
-def _same(response: CompletionResponse) -> CompletionResponse:
-    return response
-
-
-def _chat(response: CompletionResponse) -> ChatResponse:
-    return ChatResponse(
-        message=ChatMessage(role=MessageRole.ASSISTANT, content=response.text),
-        delta=response.delta,
-        raw=response.raw,
-        additional_kwargs=response.additional_kwargs,
-    )
+def _as_text(prompt_args: dict[str, Any]) -> dict[str, Any]:
+    """Template arguments with the context as text: SIMPLE_SUMMARIZE gives a list, whose repr escapes it."""
+    context = prompt_args.get("context_str")
+    if not isinstance(context, list):
+        return prompt_args
+    return prompt_args | {"context_str": "\n\n".join(map(str, context))}

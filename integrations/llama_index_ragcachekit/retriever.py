@@ -14,12 +14,12 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_SIMILARITY_TOP_K
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.document_order import noted_order
+from llama_index_ragcachekit.events import QueryCacheEvent
 from llama_index_ragcachekit.own_index import filters_of, own_index_of, own_search
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
@@ -32,21 +32,6 @@ SCORE_NOTE = "ragcachekit_score"
 
 QUESTION_FIELDS = frozenset({"query_str", "custom_embedding_strs", "embedding"})
 """Of a query bundle; its other fields are part of the key."""
-
-
-class QueryCacheEvent(BaseEvent):
-    """The result of one question's lookup."""
-
-    hit: bool
-    distance: float | None
-    lookup_us: float
-    note: str | None = None
-    refused: str | None = None
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which instrumentation shows the event."""
-        return "QueryCacheEvent"
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -64,6 +49,8 @@ class RagCacheRetriever(BaseRetriever):
 
     Changes of indexes and stores through their methods (``insert``, ``delete_ref_doc``, ``refresh``, ``add``,
     ...) are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
+
+    ``aretrieve`` searches a retriever that has no ``_aretrieve`` of its own in a thread.
 
     Parameters
     ----------
@@ -187,7 +174,7 @@ class RagCacheRetriever(BaseRetriever):
             embedding = self._retrieval.embed(
                 model, json.dumps(strings), lambda _: model.get_agg_embedding_from_queries(strings)
             )
-        asked = self._retrieval.ask(embedding, place, query_bundle.query_str, own)
+        asked = self._retrieval.ask(embedding, place, asked_by(query_bundle), own)
         self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
@@ -204,13 +191,17 @@ class RagCacheRetriever(BaseRetriever):
             embedding = await self._retrieval.aembed(
                 model, json.dumps(strings), lambda _: model.aget_agg_embedding_from_queries(strings)
             )
-        asked = await self._aside(self._retrieval.ask, embedding, place, query_bundle.query_str, own)
+        asked = await self._aside(self._retrieval.ask, embedding, place, asked_by(query_bundle), own)
         self._check(asked, own)
         found = None
         if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
             asked = await asyncio.to_thread(self._searched, asked, own, query_bundle)
         elif asked is None or not asked.result.hit:
-            found = await self._retriever.aretrieve(self._inner_bundle(query_bundle, asked, embedding))
+            bundle = self._inner_bundle(query_bundle, asked, embedding)
+            if type(self._retriever)._aretrieve is BaseRetriever._aretrieve:  # calls _retrieve in the loop
+                found = await asyncio.to_thread(self._retriever.retrieve, bundle)
+            else:
+                found = await self._retriever.aretrieve(bundle)
         return list(await self._aside(self._answer, asked, found, query_bundle, epoch, own))
 
     async def _aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -292,6 +283,11 @@ class RagCacheRetriever(BaseRetriever):
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
         self._retrieval.register(self._cache, namespace, texts, epoch)
         return nodes_found
+
+
+def asked_by(bundle: QueryBundle) -> str:
+    """What near questions are compared by: the strings that are embedded instead of the question, and it."""
+    return "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str]))
 
 
 def _with_score(record: Any, distance: float) -> NodeWithScore:

@@ -1,7 +1,12 @@
-"""An embedding model for LlamaIndex that counts words and remembers what it was asked."""
+"""For LlamaIndex: an embedding model that counts words, and a look at the events that are sent."""
+
+from contextlib import contextmanager
 
 from integration_kit import WordEmbeddings
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatStartEvent, LLMCompletionStartEvent
 
 
 class Embedder(BaseEmbedding):
@@ -18,3 +23,30 @@ class Embedder(BaseEmbedding):
 
     def _get_text_embedding(self, text):
         return WordEmbeddings().embed_query(text)
+
+
+class Seen(BaseEventHandler):
+    """Keeps the events of one class, and the prompts of chat and completion calls."""
+
+    kind: type
+    events: list
+    prompts: list
+
+    def handle(self, event, **kwargs):
+        if isinstance(event, self.kind):
+            self.events.append(event)
+        if isinstance(event, LLMChatStartEvent):
+            self.prompts.append("\n".join(message.content for message in event.messages))
+        if isinstance(event, LLMCompletionStartEvent):
+            self.prompts.append(event.prompt)
+
+
+@contextmanager
+def seeing(kind):
+    """The events of a class that are sent inside."""
+    handler, dispatcher = Seen(kind=kind, events=[], prompts=[]), get_dispatcher()
+    dispatcher.add_event_handler(handler)
+    try:
+        yield handler
+    finally:
+        dispatcher.event_handlers.remove(handler)

@@ -6,9 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
+from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from llama_kit import seeing
+from pydantic import BaseModel
 
-from llama_index_ragcachekit import RagCacheLLM
+from llama_index_ragcachekit import ChunkReuseEvent, RagCacheLLM
 
 TEXT = "it is in the north of the town by the sea ."
 
@@ -139,3 +145,83 @@ def test_a_typo_is_refused():
 def test_what_is_no_engine_is_refused():
     with pytest.raises(ValueError, match=r"RagCacheLLM needs cache=RagCache\(\.\.\.\), got 'x'"):
         RagCacheLLM(cache="x")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_both_names_of_the_answers_length_are_accepted_everywhere(name):
+    engine = FakeEngine()
+    llm = RagCacheLLM(cache=engine, **{name: 7})
+    assert llm.metadata.num_output == 7
+    llm.complete("hi")
+    llm.complete("hi", **{name: 3})
+    list(llm.stream_chat([chat()], **{name: 4}))
+    assert [call["max_new_tokens"] for call in engine.calls] == [7, 3, 4]
+    assert all("max_tokens" not in call for call in engine.calls)
+    with pytest.raises(ValueError, match="are the same: give one of them"):
+        RagCacheLLM(cache=engine, max_tokens=3, max_new_tokens=3)
+
+
+def test_every_answer_sends_one_event_with_what_it_reused():
+    engine = FakeEngine()
+    engine.register(["Ada lives in Bern ."])
+    llm = RagCacheLLM(cache=engine)
+    with seeing(ChunkReuseEvent) as seen:
+        llm.complete("Ada lives in Bern . Where ?")
+        list(llm.stream_chat([chat("Where ?")]))
+    reused = [(event.prompt_tokens, event.approximate_tokens, event.ttft_ms) for event in seen.events]
+    assert reused == [(7, 5, 1.0), (2, 0, 1.0)]
+    assert [(event.namespace, event.policy) for event in seen.events] == [("default", "lego:16")] * 2
+    assert seen.events[0].class_name() == "ChunkReuseEvent"
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: str
+    people: int
+
+
+ANSWER = ('{"name":', '"Oslo",', '"people":', "700000}")
+ASKED = PromptTemplate("Which town is in the north of {country}?")
+
+
+async def test_structured_output_goes_through_the_prompt():
+    engine = FakeEngine(words=ANSWER)
+    llm = RagCacheLLM(cache=engine)
+    town = Town(name="Oslo", people=700000)
+    assert llm.structured_predict(Town, ASKED, country="Norway") == town
+    assert await llm.astructured_predict(Town, ASKED, country="Norway") == town
+    structured = llm.as_structured_llm(Town)
+    assert structured.chat([chat("Which town?")]).raw == town
+    assert structured.complete("Which town?").raw == town
+    assert all('"people"' in call["prompt"][-1]["content"] for call in engine.calls)  # the schema
+
+
+def test_what_is_not_of_the_schema_is_an_error_that_shows_the_answer():
+    with pytest.raises(ValueError, match="Could not extract json string from output: it is in the north"):
+        RagCacheLLM(cache=FakeEngine()).structured_predict(Town, ASKED, country="Norway")
+
+
+def test_tools_are_refused_with_what_to_use_instead():
+    llm = RagCacheLLM(cache=FakeEngine())
+    assert not llm.metadata.is_function_calling_model
+    with pytest.raises(ValueError, match="let a ReActAgent prompt for them"):
+        llm.chat([chat()], tools=[{"type": "function"}])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's workflows
+async def test_a_react_agent_calls_tools_by_prompting():
+    class TwoSteps(FakeEngine):
+        def submit(self, prompt, **options):
+            self.words = TOLD if "Observation: 42" in str(prompt) else CALLING
+            return super().submit(prompt, **options)
+
+    people = FunctionTool.from_defaults(lambda: 42, name="people", description="counts")
+    llm = RagCacheLLM(cache=TwoSteps())
+    memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
+    agent = ReActAgent(tools=[people], llm=llm, streaming=False)
+    assert str(await agent.run("How many people are there?", memory=memory)) == "There are 42."
+
+
+CALLING = ("Thought: I need a tool.\nAction: people\nAction Input: {}",)
+TOLD = ("Thought: I can answer.\nAnswer: There are 42.",)

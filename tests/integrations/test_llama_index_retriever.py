@@ -14,8 +14,8 @@ from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle, TextN
 from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
 from llama_kit import Embedder
 
-from llama_index_ragcachekit import RagCacheRetriever
-from llama_index_ragcachekit.retriever import QueryCacheEvent, copied
+from llama_index_ragcachekit import QueryCacheEvent, RagCacheRetriever
+from llama_index_ragcachekit.retriever import copied
 
 QUESTION = "Where was Ada Lind born?"
 
@@ -97,6 +97,22 @@ def test_an_embedding_in_the_bundle_is_used(index, embedder):
     assert retriever._retrieval.stats().hits == 1
 
 
+def test_custom_strings_are_what_is_embedded_and_keyed(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=1), embed_model=embedder, tolerance=0.1)
+
+    def asked(strings):
+        return ids(retriever.retrieve(QueryBundle("anything", custom_embedding_strs=strings)))
+
+    assert asked([FACTS[2]]) == asked([FACTS[2]]) == ["node-2"]
+    assert asked([FACTS[4]]) == ["node-4"]
+    assert embedder.asked == [FACTS[2], FACTS[4]]
+    assert retriever._retrieval.stats().hits == 1
+    asked(["And " + FACTS[2]])
+    assert retriever._retrieval.stats().hits == 2
+    asked([FACTS[2].replace("It builds", "It never builds")])
+    assert retriever._retrieval.stats().hits == 2  # as near, but the strings say another thing
+
+
 def test_settings_of_the_wrapped_retriever_are_part_of_the_key(index, embedder):
     filters = MetadataFilters(filters=[ExactMatchFilter(key="row", value=3)])
     inner = index.as_retriever(similarity_top_k=1)
@@ -159,6 +175,13 @@ def test_clear_and_tolerance(embedder):
     assert retriever.clear() == 1
     retriever.retrieve(QUESTION)
     assert len(inner.asked) == 2
+
+
+def test_no_more_questions_are_kept_than_the_capacity(index, embedder):
+    retriever = RagCacheRetriever(index.as_retriever(), embed_model=embedder, capacity=3)
+    for text in FACTS:
+        retriever.retrieve(text)
+    assert retriever._retrieval.stats().entries == 3
 
 
 async def test_failures_cost_no_answer(embedder, caplog):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from ragcachekit.config import positive
 from ragcachekit.query.base import LogOnce, Partition
@@ -11,6 +13,27 @@ from ragcachekit.query.partition.keys import NotKeyable, index_versions, object_
 from ragcachekit.query.partition.rules import KeyRules
 
 log = logging.getLogger(__name__)
+
+_bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", default=False)
+
+
+@contextmanager
+def bypass_query_cache() -> Iterator[None]:
+    """Let every retriever called inside search, neither reading nor filling its query cache.
+
+    Holds for this thread and for asyncio tasks begun inside. What is found is still registered with the
+    engine.
+
+    Examples
+    --------
+    >>> with bypass_query_cache():
+    ...     found = retriever.retrieve("Where is Oslo?")  # doctest: +SKIP
+    """
+    token = _bypassed.set(True)
+    try:
+        yield
+    finally:
+        _bypassed.reset(token)
 
 
 class Partitioner:
@@ -51,6 +74,8 @@ class Partitioner:
         is no positive integer.
         """
         positive("k", k)
+        if _bypassed.get():
+            return None
         try:
             called = object_key((arguments, self._present_version()), self._rules)
             if self._custom is None:
@@ -72,6 +97,8 @@ class Partitioner:
 
         It holds plain values, so that it is the same after a restart. ``where`` is the filter of the search.
         """
+        if _bypassed.get():
+            return None
         try:
             counts = None if self._custom is None else self._custom(*question)
             if self._custom is not None and counts is None:

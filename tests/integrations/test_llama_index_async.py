@@ -1,0 +1,128 @@
+"""Calls from asyncio overlap and leave the loop free; the query cache can be bypassed for one call."""
+
+import asyncio
+import threading
+
+import pytest
+from fake_engine import FakeEngine
+from integration_kit import FACTS, Calls
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever as LangChainRetriever
+from llama_index.core import VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_kit import Embedder
+
+from langchain_ragcachekit import RagCacheRetriever as RagCacheLangChainRetriever
+from llama_index_ragcachekit import RagCacheLLM, RagCacheRetriever
+from ragcachekit import bypass_query_cache
+
+MESSAGES = [ChatMessage(role="user", content="Where is Oslo?")]
+
+
+class Together:
+    """A gate that opens when three calls wait at it and the loop has ticked twenty times meanwhile."""
+
+    def __init__(self):
+        self._three, self._begun, self.ticked = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def wait(self, timeout=None):
+        self._begun.set()
+        self._three.wait(10)
+        assert self.ticked.wait(10)
+
+    async def tick(self):
+        while not self._begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        self.ticked.set()
+
+
+async def three_times(gate, ask):
+    ticking = asyncio.create_task(gate.tick())
+    answers = await asyncio.wait_for(asyncio.gather(*(ask(n) for n in range(3))), 20)
+    await ticking
+    return answers
+
+
+async def streamed(stream):
+    return [piece async for piece in await stream][-1]
+
+
+WAYS = {
+    "acomplete": lambda llm: llm.acomplete("Where is Oslo?"),
+    "achat": lambda llm: llm.achat(MESSAGES),
+    "astream_complete": lambda llm: streamed(llm.astream_complete("Where is Oslo?")),
+    "astream_chat": lambda llm: streamed(llm.astream_chat(MESSAGES)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_three_answers_overlap_and_the_loop_ticks(way):
+    gate = Together()
+    llm = RagCacheLLM(cache=FakeEngine(words=("in", "Norway"), gate=gate))
+    answers = await three_times(gate, lambda _: WAYS[way](llm))
+    assert [str(answer).endswith("in Norway") for answer in answers] == [True] * 3
+
+
+class Slow(BaseRetriever):
+    """Blocks its thread, and has no way to search without."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def cache_key_parts(self):
+        return ()
+
+    def _retrieve(self, query_bundle):
+        self.gate.wait()
+        return [NodeWithScore(node=TextNode(text=query_bundle.query_str), score=1.0)]
+
+
+async def test_three_searches_of_a_blocking_retriever_overlap_and_the_loop_ticks():
+    gate = Together()
+    retriever = RagCacheRetriever(Slow(gate), embed_model=Embedder(asked=[]))
+    found = await three_times(gate, lambda n: retriever.aretrieve(FACTS[n]))
+    assert [items[0].node.text for items in found] == list(FACTS[:3])
+
+
+class Listed(LangChainRetriever):
+    """LangChain's, counting its calls."""
+
+    asked: list
+
+    def cache_key_parts(self):
+        return ()
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        self.asked.append(query)
+        return [Document(FACTS[0])]
+
+
+async def test_one_call_can_bypass_the_query_cache(embeddings):
+    inner = Listed(asked=Calls())
+    langchain = RagCacheLangChainRetriever.wrap(inner, embeddings=embeddings)
+    nodes = [TextNode(text=text) for text in FACTS]
+    engine, embedder = FakeEngine(), Embedder(asked=[])
+    index = VectorStoreIndex(nodes, embed_model=embedder)
+    wrapped = RagCacheRetriever(index.as_retriever(), embed_model=embedder, cache=engine)
+    own = RagCacheRetriever.from_nodes(nodes, embedder, index="brute")
+    for _ in range(2):
+        with bypass_query_cache():
+            langchain.invoke("Where?")
+            await langchain.ainvoke("Where?")
+            for retriever in (wrapped, own):
+                assert retriever.retrieve("Where is Oslo?")
+                assert await retriever.aretrieve("Where is Oslo?")
+    assert len(inner.asked) == 4
+    assert [one._retrieval.stats().hits for one in (wrapped, own, langchain)] == [0, 0, 0]
+    assert len(engine.registered) == 4  # what was found is reused by the model all the same
+    for _ in range(2):
+        langchain.invoke("Where?")
+        wrapped.retrieve("Where is Oslo?")
+        own.retrieve("Where is Oslo?")
+    assert len(inner.asked) == 5  # and the bypassed calls had filled nothing
+    assert [one._retrieval.stats().hits for one in (wrapped, own, langchain)] == [1, 1, 1]

@@ -1,0 +1,229 @@
+"""Chunks are reused through LlamaIndex's response modes, chat engines, merging retrievers, postprocessors."""
+
+import re
+
+import pytest
+from integration_kit import FACTS
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.chat_engine import (
+    CondensePlusContextChatEngine,
+    CondenseQuestionChatEngine,
+    ContextChatEngine,
+)
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.node_parser import SentenceWindowNodeParser
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor, SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.retrievers import AutoMergingRetriever
+from llama_index.core.schema import Document, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_kit import Embedder, seeing
+
+from llama_index_ragcachekit import (
+    ChunkReuseEvent,
+    RagCacheLLM,
+    RagCachePostprocessor,
+    RagCachePromptHelper,
+    RagCacheRetriever,
+    RagCacheSynthesizer,
+)
+
+FIRST = "Where was Ada Lind born, who is a baker?"
+SECOND = "What does Ada Lind work as, who was born in Bern?"
+MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
+
+
+class Words(Embedder):
+    """Never zero, whatever a tiny model asks."""
+
+    def _get_query_embedding(self, query):
+        return [1.0, *super()._get_query_embedding(query)[1:]]
+
+
+class LastFirst(BaseNodePostprocessor):
+    """A reranker that keeps the last two, in reverse."""
+
+    def _postprocess_nodes(self, nodes, query_bundle=None):
+        return nodes[:-3:-1]
+
+
+@pytest.fixture
+def llm(rag):
+    return RagCacheLLM(cache=rag, max_new_tokens=4)
+
+
+@pytest.fixture
+def embedder():
+    return Words(asked=[])
+
+
+def index_of(nodes, embedder, **settings):
+    return VectorStoreIndex(nodes, embed_model=embedder, **settings)
+
+
+@pytest.fixture
+def retriever(rag, embedder):
+    nodes = [TextNode(text=text, metadata={"file_name": f"{n}.txt"}) for n, text in enumerate(FACTS)]
+    inner = index_of(nodes, embedder).as_retriever(similarity_top_k=3)
+    return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+
+
+def reused(ask, rag, first=FIRST, second=SECOND):
+    """Ask twice; check that nodes of both answers were reused in the second, and return its prompts."""
+    one = ask(first)
+    with seeing(ChunkReuseEvent) as seen:
+        two = ask(second)
+    texts = {item.node.text for item in one.source_nodes} & {item.node.text for item in two.source_nodes}
+    assert texts
+    tokens = sum(rag.count_tokens(text.strip()) for text in texts)
+    assert sum(event.exact_tokens + event.approximate_tokens for event in seen.events) >= tokens - 4 * len(
+        texts
+    )
+    assert sum(event.hits for event in seen.events) >= len(texts)
+    assert [event.fallback for event in seen.events] == [None] * len(seen.events)
+    assert all(any(text.strip() in prompt for prompt in seen.prompts) for text in texts)
+    return seen.prompts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_response_mode_reuses_chunks(mode, retriever, llm, rag):
+    synthesizer = get_response_synthesizer(llm, response_mode=mode)
+    engine = RetrieverQueryEngine.from_args(retriever, llm, synthesizer)
+    prompts = reused(engine.query, rag)
+    assert len(prompts) == (3 if mode in ("refine", "accumulate") else 1)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_simple_summarize_puts_text_into_the_prompt_not_the_repr_of_a_list(chat, retriever, rag):
+    llm = RagCacheLLM(cache=rag, max_tokens=4, is_chat_model=chat)
+    for streaming in (False, True):
+        synthesizer = get_response_synthesizer(llm, response_mode="simple_summarize", streaming=streaming)
+        engine = RetrieverQueryEngine.from_args(retriever, llm, synthesizer)
+        with seeing(ChunkReuseEvent) as seen:
+            str(engine.query(FIRST))
+            answer = await engine.aquery(FIRST)
+            if streaming:
+                assert [piece async for piece in answer.response_gen]
+        assert [event.chunks for event in seen.events] == [3, 3]
+        assert "['" not in "".join(seen.prompts)
+
+
+def chat_engine(kind, retriever, llm):
+    memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
+    if kind is CondenseQuestionChatEngine:
+        return kind.from_defaults(RetrieverQueryEngine.from_args(retriever, llm), llm=llm, memory=memory)
+    return kind.from_defaults(retriever, llm=llm, memory=memory)
+
+
+@pytest.mark.parametrize(
+    "kind", [ContextChatEngine, CondensePlusContextChatEngine, CondenseQuestionChatEngine]
+)
+def test_chat_engines_reuse_chunks_in_their_second_turn(kind, rag, embedder, llm):
+    # All nodes: what the tiny model makes of the question does not decide which are found.
+    inner = index_of([TextNode(text=text) for text in FACTS[:2]], embedder).as_retriever(similarity_top_k=2)
+    engine = chat_engine(kind, RagCacheRetriever(inner, embed_model=embedder, cache=rag), llm)
+    prompts = reused(engine.chat, rag)
+    assert any(FIRST in prompt for prompt in prompts)  # the conversation goes along
+
+
+def sentences(text):
+    return re.findall(r"[^.]+\.\s*", text)
+
+
+@pytest.fixture
+def windows(rag, embedder):
+    parser = SentenceWindowNodeParser.from_defaults(window_size=1, sentence_splitter=sentences)
+    nodes = parser.get_nodes_from_documents([Document(text=" ".join(FACTS))])
+    inner = index_of(nodes, embedder).as_retriever(similarity_top_k=2)
+    return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+
+
+@pytest.mark.parametrize("way", ["synthesizer", "postprocessor"])
+def test_sentence_windows_are_reused_whole(way, windows, llm, rag):
+    replace = [MetadataReplacementPostProcessor("window")]
+    if way == "synthesizer":
+        settings = {"response_synthesizer": RagCacheSynthesizer(llm), "node_postprocessors": replace}
+    else:
+        settings = {"node_postprocessors": [*replace, RagCachePostprocessor(cache=rag)]}
+    reused(RetrieverQueryEngine.from_args(windows, llm, **settings).query, rag)
+
+
+def test_the_report_says_what_to_do_where_altered_nodes_are_not_found(retriever, llm):
+    class Upper(BaseNodePostprocessor):
+        def _postprocess_nodes(self, nodes, query_bundle=None):
+            for item in nodes:
+                item.node.set_content(item.node.text.upper())
+            return nodes
+
+    with seeing(ChunkReuseEvent) as seen:
+        RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[Upper()]).query(FIRST)
+    (event,) = seen.events
+    assert event.chunks == 0
+    assert "RagCacheSynthesizer(llm)" in event.notes[-1]
+    with seeing(ChunkReuseEvent) as seen:
+        synthesizer = RagCacheSynthesizer(llm)
+        RetrieverQueryEngine.from_args(retriever, llm, synthesizer, node_postprocessors=[Upper()]).query(
+            FIRST
+        )
+    assert seen.events[0].chunks == 3
+    assert not any("RagCacheSynthesizer" in note for note in seen.events[0].notes)
+
+
+@pytest.fixture
+def family():
+    """Two parents of two children each, with their relationships."""
+    parents, children = [], []
+    for n in (0, 2):
+        parent = TextNode(text=f"{FACTS[n]} {FACTS[n + 1]}", id_=f"parent-{n}")
+        mine = [TextNode(text=FACTS[i], id_=f"child-{i}") for i in (n, n + 1)]
+        for child in mine:
+            child.relationships[NodeRelationship.PARENT] = RelatedNodeInfo(node_id=parent.node_id)
+        parent.relationships[NodeRelationship.CHILD] = [RelatedNodeInfo(node_id=c.node_id) for c in mine]
+        parents.append(parent)
+        children += mine
+    return parents, children
+
+
+@pytest.mark.parametrize("ours", ["outside", "inside"])
+def test_merged_parents_are_reused(ours, family, rag, embedder, llm):
+    parents, children = family
+    storage = StorageContext.from_defaults()
+    storage.docstore.add_documents([*parents, *children])
+    inner = index_of(children, embedder, storage_context=storage).as_retriever(similarity_top_k=4)
+    if ours == "outside":
+        retriever = RagCacheRetriever(AutoMergingRetriever(inner, storage), embed_model=embedder, cache=rag)
+        engine = RetrieverQueryEngine.from_args(retriever, llm)
+    else:
+        cached = RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+        retriever = AutoMergingRetriever(cached, storage)
+        engine = RetrieverQueryEngine.from_args(retriever, llm, RagCacheSynthesizer(llm))
+    reused(engine.query, rag)
+    assert {item.node.node_id for item in engine.query(FIRST).source_nodes} == {"parent-0", "parent-2"}
+
+
+@pytest.mark.parametrize(
+    "postprocessor", [SimilarityPostprocessor(similarity_cutoff=0.2), LastFirst()], ids=["cut", "rerank"]
+)
+def test_cuts_and_rerankers_leave_chunks_to_be_found(postprocessor, retriever, llm, rag):
+    engine = RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[postprocessor])
+    reused(engine.query, rag)
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
+def test_the_prompt_helper_serves_other_modes(mode, retriever, llm, rag):
+    helper = RagCachePromptHelper.from_llm(llm)
+    synthesizer = get_response_synthesizer(llm, helper, response_mode=mode)
+    reused(RetrieverQueryEngine.from_args(retriever, llm, synthesizer).query, rag)
+
+
+async def test_the_synthesizer_answers_alike_async_and_streaming(retriever, llm):
+    def engine(**settings):
+        return RetrieverQueryEngine.from_args(retriever, llm, RagCacheSynthesizer(llm, **settings))
+
+    engine().query(SECOND)
+    answer = engine().query(SECOND).response
+    assert (await engine().aquery(SECOND)).response == answer
+    assert "".join(engine(streaming=True).query(SECOND).response_gen) == answer
+    stream = await engine(streaming=True).aquery(SECOND)
+    assert "".join([piece async for piece in stream.response_gen]) == answer

@@ -1,0 +1,69 @@
+"""The classes as LlamaIndex's ecosystem expects them: base classes, import paths, the llamahub table."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+
+import llama_index_ragcachekit as ours
+
+SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("RagCacheLLM", BaseLLM),
+        ("RagCacheRetriever", BaseRetriever),
+        ("RagCacheVectorStore", BasePydanticVectorStore),
+        ("RagCacheSynthesizer", BaseSynthesizer),
+        ("RagCachePostprocessor", BaseNodePostprocessor),
+        ("RagCachePromptHelper", PromptHelper),
+    ],
+)
+def test_base_classes_are_in_the_mro(name, base):
+    assert base.__name__ in [one.__name__ for one in getattr(ours, name).__mro__]
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("llms", ["RagCacheLLM"]),
+        ("retrievers", ["RagCacheRetriever"]),
+        ("vector_stores", ["RagCacheVectorStore"]),
+        ("response_synthesizers", ["RagCachePromptHelper", "RagCacheSynthesizer"]),
+        ("postprocessor", ["RagCachePostprocessor"]),
+    ],
+)
+def test_the_ecosystems_import_paths_lead_to_the_same_classes(path, names):
+    module = importlib.import_module(f"llama_index.{path}.ragcachekit")
+    assert module.__all__ == names
+    assert [getattr(module, name) for name in names] == [getattr(ours, name) for name in names]
+
+
+def test_llama_index_stays_a_namespace_that_others_share():
+    code = (
+        "import llama_index.llms.ragcachekit, llama_index.core, llama_index.vector_stores.faiss\n"
+        "import llama_index, llama_index.vector_stores as stores\n"
+        "assert llama_index.__file__ is None and stores.__file__ is None"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    package = Path(ours.__file__).parent.parent / "llama_index"
+    assert {file.parent.name for file in package.rglob("*.py")} == {"ragcachekit"}
+
+
+def test_the_llamahub_table_names_what_can_be_imported():
+    table = SETTINGS["tool"]["llamahub"]
+    module = importlib.import_module(table["import_path"])
+    assert set(table["class_authors"]) == set(module.__all__)
+    assert "integrations/llama_index" in SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
