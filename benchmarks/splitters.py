@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_text_splitters import (
     HTMLHeaderTextSplitter,
     MarkdownHeaderTextSplitter,
     RecursiveCharacterTextSplitter,
-    TokenTextSplitter,
+    split_text_on_tokens,
 )
+from langchain_text_splitters.base import Tokenizer
 
 from langchain_ragcachekit.format_docs import format_docs
 from ragcachekit.engine.prompt_segmenter import PromptSegmenter
@@ -39,8 +41,11 @@ def splitters(tokenizer: Any) -> dict[str, Split]:
         return lambda text: split.create_documents([text])
 
     def tokens(overlap: int) -> Split:
-        split = TokenTextSplitter.from_huggingface_tokenizer(tokenizer, chunk_size=120, chunk_overlap=overlap)
-        return lambda text: split.create_documents([text])
+        """What TokenTextSplitter does, with the model's tokenizer."""
+        windows = Tokenizer(
+            overlap, 120, tokenizer.decode, lambda text: list(tokenizer(text, verbose=False).input_ids)
+        )
+        return lambda text: [Document(one) for one in split_text_on_tokens(text=text, tokenizer=windows)]
 
     def parents_with_children(text: str) -> list[Any]:
         """Parents stand in the prompt; their children are registered as well."""
@@ -80,7 +85,7 @@ def measure(texts: Iterable[str], split: Split, children: Split | None, tokenize
             right = [text for text in texts_found if text.strip() in expected]
             wrong += len(texts_found) - len(right)
             found, asked = found + len(right), asked + len(expected)
-            found_tokens += _tokens(segmenter, right)
+            found_tokens += _tokens(segmenter, [text.strip() for text in right])
             asked_tokens += _tokens(segmenter, expected)
     return len(documents), asked, found / asked, found_tokens / asked_tokens, wrong
 

@@ -22,6 +22,9 @@ from langchain_ragcachekit.structured_output import parsed, parser_of, with_inst
 from langchain_ragcachekit.tools import AnswerReader, as_schemas
 from ragcachekit import Answer, CancelScope, agenerate
 
+UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
+"""Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
+
 
 class ChatRagCache(EngineSettings, BaseChatModel):
     """Chat model that reuses the KV of chunks which it finds inside the prompt.
@@ -50,6 +53,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         chat template does not render tools, ValueError for a ``tool_choice`` beside "auto" and "none".
         """
         schemas = self._schemas(tools, tool_choice)
+        kwargs = {name: value for name, value in kwargs.items() if name not in UNCONSTRAINED}
         return self.bind(**({"tools": schemas} if schemas else {}), **kwargs)
 
     def with_structured_output(
@@ -62,8 +66,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """The model and a parser: an object of a Pydantic class, else a dict.
 
-        Nothing constrains the answer. One that does not fit raises OutputParserException, or is the
-        ``parsing_error`` of a dict with ``include_raw``.
+        Nothing constrains the answer, also with ``strict=True``. One that does not fit raises
+        OutputParserException, or is the ``parsing_error`` of a dict with ``include_raw``.
 
         Parameters
         ----------
@@ -74,13 +78,11 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         Raises
         ------
         ValueError
-            For another method, or ``strict=True``.
+            For another method or argument.
         NotImplementedError
             For tools that the chat template does not render.
         """
-        if kwargs.pop("strict", None):
-            raise ValueError("strict=True cannot be promised: nothing constrains what the model writes")
-        if kwargs:
+        if kwargs := {name: value for name, value in kwargs.items() if name != "strict"}:
             raise ValueError(f"unknown arguments {', '.join(sorted(kwargs))}")
         tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         llm: Runnable[Any, Any]

@@ -9,6 +9,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable
 
 from langchain_ragcachekit.settings import EngineSettings
 from langchain_ragcachekit.tools import AnswerReader
@@ -26,6 +27,13 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> Runnable[Any, Any]:
+        """NotImplementedError: a text prompt has no template for a schema."""
+        raise NotImplementedError(
+            "RagCacheLLM completes text: put a parser behind it (llm | PydanticOutputParser(...)), or use "
+            "ChatRagCache"
+        )
 
     def _generate(
         self,

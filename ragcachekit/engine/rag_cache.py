@@ -199,7 +199,12 @@ class RagCache(QueueMethods):
         )
 
     def link(
-        self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> LinkedPrompt:
         """Link a prompt for a generate call or a loop of your own; it is used once.
 
@@ -208,7 +213,7 @@ class RagCache(QueueMethods):
         """
         self._checked(namespace)
         with self._components.active:
-            plan = self._path.begin(self._request(prompt, namespace, policy))
+            plan = self._path.begin(self._request(prompt, namespace, policy, tools))
             linked = self._components.generator.link(plan, self._path.plan)
         self._components.loads.follow([linked.plan])
         self._path.encode_missing(linked.plan.missing)

@@ -8,8 +8,9 @@ from langchain_text_splitters import (
     HTMLHeaderTextSplitter,
     MarkdownHeaderTextSplitter,
     RecursiveCharacterTextSplitter,
-    TokenTextSplitter,
+    split_text_on_tokens,
 )
+from langchain_text_splitters.base import Tokenizer
 
 from langchain_ragcachekit import format_docs
 from ragcachekit.prompt.registry import ChunkRegistry
@@ -94,7 +95,9 @@ HTML = (
 
 
 def by_tokens(tokenizer, overlap):
-    return TokenTextSplitter.from_huggingface_tokenizer(tokenizer, chunk_size=12, chunk_overlap=overlap)
+    """What TokenTextSplitter does, whose own tokenizers are downloaded: windows of ids, also inside words."""
+    windows = Tokenizer(overlap, 12, tokenizer.decode, lambda text: tokenizer(text).input_ids)
+    return [Document(text) for text in split_text_on_tokens(text=MARKDOWN, tokenizer=windows)]
 
 
 SPLITS = {
@@ -105,8 +108,8 @@ SPLITS = {
         [("#", "h1"), ("##", "h2")], strip_headers=False
     ).split_text(MARKDOWN),
     "html headers": lambda _: HTMLHeaderTextSplitter([("h1", "h1"), ("h2", "h2")]).split_text(HTML),
-    "tokens": lambda tokenizer: by_tokens(tokenizer, 0).create_documents([MARKDOWN]),
-    "tokens with overlap": lambda tokenizer: by_tokens(tokenizer, 5).create_documents([MARKDOWN]),
+    "tokens": lambda tokenizer: by_tokens(tokenizer, 0),
+    "tokens with overlap": lambda tokenizer: by_tokens(tokenizer, 5),
 }
 
 
