@@ -1,8 +1,23 @@
 """LangChain on RagCacheKit: a caching retriever and a chat model that reuses the chunks' KV."""
 
-from langchain_ragcachekit.chat import ChatRagCache
-from langchain_ragcachekit.llm import RagCacheLLM
-from langchain_ragcachekit.retriever import RagCacheRetriever
-from langchain_ragcachekit.vector_store import RagCacheVectorStore
+try:
+    from langchain_ragcachekit.chat import ChatRagCache
+    from langchain_ragcachekit.format_docs import DOCUMENT_PROMPT, format_docs
+    from langchain_ragcachekit.llm import RagCacheLLM
+    from langchain_ragcachekit.retriever import RagCacheRetriever
+    from langchain_ragcachekit.vector_store import RagCacheVectorStore
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "langchain_core":
+        raise
+    raise ModuleNotFoundError(
+        "langchain_ragcachekit needs langchain-core: pip install 'ragcachekit[langchain]'", name=error.name
+    ) from error
 
-__all__ = ["ChatRagCache", "RagCacheLLM", "RagCacheRetriever", "RagCacheVectorStore"]
+__all__ = [
+    "DOCUMENT_PROMPT",
+    "ChatRagCache",
+    "RagCacheLLM",
+    "RagCacheRetriever",
+    "RagCacheVectorStore",
+    "format_docs",
+]

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.tools import BaseTool
+from pydantic import BaseModel
 
 from langchain_ragcachekit.messages import to_dicts
 from langchain_ragcachekit.settings import EngineSettings, together
+from langchain_ragcachekit.structured_output import parsed, parser_of, with_instructions
+from langchain_ragcachekit.tools import AnswerReader, as_schemas
 from ragcachekit import Answer, CancelScope, agenerate
+
+UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
+"""Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
 
 
 class ChatRagCache(EngineSettings, BaseChatModel):
@@ -30,6 +40,62 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     {'cache_read': 412}
     """
 
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools, which the chat template shows it; calls are in the answer's ``tool_calls``.
+
+        What looks like a call and cannot be read is in ``invalid_tool_calls``. NotImplementedError where the
+        chat template does not render tools, ValueError for a ``tool_choice`` beside "auto" and "none".
+        """
+        schemas = self._schemas(tools, tool_choice)
+        kwargs = {name: value for name, value in kwargs.items() if name not in UNCONSTRAINED}
+        return self.bind(**({"tools": schemas} if schemas else {}), **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: str = "json_schema",
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """The model and a parser: an object of a Pydantic class, else a dict.
+
+        Nothing constrains the answer, also with ``strict=True``. One that does not fit raises
+        OutputParserException, or is the ``parsing_error`` of a dict with ``include_raw``.
+
+        Parameters
+        ----------
+        method : {"json_schema", "function_calling", "json_mode"}
+            With the schema at the end of the prompt; as a tool, which needs a chat template with tools, and
+            None if the model does not call it; or with a prompt that asks for JSON by itself.
+
+        Raises
+        ------
+        ValueError
+            For another method or argument.
+        NotImplementedError
+            For tools that the chat template does not render.
+        """
+        if kwargs := {name: value for name, value in kwargs.items() if name != "strict"}:
+            raise ValueError(f"unknown arguments {', '.join(sorted(kwargs))}")
+        tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+        llm: Runnable[Any, Any]
+        if method == "function_calling":
+            llm = self.bind_tools([schema], **tracing)
+        elif method == "json_mode":
+            llm = self.bind(**tracing)
+        elif method == "json_schema":
+            llm = RunnableLambda(partial(with_instructions, schema=schema)) | self.bind(**tracing)
+        else:
+            raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
+        return parsed(llm, parser_of(schema, method == "function_calling"), include_raw)
+
     def batch(
         self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
     ) -> list[AIMessage]:
@@ -45,7 +111,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         options = {"wait": True, **self._call_options(stop, kwargs)}
-        return self._result(self.rag.submit(to_dicts(messages), **options).result())
+        return self._result(self.rag.submit(self._dicts(messages), **options).result(), options)
 
     async def _agenerate(
         self,
@@ -55,7 +121,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         options = self._call_options(stop, kwargs)
-        return self._result(await agenerate(self.rag, to_dicts(messages), **options))
+        return self._result(await agenerate(self.rag, self._dicts(messages), **options), options)
 
     def _stream(
         self,
@@ -64,7 +130,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        return self._chunks(to_dicts(messages), stop, run_manager, kwargs)
+        return self._chunks(self._dicts(messages), stop, run_manager, kwargs)
 
     def _astream(
         self,
@@ -73,17 +139,41 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        return self._achunks(to_dicts(messages), stop, run_manager, kwargs)
+        return self._achunks(self._dicts(messages), stop, run_manager, kwargs)
 
-    def _result(self, answer: Answer) -> ChatResult:
-        message = AIMessage(content=answer.text, **self._metadata(answer))
+    def _dicts(self, messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+        return to_dicts(messages, lambda: bool(self.rag.renders_tools))
+
+    def _schemas(self, tools: Any, choice: Any) -> list[dict[str, Any]]:
+        schemas = as_schemas(tools or (), choice)
+        if schemas and not self.rag.renders_tools:
+            raise NotImplementedError(
+                f"the chat template of {self.model_name!r} does not render tools: the model would not see "
+                "them. Take a model whose template does (Qwen2.5, Llama 3.1, Hermes), or describe them in "
+                "the prompt; with_structured_output(schema) works without tools"
+            )
+        return schemas
+
+    def _result(self, answer: Answer, options: dict[str, Any]) -> ChatResult:
+        reader = AnswerReader(options.get("tools", ()))
+        text = reader.rest(answer.text)
+        message = AIMessage(
+            content=text,
+            tool_calls=reader.calls,
+            invalid_tool_calls=reader.invalid,
+            **self._metadata(answer),
+        )
         info = {"finish_reason": answer.report.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
-    def _chunk(self, text: str, answer: Answer | None = None) -> ChatGenerationChunk:
-        if answer is None:
+    def _chunk(
+        self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None
+    ) -> ChatGenerationChunk:
+        if answer is None or reader is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=text))
-        message = AIMessageChunk(content="", chunk_position="last", **self._metadata(answer))
+        message = AIMessageChunk(
+            content=text, tool_call_chunks=reader.chunks, chunk_position="last", **self._metadata(answer)
+        )
         return ChatGenerationChunk(message=message)
 
     def _metadata(self, answer: Answer) -> dict[str, Any]:

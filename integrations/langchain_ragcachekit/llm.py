@@ -9,8 +9,10 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable
 
 from langchain_ragcachekit.settings import EngineSettings
+from langchain_ragcachekit.tools import AnswerReader
 from ragcachekit import Answer, agenerate
 
 
@@ -25,6 +27,13 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> Runnable[Any, Any]:
+        """NotImplementedError: a text prompt has no template for a schema."""
+        raise NotImplementedError(
+            "RagCacheLLM completes text: put a parser behind it (llm | PydanticOutputParser(...)), or use "
+            "ChatRagCache"
+        )
 
     def _generate(
         self,
@@ -43,8 +52,13 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)
-        answers = [agenerate(self.rag, prompt, **options) for prompt in prompts]
-        return self._result(await asyncio.gather(*answers))
+        tasks = [asyncio.ensure_future(agenerate(self.rag, prompt, **options)) for prompt in prompts]
+        try:
+            return self._result(await asyncio.gather(*tasks))
+        finally:  # one failed, or all were cancelled: the others end before their next layer
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stream(
         self,
@@ -64,7 +78,9 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:
         return self._achunks(prompt, stop, run_manager, kwargs)
 
-    def _chunk(self, text: str, answer: Answer | None = None) -> GenerationChunk:
+    def _chunk(
+        self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None
+    ) -> GenerationChunk:
         return GenerationChunk(text=text, generation_info=_info(answer) if answer else None)
 
     def _result(self, answers: list[Answer]) -> LLMResult:

@@ -2,40 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 
 ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
     (HumanMessage, "user"),
     (AIMessage, "assistant"),
+    (ToolMessage, "tool"),
 )
-NOT_REPEATED = frozenset({"reasoning", "thinking"})
-"""Blocks of an earlier answer that are not sent to chat models."""
+NOT_REPEATED = frozenset({"reasoning", "thinking", "tool_use", "tool_call", "function_call"})
+"""Blocks of an earlier answer that are not sent to chat models, or not as content."""
+MARKS = ("chunk", "cache_control")
+"""Keys of a content block that make its text a chunk: RagCacheKit's own, and Anthropic's."""
 
 
-def to_dicts(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Convert messages; marks on content blocks (``chunk: True``) stay.
+def to_dicts(
+    messages: Sequence[BaseMessage], renders_tools: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
+    """Convert messages; content blocks with one of :data:`MARKS` are marked as chunks.
 
-    ValueError for tool messages and for content blocks that are not text, naming the block's type.
+    ``renders_tools`` tells whether the chat template has tools. Without, messages of tools and with tool
+    calls are a ValueError, as are content blocks that are not text; it names the block's type.
     """
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+    fields = [_tool_fields(message) for message in messages]
+    if any(fields) and not renders_tools():
+        raise ValueError(
+            "messages of tools or with tool calls cannot be used: the model's chat template does not render "
+            "tools; put a tool's result into a human message"
+        )
+    return [
+        {"role": _role(message), "content": _content(message), **more}
+        for message, more in zip(messages, fields, strict=True)
+    ]
 
 
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return message.role
-    if isinstance(message, AIMessage) and message.tool_calls:
-        raise ValueError("a message with tool calls cannot be used: this chat model does not call tools")
     for kind, role in ROLES:
         if isinstance(message, kind):
             return role
-    raise ValueError(
-        f"{message.type!r} messages cannot be used: this chat model does not call tools; "
-        "put a tool's result into a human message"
-    )
+    raise ValueError(f"{message.type!r} messages cannot be used: no chat template has them")
+
+
+def _tool_fields(message: BaseMessage) -> dict[str, Any]:
+    if isinstance(message, ToolMessage):
+        named = {"name": message.name} if message.name else {}
+        return {"tool_call_id": message.tool_call_id, **named}
+    if not isinstance(message, AIMessage) or not message.tool_calls:
+        return {}
+    # Arguments as an object: templates write them by ``tojson``.
+    calls = [
+        {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+        for call in message.tool_calls
+    ]
+    return {"tool_calls": calls}
 
 
 def _content(message: BaseMessage) -> str | list[dict[str, Any]]:
@@ -54,6 +85,7 @@ def _block(block: str | dict[str, Any]) -> dict[str, Any] | None:
     if kind != "text":
         raise ValueError(f"content block of type {kind!r} cannot be used: this chat model reads text only")
     # LangChain's standard blocks put unknown keys under "extras".
-    marked = block.get("chunk") or (block.get("extras") or {}).get("chunk")
+    extras = block.get("extras") or {}
+    marked = any(block.get(mark) or extras.get(mark) for mark in MARKS)
     plain = {"type": "text", "text": block["text"]}
     return {**plain, "chunk": True} if marked else plain

@@ -69,7 +69,8 @@ class RagCacheRetriever(BaseRetriever):
         search uses the same vector and the question is embedded once.
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
-        overrides it, as it does other search arguments that the wrapped retriever takes.
+        overrides it, as it does other search arguments that the wrapped retriever takes;
+        ``invoke(question, use_cache=False)`` searches, and keeps nothing.
     cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, target_recall,
     embedding_cache, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
@@ -270,11 +271,14 @@ class RagCacheRetriever(BaseRetriever):
         retriever, config = self.retriever, given
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
+        use_cache = kwargs.pop("use_cache", True)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
-        return Search(retriever, self.embeddings, query, overrides, config, callbacks)
+        return Search(retriever, self.embeddings, query, overrides, config, callbacks, use_cache)
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
+        if not search.use_cache:
+            return None
         namespace = self._retrieval.namespace_of(self.cache, self.namespace)
         question = (search.query, search.config)
         if search.own is not None:

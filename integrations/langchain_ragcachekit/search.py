@@ -67,7 +67,9 @@ class Search:
         overrides: Mapping[str, Any],
         config: RunnableConfig,
         callbacks: Callable[[], BaseCallbackManager],
+        use_cache: bool = True,
     ) -> None:
+        self.use_cache = use_cache
         self.retriever, self.query, self.overrides, self.config = retriever, query, overrides, config
         self._callbacks = callbacks
         self._asked, self._kwargs = _with_arguments(retriever, overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any, Self
 
 from langchain_core.caches import BaseCache
@@ -10,13 +11,13 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
+from langchain_ragcachekit.tools import AnswerReader
 from ragcachekit import Answer, CancelScope, astream
 
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
 MOST_THREADS = 64
-NOT_FOR_GENERATE = frozenset({"stream", "tool_choice", "tools"})
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
@@ -117,46 +118,62 @@ class EngineSettings(BaseModel):
         )
         return {
             "model_name": self.model_name,
+            "fingerprint": getattr(self.rag, "fingerprint", None),
             "namespace": self.namespace or self.rag.namespace,
             "policy": str(self.policy or self.rag.policy),
             **settings,
         }
 
-    def _chunk(self, text: str, answer: Answer | None = None) -> Any:
+    def _chunk(self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None) -> Any:
         """A piece of an answer in LangChain's form; with the answer, the last one."""
         raise NotImplementedError
+
+    def _schemas(self, tools: Any, choice: Any) -> list[dict[str, Any]]:
+        """Tools in the form that chat templates take."""
+        if tools:
+            raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
+        return []
 
     def _chunks(
         self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
     ) -> Iterator[Any]:
-        options = self._call_options(stop, kwargs)
-        options.pop("wait", None)  # it goes through no queue
-        with self.rag.stream(prompt, **options) as stream:
-            for piece in stream:
+        options = {"wait": True, **self._call_options(stop, kwargs)}
+        reader = AnswerReader(options.get("tools", ()))
+        request = self.rag.submit(prompt, **options)
+        with closing(request.stream()) as stream:
+            for piece in filter(None, map(reader.push, stream)):
                 chunk = self._chunk(piece)
                 if run_manager:
                     run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
-            yield self._chunk("", stream.answer)
+            yield self._chunk(reader.rest(), request.result(), reader)
 
     async def _achunks(
         self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
     ) -> AsyncIterator[Any]:
-        async with astream(self.rag, prompt, **self._call_options(stop, kwargs)) as stream:
-            async for piece in stream:
+        options = self._call_options(stop, kwargs)
+        reader = AnswerReader(options.get("tools", ()))
+        async with astream(self.rag, prompt, **options) as stream:
+            async for raw in stream:
+                if not (piece := reader.push(raw)):
+                    continue
                 chunk = self._chunk(piece)
                 if run_manager:
                     await run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
-            yield self._chunk("", stream.answer)
+            yield self._chunk(reader.rest(), stream.answer, reader)
 
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
         overrides = dict(overrides)
         self._refuse(overrides)
-        given = {"max_tokens": overrides.pop("max_new_tokens")} if "max_new_tokens" in overrides else {}
+        tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
         names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
-        given |= {name: overrides.pop(name) for name in names if name in overrides}
+        if (most := overrides.pop("max_new_tokens", None)) is not None:
+            if overrides.get("max_tokens") is not None:
+                raise ValueError("give max_tokens or max_new_tokens, not both")
+            overrides["max_tokens"] = most
+        given = {name: overrides.pop(name) for name in names if name in overrides}
         own = {name: getattr(self, name) for name in ("rag", *names)}
         chosen = EngineSettings.model_validate({**own, **given})
         options: dict[str, Any] = {
@@ -169,13 +186,10 @@ class EngineSettings(BaseModel):
         if chosen.temperature:
             sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
             options |= {name: value for name, value in sampling.items() if value is not None}
-        return {**options, **self.generate_kwargs, **overrides}
+        return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}
 
     def _refuse(self, overrides: dict[str, Any]) -> None:
-        if overrides.get("tools"):
-            raise ValueError(f"{type(self).__name__} does not call tools; leave tools= away")
         model = overrides.pop("model", None)
         if model not in (None, self.model_name):
             raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
-        for name in NOT_FOR_GENERATE:
-            overrides.pop(name, None)
+        overrides.pop("stream", None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from ragcachekit.model.encoding import Ids
 from ragcachekit.model.tokens import SegmentTokenizer
@@ -16,7 +17,16 @@ from ragcachekit.prompt.segment import blanks_outside, body, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
-PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class ChatWithTools:
+    """Chat messages, and the tools that the chat template renders with them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+
+
+PromptLike = str | Prompt | Sequence[Mapping[str, Any]] | ChatWithTools
 """A prompt: a string, chat messages, or explicit segments."""
 
 _CERTAIN = "chat messages tell them from the template's own for certain"
@@ -70,12 +80,28 @@ class PromptSegmenter:
             return self._split(Segmentation(prompt), namespace)
         if isinstance(prompt, str):
             return self._split(segment_text(prompt, self.registry, namespace), namespace)
-        if isinstance(prompt, Sequence):
-            messages = cast(Sequence[Mapping[str, Any]], prompt)
-            return segment_messages(
-                messages, self.tokens.render, self.registry, namespace, self.special_tokens
-            )
+        tools = prompt.tools if isinstance(prompt, ChatWithTools) else None
+        messages = prompt.messages if isinstance(prompt, ChatWithTools) else prompt
+        if isinstance(messages, Sequence):
+            render = partial(self.tokens.render, tools=tools)
+            return segment_messages(messages, render, self.registry, namespace, self.special_tokens)
         raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
+
+    def with_tools(self, prompt: PromptLike, tools: Sequence[Mapping[str, Any]] | None) -> PromptLike:
+        """The prompt with tools for its chat template.
+
+        ValueError if the prompt is no list of messages, or the template does not render tools.
+        """
+        if not tools:
+            return prompt
+        if isinstance(prompt, str | Prompt | ChatWithTools):
+            raise ValueError("tools= needs chat messages: another prompt does not go through a chat template")
+        if not self.tokens.renders_tools:
+            raise ValueError(
+                "the model's chat template does not render tools; describe them in a message, or take a "
+                "model whose template does"
+            )
+        return ChatWithTools(prompt, tools)
 
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
         prompt = segmentation.prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -143,6 +143,7 @@ class RagCache(QueueMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: threading.Event | None = None,
         **options: Any,
@@ -151,6 +152,8 @@ class RagCache(QueueMethods):
 
         Parameters
         ----------
+        tools : sequence of mapping, optional
+            JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
@@ -166,7 +169,7 @@ class RagCache(QueueMethods):
         stop, parts, path = stop_strings(stop), self._components, self._path
         raise_if_cancelled()
         with parts.active:
-            begun, request = time.perf_counter(), self._request(prompt, namespace, policy)
+            begun, request = time.perf_counter(), self._request(prompt, namespace, policy, tools)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
             first = parts.shadow.draw(asked.options)
@@ -196,7 +199,12 @@ class RagCache(QueueMethods):
         )
 
     def link(
-        self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> LinkedPrompt:
         """Link a prompt for a generate call or a loop of your own; it is used once.
 
@@ -205,11 +213,16 @@ class RagCache(QueueMethods):
         """
         self._checked(namespace)
         with self._components.active:
-            plan = self._path.begin(self._request(prompt, namespace, policy))
+            plan = self._path.begin(self._request(prompt, namespace, policy, tools))
             linked = self._components.generator.link(plan, self._path.plan)
         self._components.loads.follow(linked.plan)
         self._path.encode_missing(linked.plan.missing)
         return linked.prompt
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template shows the ``tools`` that :meth:`generate` is given."""
+        return self._prompts.tokens.renders_tools
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` alone, without BOS."""

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_PROBE = {"name": "zq7xprobe", "description": "", "parameters": {"type": "object", "properties": {}}}
+
 
 class SegmentTokenizer:
     """Tokenises the segments of a prompt with private copies of the user's tokenizer.
@@ -53,12 +55,25 @@ class SegmentTokenizer:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **options))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """Apply the chat template, with the generation prompt; ValueError if the tokenizer has none."""
         if not self.tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template; give the prompt as a string")
-        plain = [dict(message) for message in messages]
-        return str(self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
+        plain, options = [dict(message) for message in messages], {"tools": list(tools)} if tools else {}
+        return str(
+            self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
+        )
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template shows the tools that it is given, found out by rendering one."""
+        try:
+            text = self.render([{"role": "user", "content": "a"}], [{"type": "function", "function": _PROBE}])
+        except Exception:  # no template, or one that fails on tools
+            return False
+        return str(_PROBE["name"]) in text
 
     def _continued(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
         for mark, behind in self._behind if text else ():

@@ -115,7 +115,8 @@ class ChunkRegistry:
         if self.size(namespace):
             why = (
                 f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
-                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised"
+                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
+                "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
             )
         else:
             why = (

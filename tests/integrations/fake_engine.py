@@ -81,6 +81,14 @@ class FakeRequest:
         assert self._done.wait(10)
         return self._answer
 
+    def stream(self):
+        try:
+            for number, word in enumerate(self._taken):
+                yield " " + word if number else word
+        except GeneratorExit:
+            self.cancel()
+            raise
+
     def add_done_callback(self, callback):
         self._callbacks.append(callback)
         if self._done.is_set():
@@ -104,7 +112,7 @@ class FakeEngine:
         self.namespace, self.policy = "default", "lego:16"
         config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
-        self.words, self.gate = words, gate
+        self.words, self.gate, self.renders_tools = words, gate, False
         self.queue = SimpleNamespace(has_room=lambda: True)
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
         self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
@@ -135,8 +143,7 @@ class FakeEngine:
         asked = {"namespace": None, "policy": None, "stop": None} | options
         named = [asked.pop(name) for name in ("namespace", "policy", "stop")]
         request = FakeRequest(self.words, self._finish(prompt, *named, asked), streamer, self.gate)
-        if streamer is not None or self.gate is not None:
-            self.streams.append(request)
+        self.streams.append(request)
         return request
 
     def generate_batch(self, prompts, **options):

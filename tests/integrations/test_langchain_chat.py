@@ -9,6 +9,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
+from ragcachekit import DeadlineExceeded
 
 TEXT = "it is in the north of the town by the sea ."
 
@@ -77,8 +78,8 @@ def test_bad_overrides_and_what_the_model_cannot_do_are_refused():
     model = make()
     with pytest.raises(ValueError, match="greater than 0"):
         model.invoke("hi", max_tokens=0)
-    with pytest.raises(ValueError, match="does not call tools"):
-        model.invoke("hi", tools=[{"name": "add"}])
+    with pytest.raises(ValueError, match="not both"):
+        model.invoke("hi", max_tokens=3, max_new_tokens=3)
     with pytest.raises(ValueError, match="this engine holds 'fake/model'"):
         model.invoke("hi", model="other")
     assert model.invoke("hi", model="fake/model").content == TEXT
@@ -112,6 +113,102 @@ def test_a_stream_adds_up_to_the_invoked_message():
     assert whole.usage_metadata == invoked.usage_metadata
     assert whole.response_metadata == invoked.response_metadata
     assert [chunk.usage_metadata is None for chunk in chunks] == [True] * 12 + [False]
+    assert [chunk.chunk_position for chunk in chunks] == [None] * 12 + ["last"]
+
+
+def test_the_first_piece_is_there_before_the_model_has_the_last_one(rag):
+    """On the real engine: what a stream shows was not held back until the end."""
+    model, done = ChatRagCache(cache=rag, max_tokens=40, generate_kwargs={"min_new_tokens": 40}), []
+
+    class Steps:
+        """A hook of the model: one for each of its steps."""
+
+        def __call__(self, *_):
+            done.append(1)
+
+    hook = rag.model.register_forward_hook(Steps())
+    try:
+        stream = model.stream("Tell me about Bern.")
+        next(stream)
+        seen = len(done)
+        rest = list(stream)
+    finally:
+        hook.remove()
+    assert seen < len(done)
+    assert rest[-1].usage_metadata["output_tokens"] == 40
+
+
+async def test_events_of_a_stream_carry_the_pieces_and_the_usage():
+    events = [event async for event in make().astream_events("hi", version="v2")]
+    pieces = [e["data"]["chunk"].content for e in events if e["event"] == "on_chat_model_stream"]
+    assert "".join(pieces) == TEXT
+    assert events[-1]["data"]["output"].usage_metadata["output_tokens"] == 12
+
+
+async def test_the_loop_ticks_while_three_answers_are_waited_for():
+    engine, ticks = FakeEngine(gate=threading.Event()), 0
+    model = make(engine)
+    answers = asyncio.gather(*(model.ainvoke("hi") for _ in range(3)))
+    while len(engine.streams) < 3 or not all(request._taken for request in engine.streams):
+        ticks += 1
+        await asyncio.sleep(0.001)  # all three run at once, and the loop goes on
+    engine.gate.set()
+    assert [message.content for message in await answers] == [TEXT] * 3
+    assert ticks > 0
+
+
+def test_tracing_parameters():
+    model = make(temperature=0.5, max_tokens=7, stop=["x"])
+    assert model._get_ls_params() == {
+        "ls_provider": "ragcachekit",
+        "ls_model_name": "fake/model",
+        "ls_model_type": "chat",
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 7,
+        "ls_stop": ["x"],
+    }
+    assert RagCacheLLM(cache=FakeEngine())._get_ls_params()["ls_model_type"] == "llm"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_both_names_of_the_longest_answer_are_taken_everywhere(name):
+    engine = FakeEngine()
+    for kind in (ChatRagCache, RagCacheLLM):
+        kind(cache=engine, **{name: 5}).invoke("hi")
+        kind(cache=engine).bind(**{name: 6}).invoke("hi")
+        kind(cache=engine).invoke("hi", **{name: 7})
+        "".join(map(str, kind(cache=engine).stream("hi", **{name: 8})))
+    assert [call["max_new_tokens"] for call in engine.calls] == [5, 6, 7, 8] * 2
+
+
+def test_a_stream_takes_a_deadline_and_wait(rag):
+    settings = {"deadline": 60, "wait": 1.0}
+    for kind in (ChatRagCache, RagCacheLLM):
+        model = kind(cache=rag, max_tokens=4, generate_kwargs=settings)
+        pieces = [getattr(piece, "content", piece) for piece in model.stream("Where is Bern?")]
+        whole = model.invoke("Where is Bern?")
+        assert "".join(pieces) == getattr(whole, "content", whole)
+    late = ChatRagCache(cache=rag, generate_kwargs={"deadline": -1.0})
+    with pytest.raises(DeadlineExceeded):
+        list(late.stream("Where is Bern?"))
+
+
+async def test_one_failing_prompt_ends_the_others():
+    engine = FakeEngine(gate=threading.Event())
+    model = RagCacheLLM(cache=engine)
+    submit = engine.submit
+
+    def failing(prompt, **options):
+        if prompt == "bad":
+            raise ValueError("no")
+        return submit(prompt, **options)
+
+    engine.submit = failing
+    task = asyncio.create_task(model.agenerate(["a", "b", "bad"]))
+    with pytest.raises(ValueError, match="no"):
+        await task
+    assert all(request.cancelled.is_set() for request in engine.streams)
+    engine.gate.set()
 
 
 async def test_async_stream_and_invoke_give_the_same_as_sync():
@@ -173,6 +270,21 @@ def test_settings_of_the_engine_identify_the_model():
         "default",
         "lego:16",
     )
+    base = make()._identifying_params
+    for change in (
+        {"max_tokens": 3},
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"stop": ["x"]},
+        {"namespace": "b"},
+        {"policy": "full"},
+        {"generate_kwargs": {"seed": 1}},
+    ):
+        assert make(**change)._identifying_params != base
+    other = FakeEngine()
+    other.fingerprint = "other weights"
+    assert make(other)._identifying_params != base
 
 
 def test_copies_and_bound_models_keep_the_engine():

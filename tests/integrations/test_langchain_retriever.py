@@ -181,6 +181,18 @@ def test_k_filters_and_search_arguments_are_forwarded_and_keyed(store):
     assert len(store.by_text) + len(store.by_vector) == searched
 
 
+async def test_one_call_can_go_past_the_cache(store):
+    retriever = RagCacheRetriever.wrap(store, k=2)
+    events = Events()
+    expected = retriever.invoke(QUESTION)
+    config = {"callbacks": [events]}
+    assert retriever.invoke(QUESTION, config, use_cache=False) == expected
+    assert await retriever.ainvoke(QUESTION, config, use_cache=False) == expected
+    assert retriever.invoke("Where is Rome?", use_cache=False)
+    retriever.invoke("Where is Rome?", config)
+    assert [name for name, _ in events.seen] == ["miss"]
+
+
 def test_true_and_one_are_different_arguments(store):
     retriever = RagCacheRetriever.wrap(store)
     for value in (1, True, 1.0, "1"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from numbers import Real
 from threading import Event
@@ -40,6 +40,7 @@ class QueueMethods(TuneMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] | None = None,
         deadline: float | None = None,
         wait: bool | float = False,
@@ -67,7 +68,7 @@ class QueueMethods(TuneMethods):
         PromptTooLong, GenerationNotSupported, Closed
         """
         begun, stop = time.perf_counter(), stop_strings(stop)
-        request = self._request(prompt, namespace, policy)
+        request = self._request(prompt, namespace, policy, tools)
         if streamer is not None:
             options["streamer"] = streamer
         filled = self._components.generator.options(options, len(request.token_ids), stop)
@@ -79,6 +80,7 @@ class QueueMethods(TuneMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: Event | None = None,
         deadline: float | None = None,
@@ -94,7 +96,7 @@ class QueueMethods(TuneMethods):
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         namespace = self._checked(namespace)
-        asked = [self._request(prompt, namespace, policy) for prompt in prompts]
+        asked = [self._request(prompt, namespace, policy, tools) for prompt in prompts]
         longest = max((len(request.token_ids) for request in asked), default=0)
         requests: list[Request] = []
         try:
@@ -108,9 +110,13 @@ class QueueMethods(TuneMethods):
             raise
 
     def _request(
-        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
+        self,
+        prompt: PromptLike,
+        namespace: str | None,
+        policy: str | SelectionPolicy | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> PromptRequest:
-        namespace = self._checked(namespace)
+        namespace, prompt = self._checked(namespace), self._prompts.with_tools(prompt, tools)
         return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace))
 
     def _queued(
