@@ -13,7 +13,7 @@ from typing import Any
 
 from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.policies.auto import ALONE, Pair
-from ragcachekit.reports import _Report
+from ragcachekit.reports import Report
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class TuneRow:
 
 
 @dataclass(frozen=True)
-class TuneReport(_Report):
+class TuneReport(Report):
     """What :meth:`ragcachekit.RagCache.tune` measured and chose.
 
     - ``encoder``, ``policy``: The choice.
