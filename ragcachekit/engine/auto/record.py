@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class TuneRow:
+class TuneRow(Report):
     """A measured pair; means over its ``prompts``.
 
     ``kl`` is KL(full || pair) in nats per answer token, ``ratio`` recomputed / cached rows.
@@ -69,6 +69,9 @@ class TuneReport(Report):
         """The best pair over chunks encoded alone, if one was measured."""
         rows = [row for row in self.rows if row.encoder == ALONE]
         return min(rows, key=lambda row: row.kl).pair if rows else None
+
+    def _shown(self) -> list[tuple[str, object]]:
+        return [field for field in super()._shown() if field[0] not in ("fingerprint", "system")]
 
     def __str__(self) -> str:
         head = ("encoder", "policy", "recomputed", "KL", "prompts", "")
