@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 
 import pytest
 
@@ -24,7 +25,7 @@ class Interrupting:
     def put(self, value) -> None:
         self.calls += 1
         if self.calls == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def end(self) -> None:
         pass
