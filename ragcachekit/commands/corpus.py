@@ -99,7 +99,8 @@ def corpus_root(folder: str | os.PathLike[str]) -> Path:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
-    if not _files(root, notes := []):
+    notes: list[str] = []
+    if not _files(root, notes):
         raise _no_text(root, notes)
     return root
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 PIECE = 16  # characters that stand in a prompt by no accident
 PRESENT = 0.3  # share of the characters in such pieces; below it the document is not there
-WHOLE = 0.97
 
 _ESCAPED: dict[str, Callable[[str], str]] = {
     "printed as Python": lambda text: repr(text)[1:-1],
@@ -55,11 +54,12 @@ def difference(text: str, prompt: str) -> Difference:
     )
     shown = text[max(end - 12, 0) : end + 24], prompt[max(at - 12, 0) : max(at, 0) + 24]
     if kind is None:
-        covered = sum(piece.end - piece.start for piece in pieces) / len(text)
-        if covered < PRESENT:
+        if sum(piece.end - piece.start for piece in pieces) < PRESENT * len(text):
             return Difference("absent")
+        ends, starts = (0, *(piece.end for piece in pieces)), (*(piece.start for piece in pieces), len(text))
+        lost = any(text[end:start].strip() for end, start in zip(ends, starts, strict=True))
         if len(pieces) > 1:
-            kind = "cut into pieces" if covered >= WHOLE else "altered"
+            kind = "altered" if lost else "cut into pieces"
         elif first.start == 0:
             kind = "truncated"
         else:
