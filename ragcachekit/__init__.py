@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
+    from ragcachekit.engine.inspect.diagnosis import Diagnosis
+    from ragcachekit.engine.inspect.view import PromptView
     from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.speculation import SpeculativePipeline
@@ -60,6 +62,7 @@ __all__ = [
     "Chunk",
     "CoRetrieved",
     "DeadlineExceeded",
+    "Diagnosis",
     "DocumentIndex",
     "EmbeddingCache",
     "EncodingStats",
@@ -81,6 +84,7 @@ __all__ = [
     "Partitioner",
     "PrecedingChunks",
     "Prompt",
+    "PromptView",
     "ProximityCache",
     "QueueConfig",
     "QueueFull",
@@ -114,6 +118,8 @@ _LAZY = {
     "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
+    "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),
+    "ragcachekit.engine.inspect.view": ("PromptView",),
     "ragcachekit.engine.queue.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FREE = ("types", "errors", "config", "files", "forks", "threads", "cancellation", "background", "json_store")
+FREE = (
+    *("types", "errors", "config", "files", "forks", "threads", "cancellation", "background", "json_store"),
+    "reports",
+)
 CHAIN = (
-    *("model", "store", "prefix_tree", "reports", "policies", "plan", "forward", "encode"),
-    *("generate", "engine", "commands", "cli"),
+    *("model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),
+    *("generate", "plot", "engine", "commands", "cli"),
 )
 APART = ("query", "search", "prompt")  # joined by the engine
 PUBLIC = "__init__"
@@ -290,7 +293,7 @@ def test_imports_are_read_in_every_spelling(tmp_path, source, room, rooms) -> No
 def test_the_edges_are_those_of_the_design() -> None:
     assert ALLOWED["types"] == ALLOWED["prompt"] == set(FREE)
     assert ALLOWED["model"] == set(FREE)
-    assert ALLOWED["forward"] == {*FREE, "model", "store", "prefix_tree", "reports", "policies", "plan"}
+    assert ALLOWED["forward"] == {*FREE, "model", "store", "prefix_tree", "policies", "plan"}
     assert {"generate", "prompt", "query", "search"} <= ALLOWED["engine"]
     assert not {"cli", "commands", PUBLIC} & ALLOWED["engine"]
 

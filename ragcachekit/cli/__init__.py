@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ragcachekit
-from ragcachekit.cli import cache, corpus, measure, serve
+from ragcachekit.cli import cache, corpus, doctor, measure, serve
 from ragcachekit.cli.console import Commands
 
 
@@ -42,7 +42,7 @@ _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
 
 _add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
-_add(app, measure.sample_model)
+_add(app, doctor.doctor, measure.sample_model)
 _add(_bench, measure.ttft, measure.query_cache, measure.fidelity, serve.serve)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,9 @@ from typing import Any
 from ragcachekit.errors import CorpusError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")
+UNREAD = frozenset({".pdf", ".docx", ".doc", ".odt", ".pptx", ".xlsx", ".epub", ".rtf", ".ipynb", ".csv"})
+"""Documents that have text and are not read; other kinds (pictures, archives) are left out unnamed."""
+CONVERT = "convert them to text first (pdftotext, pandoc, markitdown)"
 DEFAULT_CHUNK_TOKENS = 200
 """Below the 256 wordpieces that the embedding model reads."""
 
@@ -86,10 +89,7 @@ def read_corpus(
         what = "1 chunk that repeats" if repeated == 1 else f"{repeated} chunks that repeat"
         notes.append(f"left out {what} the text of another one")
     if not chunks:
-        skipped = f" ({'; '.join(notes[:3])})" if notes else ""
-        raise CorpusError(
-            f"no text found in {root}{skipped}; put files there that end in {', '.join(SUFFIXES)}"
-        )
+        raise _no_text(root, notes)
     return Corpus(tuple(chunks.values()), files, tuple(notes))
 
 
@@ -99,7 +99,15 @@ def corpus_root(folder: str | os.PathLike[str]) -> Path:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
+    notes: list[str] = []
+    if not _files(root, notes):
+        raise _no_text(root, notes)
     return root
+
+
+def _no_text(root: Path, notes: Sequence[str]) -> CorpusError:
+    skipped = f" ({'; '.join(notes[:3])})" if notes else ""
+    return CorpusError(f"no text found in {root}{skipped}; put files there that end in {', '.join(SUFFIXES)}")
 
 
 def documents(chunks: Iterable[CorpusChunk]) -> list[list[str]]:
@@ -175,10 +183,15 @@ def _files(root: Path, notes: list[str]) -> list[Path]:
     def failed(error: OSError) -> None:
         notes.append(f"skipped {error.filename}: {error.strerror}")
 
-    found = []
+    found, unread = list[Path](), Counter[str]()
     for folder, below, names in os.walk(root, onerror=failed):
         below[:] = [name for name in below if not name.startswith(".")]
-        found += [Path(folder, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+        names = [name for name in names if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.lower().endswith(SUFFIXES)]
+        unread.update(Path(name.lower()).suffix for name in names)
+    kinds = [f"{unread[kind]} {kind}" for kind in sorted(unread.keys() & UNREAD)]
+    if kinds:
+        notes.append(f"skipped {', '.join(kinds)} files: {CONVERT}")
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

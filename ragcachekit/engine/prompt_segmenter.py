@@ -51,6 +51,11 @@ class PromptSegmenter:
         return self._tokens
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokens is not None and bool(self._tokens.tokenizer.chat_template)
+
+    @property
     def pad(self) -> int:
         """Token id for padding."""
         return self._tokens.pad if self._tokens else 0

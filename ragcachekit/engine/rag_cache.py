@@ -12,9 +12,9 @@ from typing import Any, Self, Unpack
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
+from ragcachekit.engine.inspect.methods import InspectMethods
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
-from ragcachekit.engine.queue.methods import QueueMethods
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.forward.linked_prompt import LinkedPrompt
@@ -24,10 +24,9 @@ from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, EncodingStats, ShadowReport
-from ragcachekit.store.base import StoreStats
 
 
-class RagCache(QueueMethods):
+class RagCache(InspectMethods):
     """Generation on your own Hugging Face model that reuses the KV of retrieved chunks.
 
     Parameters
@@ -114,15 +113,6 @@ class RagCache(QueueMethods):
         model, tokenizer = load_model(model_id, device, **options)
         return cls(model, tokenizer, _weights=weights_folder(model_id), **own)
 
-    @property
-    def policy(self) -> str:
-        """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
-        return self._components.resolve(self._policy, self.namespace).label
-
-    def stats(self) -> tuple[StoreStats, ...]:
-        """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
-        return self._components.stats()
-
     def encoding_stats(self) -> EncodingStats:
         """Tokens that requests missed, kept and encoded since this object was made."""
         return self._components.background_encoder.stats
@@ -160,7 +150,7 @@ class RagCache(QueueMethods):
             Ends the prefill before its next layer, and generation after its token; the answer has the tokens
             up to then. See also :class:`ragcachekit.CancelScope`.
         **options
-            For ``model.generate``: ``max_new_tokens`` (default 256), ``do_sample``, ``streamer``, ...
+            For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
 
         Raises
         ------
@@ -169,7 +159,7 @@ class RagCache(QueueMethods):
         stop, parts, path = stop_strings(stop), self._components, self._path
         raise_if_cancelled()
         with parts.active:
-            begun, request = time.perf_counter(), self._request(prompt, namespace, policy, tools)
+            begun, request = time.perf_counter(), self._asked(prompt, namespace, policy, tools)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
             first = parts.shadow.draw(asked.options)
@@ -177,6 +167,7 @@ class RagCache(QueueMethods):
                 plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
             )
             answer = path.finish(generated, asked, first, begun)
+            path.reports.append(answer.report)
         path.check_auto(generated.plan)
         raise_if_cancelled()
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock
@@ -16,13 +17,16 @@ from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.budgets.calibration import Chosen
-from ragcachekit.reports import Answer
+from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
 NOT_KEPT = (
     "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
 )
+
+REPORTS = 256
+"""Answered requests whose reports are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,7 @@ class RequestPath:
 
     def __init__(self, components: EngineComponents, cold: str, registering: Lock) -> None:
         self._components, self.cold, self._registering = components, cold, registering
+        self.reports = deque[GenerateReport](maxlen=REPORTS)
 
     @property
     def own(self) -> bool:

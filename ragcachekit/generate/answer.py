@@ -23,7 +23,11 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
 
     ValueError if there is nothing to generate, TypeError for a limit that is no number.
     """
-    options = {k: v for k, v in options.items() if v is not None or k not in _LIMITS}
+    options = {k: v for k, v in options.items() if v is not None or k not in (*_LIMITS, "max_tokens")}
+    if "max_tokens" in options:
+        if "max_new_tokens" in options:
+            raise ValueError("max_tokens is another name of max_new_tokens; give one of them")
+        options["max_new_tokens"] = options.pop("max_tokens")
     for name in ("max_new_tokens", "max_length"):
         check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
     check_type("max_time", options.get("max_time", 1), Real, "a number of seconds")

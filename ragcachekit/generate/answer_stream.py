@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
-from typing import Self
+from importlib import import_module
+from typing import Any, Self
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue
 from ragcachekit.reports import Answer
+from ragcachekit.reports.base import text_html
 from ragcachekit.threads import DaemonPool, Job
 
 
@@ -64,6 +66,15 @@ class AnswerStream:
         except KeyboardInterrupt:
             self.cancel()
             raise
+
+    def display(self) -> Answer:
+        """Show the text in a notebook as it is generated; returns the answer. ImportError without IPython."""
+        notebook: Any = import_module("IPython.display")
+        shown, text = notebook.display(notebook.HTML(""), display_id=True), ""
+        for piece in self:
+            text += piece
+            shown.update(notebook.HTML(text_html(text)))
+        return self.answer
 
     def cancel(self) -> None:
         """Stop before the next layer of the prefill, or after the current token; generated text stays."""

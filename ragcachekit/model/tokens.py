@@ -50,9 +50,9 @@ class SegmentTokenizer:
         """Ids of a chunk: special-token text in it is plain text."""
         return self._continued(self._chunks, text, split_special_tokens=True)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens, and without the clean-up that changes streamed text."""
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``, without special tokens unless asked, and without clean-up, which changes it."""
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **options))
 
     def render(

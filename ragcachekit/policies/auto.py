@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.reports import ShownPolicy
 
 Pair = tuple[str, str]
 """Names of an encoder and of a policy over it."""
@@ -39,7 +40,7 @@ MOST_RATIO = 0.15
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(ShownPolicy):
     """``auto``: the pair that loses least on this model and these chunks.
 
     The engine replaces it by that pair (:class:`~ragcachekit.engine.auto.chooser.AutoPolicies`).

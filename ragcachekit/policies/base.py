@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 
@@ -173,7 +174,7 @@ class RowWatch(Observer, Protocol):
 
 
 @dataclass(frozen=True)
-class RatioPolicy:
+class RatioPolicy(ShownPolicy):
     """Base of policies called ``kind:r``, which recompute a share ``ratio`` (0 < r <= 1) of cached tokens."""
 
     ratio: float

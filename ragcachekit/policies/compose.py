@@ -10,10 +10,11 @@ import torch
 from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
 from ragcachekit.policies.budgets.budget import Budget
+from ragcachekit.reports import ShownPolicy
 
 
 @dataclass(frozen=True)
-class Union:
+class Union(ShownPolicy):
     """``lego:4+query:0.1``: the union of its parts' choices."""
 
     parts: tuple[SelectionPolicy, ...]

@@ -14,6 +14,7 @@ from itertools import combinations, pairwise, takewhile
 import torch
 
 from ragcachekit.policies.base import Deviation, PlacedChunk, share, top
+from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores, span_sums
 
 WINDOW = 3
@@ -58,7 +59,7 @@ class Impact:
 
 
 @dataclass(frozen=True)
-class Craft:
+class Craft(ShownPolicy):
     """Recomputes ``ceil(CFO * tokens)`` tokens of every chunk, CFO = min(1, alpha CCI (1 - β')) (eq. 12).
 
     These are the tokens with the highest attention to other segments, which the encoder ``in-prompt``

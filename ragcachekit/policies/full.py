@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragcachekit.policies.base import PlacedChunk, open_positions
+from ragcachekit.reports import ShownPolicy
 
 
-class Full:
+class Full(ShownPolicy):
     """An ordinary prefill over the same token ids."""
 
     name = "full"

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit.policies.base import PlacedChunk, open_positions
+from ragcachekit.reports import ShownPolicy
 
 
 @dataclass(frozen=True)
-class Prefix:
+class Prefix(ShownPolicy):
     """Recomputes every row that is not exact: answers are those of ``full``."""
 
     encoder: str | None = None

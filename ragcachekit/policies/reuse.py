@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.reports import ShownPolicy
 
 
 @dataclass(frozen=True)
-class Reuse:
+class Reuse(ShownPolicy):
     """Recomputes nothing. ``lego0`` (EPIC section 5.4) is this over ``sinks:4`` encodings."""
 
     name: str = "reuse"

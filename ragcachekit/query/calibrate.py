@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.metrics import Float64, get_metric, paired_distances
+from ragcachekit.reports import Report
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Report):
     """A tolerance and what it does to the pairs it was chosen on.
 
     ``tolerance`` is in the unit of the metric. ``hit_rate`` is the share of the ``same_pairs`` rewordings

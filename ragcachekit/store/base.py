@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.reports import Report
 from ragcachekit.types import KVKey
 
 
@@ -84,7 +85,7 @@ class WrappedSource:
 
 
 @dataclass(frozen=True)
-class StoreStats:
+class StoreStats(Report):
     """Counters of one tier since it was opened; ``nbytes`` and ``entries`` are the present content.
 
     ``damaged`` entries failed verification or have another shape than the model's, and were dropped.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit.commands.corpus import cut, read_corpus
+from ragcachekit.commands.corpus import corpus_root, cut, read_corpus
 from ragcachekit.errors import CorpusError
 
 
@@ -138,3 +138,20 @@ def test_a_missing_or_empty_folder_says_what_to_do(tmp_path):
 def test_a_chunk_has_at_least_one_token(tmp_path):
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
         read_corpus(tmp_path, chunk_tokens=0)
+
+
+def test_documents_of_other_formats_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("one.pdf", "TWO.PDF", "three.docx", ".hidden.pdf", "picture.png"):
+        (tmp_path / name).write_bytes(b"%PDF-1.7")
+    (note,) = read_corpus(tmp_path).notes
+    assert note.startswith("skipped 1 .docx, 2 .pdf files: convert them to text first")
+
+
+def test_a_folder_of_pdfs_is_refused_before_a_model_is_loaded(tmp_path, command):
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
+    with pytest.raises(CorpusError, match=r"no text found in .*skipped 1 \.pdf files: convert"):
+        corpus_root(tmp_path)
+    result = command("ask", "--corpus", tmp_path, "--model", "no such model", "Why?")
+    assert result.exit_code == 2
+    assert "pdftotext" in result.output

@@ -103,6 +103,11 @@ class AutoPolicies:
             pair, notes = self._pair(namespace, known)
         return Chosen(self._policies[pair], f"auto -> {pair[1]} on {pair[0]}", notes)
 
+    def record(self, namespace: str) -> TuneReport | None:
+        """What was measured for the namespace, if anything was."""
+        with self._lock:
+            return self._of(namespace).report
+
     def to_encode(self, namespace: str, system: str | None) -> SelectionPolicy:
         """The policy that chunks are encoded for.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.policies.auto import ALONE, Pair
-from ragcachekit.reports import _Report
+from ragcachekit.reports import Report
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class TuneRow:
+class TuneRow(Report):
     """A measured pair; means over its ``prompts``.
 
     ``kl`` is KL(full || pair) in nats per answer token, ``ratio`` recomputed / cached rows.
@@ -40,7 +40,7 @@ class TuneRow:
 
 
 @dataclass(frozen=True)
-class TuneReport(_Report):
+class TuneReport(Report):
     """What :meth:`ragcachekit.RagCache.tune` measured and chose.
 
     - ``encoder``, ``policy``: The choice.
@@ -69,6 +69,9 @@ class TuneReport(_Report):
         """The best pair over chunks encoded alone, if one was measured."""
         rows = [row for row in self.rows if row.encoder == ALONE]
         return min(rows, key=lambda row: row.kl).pair if rows else None
+
+    def _shown(self) -> list[tuple[str, object]]:
+        return [field for field in super()._shown() if field[0] not in ("fingerprint", "system")]
 
     def __str__(self) -> str:
         head = ("encoder", "policy", "recomputed", "KL", "prompts", "")

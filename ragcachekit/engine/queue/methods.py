@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from numbers import Real
 from threading import Event
@@ -14,6 +15,7 @@ from ragcachekit.config import QueueConfig, check_type
 from ragcachekit.engine.auto.methods import TuneMethods
 from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
+from ragcachekit.engine.inspect.diagnosis import NO_TEMPLATE, without_template
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.queue.request import Request, TokenCounter, Work
 from ragcachekit.engine.queue.request_queue import RequestQueue
@@ -32,6 +34,7 @@ class QueueMethods(TuneMethods):
     def __init__(self, components: EngineComponents, namespace: str, cold: str, queue: QueueConfig) -> None:
         super().__init__(components, namespace)
         self._path = RequestPath(components, cold, self._registering)
+        self._told_of_template = False
         self.queue = RequestQueue(queue, Runner(queue, components, self._path), components.active)
 
     def submit(
@@ -68,7 +71,7 @@ class QueueMethods(TuneMethods):
         PromptTooLong, GenerationNotSupported, Closed
         """
         begun, stop = time.perf_counter(), stop_strings(stop)
-        request = self._request(prompt, namespace, policy, tools)
+        request = self._asked(prompt, namespace, policy, tools)
         if streamer is not None:
             options["streamer"] = streamer
         filled = self._components.generator.options(options, len(request.token_ids), stop)
@@ -96,7 +99,7 @@ class QueueMethods(TuneMethods):
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         namespace = self._checked(namespace)
-        asked = [self._request(prompt, namespace, policy, tools) for prompt in prompts]
+        asked = [self._asked(prompt, namespace, policy, tools) for prompt in prompts]
         longest = max((len(request.token_ids) for request in asked), default=0)
         requests: list[Request] = []
         try:
@@ -118,6 +121,20 @@ class QueueMethods(TuneMethods):
     ) -> PromptRequest:
         namespace, prompt = self._checked(namespace), self._prompts.with_tools(prompt, tools)
         return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace))
+
+    def _asked(
+        self,
+        prompt: PromptLike,
+        namespace: str | None,
+        policy: str | SelectionPolicy | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> PromptRequest:
+        """As :meth:`_request`; the first plain text of a chat model has a note."""
+        request = self._request(prompt, namespace, policy, tools)
+        if self._told_of_template or not without_template(self._prompts, prompt):
+            return request
+        self._told_of_template = True
+        return replace(request, notes=(*request.notes, NO_TEMPLATE))
 
     def _queued(
         self,

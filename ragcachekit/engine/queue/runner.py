@@ -134,6 +134,7 @@ class Runner:
             queue_ms=queued,
             batch=max(1, request.batch),
         )
+        self._path.reports.append(report)
         return replace(answer, report=report)
 
     def nothing(self, request: Request) -> Answer:

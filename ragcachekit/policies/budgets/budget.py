@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.reports import ShownPolicy
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(ShownPolicy):
     """``budget:0.05``: the cheapest calibrated policy that loses at most 0.05 on average against ``full``.
 
     The unit is that of the calibration: nats per token of the answer (KL divergence), unless another quality

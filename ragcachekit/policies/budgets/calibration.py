@@ -141,10 +141,18 @@ class Budgets:
                 self._chosen[at] = self._resolve(policy, namespace)
             return self._chosen[at]
 
-    def _resolve(self, budget: Budget, namespace: str) -> Chosen:
+    def record(self, namespace: str) -> Calibration | None:
+        """The namespace's record, if there is one."""
+        with self._lock:
+            return self._record(namespace)
+
+    def _record(self, namespace: str) -> Calibration | None:
         if namespace not in self._records:
             self._records[namespace] = read_record(self._folder, self._fingerprint, namespace)
-        record = self._records[namespace]
+        return self._records[namespace]
+
+    def _resolve(self, budget: Budget, namespace: str) -> Chosen:
+        record = self._record(namespace)
         found, why = FULL, None
         if record is None:
             why = f"it is not calibrated for this model and namespace {namespace!r}"

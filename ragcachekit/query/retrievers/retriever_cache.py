@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
@@ -129,6 +129,12 @@ class RetrieverCache(FollowingCache[Document]):
         self.partitioner = Partitioner(rules, partition, version)
         if cache is not None:
             cache.add_query_cache(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a caching retriever holds locks and callbacks, and cannot be pickled or copied deeply: wrap the "
+            "retriever again in each process"
+        )
 
     @staticmethod
     def namespace_of(engine: Any, namespace: str | None) -> str:

@@ -1,41 +1,14 @@
-"""Answers and reports of what requests reused and cost: plain frozen data, without torch."""
+"""Answers and reports of what requests reused and cost."""
 
 from __future__ import annotations
 
-import html
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-
-class _Report:
-    """Shared rendering of report dataclasses: ``str``, a notebook table and ``to_dict``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON-able data."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name.replace('_', ' '))}</th>"
-            f"<td>{html.escape(_short(value))}</td></tr>"
-            for name, value in self._shown()
-        )
-        return f"<table>{rows}</table>"
-
-    def _shown(self) -> list[tuple[str, object]]:
-        return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, tuple):
-        return "; ".join(str(v) for v in value) or "-"
-    return str(value)
+from ragcachekit.reports.base import Report, folded_html, shorten, text_html
 
 
 @dataclass(frozen=True)
-class ChunkUse(_Report):
+class ChunkUse(Report):
     """How one cacheable segment of a prompt, a chunk or the text before the first, was served.
 
     - ``source``: Its tier (``host``, ``disk``), that of the knowledge tree (``tree:host``: its tokens then
@@ -56,7 +29,7 @@ class ChunkUse(_Report):
 
 
 @dataclass(frozen=True)
-class LinkReport(_Report):
+class LinkReport(Report):
     """What one prompt reused, recomputed, loaded and saved.
 
     - ``prompt_tokens``: Rows of the whole prompt.
@@ -148,7 +121,7 @@ class LinkReport(_Report):
 
 
 @dataclass(frozen=True)
-class GenerateReport(_Report):
+class GenerateReport(Report):
     """A :class:`LinkReport` with what generation measured; ``ttft_ms`` and ``total_ms`` count from the call.
 
     Of a queued request, ``queue_ms`` of them passed before its turn, and at most ``batch`` requests were
@@ -172,100 +145,7 @@ class GenerateReport(_Report):
         return text + queued if self.batch else text
 
 
-@dataclass(frozen=True)
-class ShadowReport(_Report):
-    """What answering a share of the requests a second time, in full, has shown.
-
-    - ``requests``: Prompts answered while shadow mode was on.
-    - ``shadowed``: Of these, prefilled in full as well: drawn, and approximately reused.
-    - ``compared``: Of these, with compared answers (greedy ones that ran to their end).
-    - ``agreement``: Share of the compared answers with the same text as full (the same ids, without a
-      tokenizer).
-    - ``f1``: Mean F1 of their token ids, as a bag, against those of full.
-    - ``mean_kl``, ``max_kl``: KL(full || reused) of the first token, in nats.
-    - ``recent_disagreement``: Answers that differed among the last ``window`` compared, as a share of
-      ``window``; the highest of all namespaces.
-    - ``waiting``, ``dropped``, ``failed``: Shadow prefills not begun yet, left out because too many waited,
-      and ended by an error.
-    - ``falling_back``: Whether prompts are computed in full because of it.
-    """
-
-    requests: int = 0
-    shadowed: int = 0
-    compared: int = 0
-    agreement: float | None = None
-    f1: float | None = None
-    mean_kl: float | None = None
-    max_kl: float | None = None
-    recent_disagreement: float = 0.0
-    waiting: int = 0
-    dropped: int = 0
-    failed: int = 0
-    falling_back: bool = False
-
-    def __str__(self) -> str:
-        text = f"{self.shadowed} of {self.requests} requests shadowed"
-        if self.agreement is not None:
-            text += f", {self.agreement:.1%} of {self.compared} answers as in full (F1 {self.f1:.3f})"
-        if self.mean_kl is not None:
-            text += f", first-token KL {self.mean_kl:.3g} on average, {self.max_kl:.3g} at most"
-        lost = [f"{n} {what}" for n, what in ((self.dropped, "dropped"), (self.failed, "failed")) if n]
-        return "; ".join([text, *lost, *(["falling back to full"] if self.falling_back else [])])
-
-
-@dataclass(frozen=True)
-class EncodingStats(_Report):
-    """What missed entries cost since the engine was made, in tokens of chunks and first texts.
-
-    - ``missed_tokens``: Computed in place by the requests that missed them.
-    - ``captured_tokens``: Of these, stored as they were computed.
-    - ``encoded_tokens``: Computed once more to be stored, behind an answer or by ``encode``; the text that
-      they are encoded behind is not counted.
-    """
-
-    missed_tokens: int = 0
-    captured_tokens: int = 0
-    encoded_tokens: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.missed_tokens} missed tokens computed in place, {self.captured_tokens} of them stored "
-            f"as they were; {self.encoded_tokens} tokens encoded"
-        )
-
-
-@dataclass(frozen=True)
-class QueueStats(_Report):
-    """What became of the requests of one queue.
-
-    - ``submitted``: Requests accepted; each ends as one of the next four.
-    - ``done``, ``cancelled``, ``expired``, ``failed``: Answered, cancelled, not answered within their
-      deadline, and ended by another error.
-    - ``waiting``, ``running``: Before their turn, and in the batch.
-    - ``steps``, ``mean_batch``: Decoding steps, and requests decoded in one on average.
-    - ``most_overtaken``: How often later requests of its namespace overtook one request, at most.
-    """
-
-    submitted: int = 0
-    done: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    failed: int = 0
-    waiting: int = 0
-    running: int = 0
-    steps: int = 0
-    mean_batch: float = 0.0
-    most_overtaken: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.submitted} requests: {self.done} done, {self.cancelled} cancelled, {self.expired} "
-            f"expired, {self.failed} failed, {self.waiting} waiting, {self.running} running; "
-            f"{self.mean_batch:.1f} per step, overtaken {self.most_overtaken} times at most"
-        )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """Generated text, its token ids (without the prompt), and the report."""
 
@@ -275,3 +155,13 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        link, text = self.report.link, shorten(self.text, 60)
+        return (
+            f"Answer({text!r}, {len(self.token_ids)} tokens, {link.reused_tokens} of {link.prompt_tokens} "
+            f"prompt tokens reused, first token after {self.report.ttft_ms:.0f} ms)"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"{text_html(self.text)}{folded_html(str(self.report), self.report)}"

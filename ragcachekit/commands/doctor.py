@@ -1,0 +1,96 @@
+"""``ragcachekit doctor``: a chain's prompt and documents, read from files or made by a function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose, text_of
+from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
+from ragcachekit.errors import RagCacheError
+
+NO_MODEL = "the chat template was not looked at: give --model"
+_RETURNS = "it must return the prompt (a string or messages) and the list of documents"
+
+
+def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
+    """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, contents alone."""
+    texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
+    if not texts:
+        raise RagCacheError("there are no documents; give what the retriever returned with --documents")
+    if model is not None:
+        return diagnose(PromptSegmenter(load_tokenizer(model)), prompt, texts)
+    if isinstance(prompt, str):
+        return diagnose(PromptSegmenter(None), prompt, texts)
+    contents = "\n\n".join(map(_content, prompt))  # type: ignore[arg-type]
+    found = diagnose(PromptSegmenter(None), contents, texts)
+    return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
+
+
+def read_prompt(text: str) -> PromptLike:
+    """A prompt as text, or JSON: chat messages, or an object with ``messages``."""
+    try:
+        found = loads(text)
+    except JSONDecodeError:
+        return text
+    found = found.get("messages", found) if isinstance(found, dict) else found
+    is_chat = isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found)
+    return found if is_chat else text
+
+
+def read_documents(paths: Sequence[Path]) -> list[str]:
+    """Documents of text files (one each), of ``.jsonl`` files (one per line), and of folders of either.
+
+    A line is a string, or an object with ``page_content`` or ``text``. RagCacheError for anything else.
+    """
+    documents: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            documents += read_documents(sorted(p for p in path.iterdir() if p.is_file()))
+            continue
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RagCacheError(f"--documents {path} cannot be read as text: {error}") from error
+        lines = text.splitlines() if path.suffix == ".jsonl" else ()
+        documents += [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        documents += [] if path.suffix == ".jsonl" else [text]
+    return documents
+
+
+def called(target: str, question: str | None) -> tuple[PromptLike, list[object]]:
+    """What ``module:function`` returns, called with the question if there is one."""
+    module, colon, name = target.partition(":")
+    if not colon:
+        raise RagCacheError(f"--call takes module:function, got {target!r}")
+    sys.path.insert(0, str(Path.cwd()))  # as python -m does
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise RagCacheError(f"--call {target}: {module} has no function {name!r}")
+    found = function() if question is None else function(question)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise RagCacheError(f"--call {target} returned a {type(found).__name__}; {_RETURNS}")
+    return found[0], list(found[1])
+
+
+def _line(path: Path, number: int, line: str) -> str:
+    try:
+        found: Any = loads(line)
+    except JSONDecodeError as error:
+        raise RagCacheError(f"{path}, line {number} is no JSON: {error}") from error
+    if isinstance(found, dict):
+        found = found.get("page_content", found.get("text"))
+    if not isinstance(found, str):
+        raise RagCacheError(f"{path}, line {number}: give a string, or an object with page_content or text")
+    return found
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    blocks = [content] if isinstance(content, str) else content
+    return "".join(block if isinstance(block, str) else block.get("text", "") for block in blocks)

@@ -1,0 +1,1 @@
+"""Pictures of reports and calibrations; matplotlib is imported at the first one."""

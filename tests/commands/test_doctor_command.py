@@ -1,0 +1,98 @@
+"""``ragcachekit doctor`` reads prompts and documents in the forms that chains have them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.world.reader_folder import READER
+from ragcachekit.errors import RagCacheError
+
+ONE = "Berlin is the capital of Germany. The river Spree flows & ends in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+CONTENT = f"Answer from the context.\n\n{ONE}\n\n{TWO}\n\nWhere?"
+CHAIN = f"""
+def rendered(question="Where?"):
+    return [{{"role": "user", "content": {CONTENT!r} + question}}], [{ONE!r}, {TWO!r}]
+
+def wrong():
+    return "only a prompt"
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "prompt.txt").write_text(CONTENT)
+    (tmp_path / "messages.json").write_text(json.dumps([{"role": "user", "content": CONTENT}]))
+    (tmp_path / "request.json").write_text(json.dumps({"messages": [{"role": "user", "content": CONTENT}]}))
+    (tmp_path / "escaped.txt").write_text(CONTENT.replace("&", "&amp;"))
+    (tmp_path / "docs.jsonl").write_text(f"{json.dumps(ONE)}\n\n{json.dumps({'page_content': TWO})}\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "1.txt").write_text(ONE)
+    (folder / "2.txt").write_text(TWO)
+    return tmp_path
+
+
+@pytest.mark.parametrize("documents", ["docs.jsonl", "folder"])
+@pytest.mark.parametrize("prompt", ["prompt.txt", "messages.json", "request.json"])
+def test_all_found(command, files, prompt, documents) -> None:
+    result = command("doctor", files / prompt, "-d", files / documents)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("2 of 2 documents are found as chunks")
+    assert ("give --model" in result.output) == (prompt != "prompt.txt")
+
+
+def test_the_models_template_is_applied(command, files) -> None:
+    result = command("doctor", files / "messages.json", "-d", files / "folder", "--model", READER)
+    assert result.exit_code == 0, result.output
+    assert "characters of 1 messages" in result.output
+
+
+def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files) -> None:
+    result = command("doctor", "-", "-d", files / "docs.jsonl", input=(files / "escaped.txt").read_text())
+    assert result.exit_code == 1
+    assert "1 of 2 documents" in result.output
+    assert "HTML-escaped" in result.output
+    assert "autoescape" in result.output
+
+
+def test_a_function_of_the_users(command, files, monkeypatch) -> None:
+    (files / "my_chain_of_doctor.py").write_text(CHAIN)
+    monkeypatch.chdir(files)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    assert command("doctor", "--call", "my_chain_of_doctor:rendered", "--question", "Why?").exit_code == 0
+    for call, why in (
+        ("my_chain_of_doctor:wrong", "returned a str"),
+        ("my_chain_of_doctor:no", "no function"),
+    ):
+        result = command("doctor", "--call", call)
+        assert (result.exit_code, why in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "give the prompt's file"),
+        (["prompt.txt", "--call", "a:b"], "give the prompt's file"),
+        (["prompt.txt"], "there are no documents"),
+        (["nothing.txt", "-d", "folder"], "cannot be read"),
+        (["prompt.txt", "-d", "nothing.txt"], "cannot be read"),
+        (["prompt.txt", "-d", "bad.jsonl"], "line 2"),
+        (["prompt.txt", "-d", "number.jsonl"], "page_content or text"),
+        (["--call", "nocolon"], "module:function"),
+    ],
+)
+def test_bad_input(command, files, monkeypatch, arguments, why) -> None:
+    monkeypatch.chdir(files)
+    (files / "bad.jsonl").write_text('"a text that is long enough"\n{"text":\n')
+    (files / "number.jsonl").write_text('{"title": "x"}\n')
+    result = command("doctor", *arguments)
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.split())
+
+
+def test_the_function_without_a_module(command) -> None:
+    assert command("doctor", "--call", "no_such_module_here:f").exit_code == 2
+    assert issubclass(RagCacheError, Exception)

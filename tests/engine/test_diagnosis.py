@@ -1,0 +1,133 @@
+"""Why a document of a prompt is not found as a chunk, and what to change."""
+
+from __future__ import annotations
+
+import copy
+import html
+
+import pytest
+from langchain_core.documents import Document
+from llama_index.core.schema import NodeWithScore, TextNode
+
+from ragcachekit import RagCache
+from ragcachekit.engine.inspect.diagnosis import ADVICE, diagnose
+from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from speaking import byte_level, speaker
+
+ONE = "Berlin is the capital of Germany. The river Spree flows & ends in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+PARTS = f"{ONE}\n\n{TWO}"
+QUESTION = "Answer from the context.\n\n{}\n\nWhere does the river flow?"
+
+
+def messages(context: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": QUESTION.replace("{}", context)}]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return PromptSegmenter(byte_level())
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with RagCache(speaker(), byte_level(), cache_dir=folder, cold="never", policy="reuse") as rag:
+        rag.register([ONE, TWO])
+        rag.register([f"{ONE} {TWO}"], namespace="joined")
+        yield rag
+
+
+def reasons(found) -> list[str]:
+    return [chunk.why for chunk in found.chunks]
+
+
+@pytest.mark.parametrize("prompt", [QUESTION.replace("{}", PARTS), messages(PARTS)])
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [ONE, TWO],
+        [Document(ONE), Document(TWO)],
+        [NodeWithScore(node=TextNode(text=ONE, metadata={"file": "a"})), TextNode(text=TWO)],
+    ],
+)
+def test_all_are_found(rag, prompt, documents) -> None:
+    found = rag.diagnose(prompt, documents)
+    assert reasons(found) == ["found", "found"]
+    assert not found.missing
+    assert all(f"{rag.inspect(prompt).report.chunks[at].tokens}" for at in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("context", "documents", "why"),
+    [
+        (html.escape(PARTS), [ONE, TWO], ["HTML-escaped", "found"]),
+        (f"{ONE[:40]}\n\n{TWO}", [ONE, TWO], ["truncated", "found"]),
+        (f"{TWO}", [ONE, TWO], ["absent", "found"]),
+        (f"{ONE}\n\nSpree", [ONE, "Spree"], ["found", "too short"]),
+        (f"x{ONE}\n\n{TWO}", [ONE, TWO], ["word runs on", "found"]),
+        (f"{ONE} {TWO}", [f"{ONE} {TWO[:24]}", f"{ONE[34:]} {TWO}"], ["found", "overlapped"]),
+    ],
+)
+def test_reasons(prompts, context, documents, why) -> None:
+    found = diagnose(prompts, messages(context), documents)
+    assert reasons(found) == why
+    for chunk in found.chunks:
+        assert chunk.advice == ADVICE.get(chunk.why, "")
+        assert chunk.found == (chunk.why == "found")
+    assert len(found.missing) == sum(reason != "found" for reason in why)
+
+
+def test_what_is_not_registered_is_told_from_what_is_altered(rag) -> None:
+    third = "Rome is the capital of Italy, and the river Tiber flows in Rome."
+    found = rag.diagnose(messages(f"{PARTS}\n\n{third}"), [ONE, TWO, third])
+    assert reasons(found) == ["found", "found", "not registered"]
+    assert reasons(rag.diagnose(messages(PARTS), [ONE, TWO], namespace="other")) == ["not registered"] * 2
+
+
+def test_a_longer_registered_chunk_covers_it(rag) -> None:
+    rag.register([ONE], namespace="joined")
+    assert reasons(rag.diagnose(messages(f"{ONE} {TWO}"), [ONE], namespace="joined")) == ["overlapped"]
+
+
+def test_a_template_that_alters_contents_is_named() -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    found = diagnose(PromptSegmenter(tokenizer), messages(PARTS), [ONE])
+    assert reasons(found) == ["upper or lower case"]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] | replace('Where', 'Whence') | truncate(2000) }}"
+        "{% if 'Berlin' in m['content'] %}!{% endif %}{% endfor %}"
+    )
+    found = diagnose(PromptSegmenter(tokenizer), messages(PARTS), [ONE])
+    assert reasons(found) == ["template"]
+    assert "computed in full" in found.notes[0]
+    assert "leaves contents as they are" in str(found)
+
+
+def test_plain_text_of_a_chat_model_has_a_note(prompts) -> None:
+    assert "chat template was not applied" in str(diagnose(prompts, PARTS, [ONE]))
+    assert "characters of 1 messages" in str(diagnose(prompts, messages(PARTS), [ONE]))
+
+
+def test_it_registers_nothing(rag) -> None:
+    before = rag._prompts.registry.texts("default")
+    rag.diagnose(messages("nothing"), ["a text that was never registered at all"])
+    assert sorted(rag._prompts.registry.texts("default")) == sorted(before)
+    assert len(rag._prompts.registry._namespaces) <= 3
+
+
+def test_other_documents_are_refused(rag) -> None:
+    with pytest.raises(TypeError, match="document 2 is a int"):
+        rag.diagnose(PARTS, [ONE, 2])
+
+
+def test_it_is_shown(prompts) -> None:
+    found = diagnose(prompts, messages(html.escape(PARTS)), [ONE, TWO])
+    text = str(found)
+    assert text.startswith("1 of 2 documents are found as chunks")
+    assert "MISS 1. " in text
+    assert (
+        "'capital of Germany. The river Spree flows & ends in Berlin.'"[-14:-1] in found._repr_html_() + text
+    )
+    assert "&amp;amp;" in found._repr_html_()

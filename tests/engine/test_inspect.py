@@ -1,0 +1,174 @@
+"""The prompt drawn by how its KV was had, and what an engine says of itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from html import unescape
+
+import pytest
+
+from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
+from ragcachekit.engine.request_path import REPORTS
+from speaking import byte_level, sentencepiece, speaker
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows <in> Paris."
+PROMPT = f"Answer from the context.\n{ONE}\n\n{TWO}\nWhere does the river flow?"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with RagCache(speaker(), byte_level(), cache_dir=folder, cold="now", policy="lego:4") as rag:
+        rag.encode([ONE, TWO])
+        rag.generate(MESSAGES, max_new_tokens=1)
+        rag.generate(PROMPT, max_new_tokens=1)
+        yield rag
+
+
+class TestView:
+    @pytest.mark.parametrize("policy", [None, "reuse", "query:0.2", "impact:0.1", "full"])
+    @pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
+    def test_counts_are_those_of_the_report(self, rag, prompt, policy) -> None:
+        view = rag.inspect(prompt, policy=policy)
+        link = rag.link(prompt, policy=policy).report
+        assert view.tokens == {
+            "exact": link.exact_tokens,
+            "approximate": link.approximate_tokens,
+            "recomputed": link.recomputed_tokens,
+            "computed": link.computed_tokens,
+        }
+        assert sum(view.tokens.values()) == link.prompt_tokens
+
+    def test_the_texts_are_the_prompt(self, rag) -> None:
+        view = rag.inspect(MESSAGES)
+        whole = rag.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        assert "".join(piece.text for piece in view.pieces) == whole
+        for number, text in ((1, ONE), (2, TWO)):
+            assert "".join(piece.text for piece in view.pieces if piece.chunk == number) == text
+
+    def test_the_first_tokens_of_each_chunk_are_recomputed(self, rag) -> None:
+        pieces = [piece for piece in rag.inspect(PROMPT).pieces if piece.chunk]
+        assert [(p.chunk, p.how) for p in pieces] == [
+            (number, how) for number in (1, 2) for how in ("recomputed", "approximate")
+        ]
+        assert {(piece.tokens, piece.source) for piece in pieces[::2]} == {(4, "host")}
+
+    def test_characters_of_several_tokens_are_whole(self, tmp_path) -> None:
+        text = "Die Straße führt über 東京 nach Süden und weiter."
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="random:0.5") as rag:
+            rag.encode([text])
+            view = rag.inspect(f"Where?\n{text}\nWhy?")
+        assert len([piece for piece in view.pieces if piece.chunk]) > 4
+        assert "".join(piece.text for piece in view.pieces if piece.chunk) == text
+
+    def test_sentencepiece_keeps_its_spaces(self, tmp_path) -> None:
+        tokenizer = sentencepiece()
+        with RagCache(
+            speaker(vocab_size=len(tokenizer)), tokenizer, cache_dir=tmp_path, policy="reuse"
+        ) as rag:
+            rag.register([ONE])
+            view = rag.inspect(f"Answer from {ONE} Where")
+        assert "".join(p.text for p in view.pieces).endswith(f"Answer from {ONE} Where")
+
+    def test_html_is_escaped_and_complete(self, rag) -> None:
+        markup = rag.inspect(PROMPT)._repr_html_()
+        assert "<in>" not in markup
+        shown = unescape(re.sub("<[^>]*>", "", markup))
+        assert "[1 host]" in shown
+        assert "flows <in> Paris." in shown
+
+    def test_text_and_terminal(self, rag) -> None:
+        view = rag.inspect(PROMPT)
+        assert repr(ONE)[1:-1] in str(view)
+        assert "4 recomputed" in str(view)
+        assert len(repr(view)) < 150
+        assert "\x1b[" in view.ansi()
+        assert "Spree" in view.ansi()
+
+    def test_nothing_is_stored_or_generated(self, tmp_path) -> None:
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="lego:4") as rag:
+            rag.register([ONE])
+            view = rag.inspect(PROMPT)
+            assert set(view.tokens.values()) == {0, view.report.prompt_tokens}
+            assert rag.stats()[0].entries == 0
+            assert rag.reports == ()
+
+    def test_what_it_is_computed_in_full_for_is_said(self, rag) -> None:
+        assert "no chunk registered" in str(rag.inspect("Where does the Tiber flow?"))
+
+    def test_needs_a_tokenizer(self, tmp_path) -> None:
+        with RagCache(speaker(), cache_dir=tmp_path) as rag, pytest.raises(ValueError, match="tokenizer"):
+            rag.inspect(Prompt([Chunk(token_ids=(1, 2, 3)), Text(token_ids=(4,))]))
+
+
+class TestRepr:
+    def test_names_what_matters(self, rag) -> None:
+        shown = repr(rag)
+        for part in ("LlamaForCausalLM on cpu", "lego:4", "standalone", "'default'"[1:-1], "host", "entries"):
+            assert part in shown
+        assert len(shown) < 300
+        assert "<table>" in rag._repr_html_()
+
+    def test_auto_names_its_pair(self, tmp_path) -> None:
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path) as rag:
+            assert (rag.encoder, rag.policy) == ("average:3", "auto -> impact:0.1 on average:3")
+
+    def test_of_a_closed_engine(self, tmp_path) -> None:
+        rag = RagCache(
+            speaker(), byte_level(), cache_dir=tmp_path, store=StoreConfig(disk_path=tmp_path / "kv")
+        )
+        rag.close()
+        assert "closed" in repr(rag)
+        assert "closed" in rag._repr_html_()
+
+    @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+    def test_it_cannot_be_pickled_and_says_what_to_do(self, rag, way) -> None:
+        with pytest.raises(TypeError, match="make one in each process"):
+            way(rag)
+
+
+class TestReports:
+    def test_are_kept_in_order_and_bounded(self, tmp_path) -> None:
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="full") as rag:
+            answers = [rag.generate(PROMPT, max_new_tokens=1) for _ in range(2)]
+            answers.append(rag.submit(PROMPT, max_new_tokens=2).result())
+            assert rag.reports == tuple(answer.report for answer in answers)
+            for _ in range(REPORTS):
+                rag._path.reports.append(answers[0].report)
+            assert len(rag.reports) == REPORTS
+
+
+class TestPlainTextOfAChatModel:
+    def test_has_a_note_once(self, tmp_path) -> None:
+        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="full") as rag:
+            ask = lambda prompt: " ".join(rag.generate(prompt, max_new_tokens=1).report.link.notes)  # noqa: E731
+            assert "chat template" not in ask(MESSAGES)
+            assert "chat template" not in ask("<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n")
+            assert "was not applied: give messages" in ask("Where?")
+            assert "chat template" not in ask("Where?")
+
+    def test_has_none_without_a_template(self, tmp_path) -> None:
+        tokenizer = copy.deepcopy(byte_level())
+        tokenizer.chat_template = None
+        with RagCache(speaker(), tokenizer, cache_dir=tmp_path, policy="full") as rag:
+            assert rag.submit("Where?", max_new_tokens=1).result().report.link.notes == ()
+
+
+class TestMaxTokens:
+    def test_is_another_name(self, rag) -> None:
+        options = {"do_sample": False, "eos_token_id": -1}
+        assert len(rag.generate(PROMPT, max_tokens=3, **options).token_ids) == 3
+        assert len(rag.submit(PROMPT, max_tokens=2, **options).result().token_ids) == 2
+        assert len(rag.generate(PROMPT, max_tokens=None, max_new_tokens=2, **options).token_ids) == 2
+
+    def test_not_beside_the_other(self, rag) -> None:
+        with pytest.raises(ValueError, match="give one of them"):
+            rag.generate(PROMPT, max_tokens=3, max_new_tokens=3)
+
+    def test_must_be_a_number(self, rag) -> None:
+        with pytest.raises(TypeError, match="max_new_tokens"):
+            rag.generate(PROMPT, max_tokens="3")

@@ -1,0 +1,113 @@
+"""A cell that is interrupted and run again: the second run answers as if there had been no first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from ragcachekit import RagCache
+from ragcachekit.reports import Answer
+from speaking import byte_level, speaker
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+PROMPT = f"Answer from the context.\n{ONE}\nWhere does the river flow?"
+ASKED = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
+
+
+class Interrupting:
+    """A streamer that interrupts the main thread at its third call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def put(self, value) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def rag(tmp_path):
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="lego:4") as rag:
+        rag.encode([ONE])
+        rag.generate(PROMPT, **ASKED)
+        yield rag
+
+
+@pytest.fixture
+def expected(rag):
+    return rag.generate(PROMPT, **ASKED)
+
+
+RUNS = {
+    "generate": lambda rag, **options: rag.generate(PROMPT, **options),
+    "submit": lambda rag, **options: rag.submit(PROMPT, **options).result(60),
+    "batch": lambda rag, **options: rag.generate_batch([PROMPT], **options)[0],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_second_run_answers(rag, expected, name) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        RUNS[name](rag, streamer=Interrupting(), **{**ASKED, "max_new_tokens": 200})
+    again = RUNS[name](rag, **ASKED)
+    assert again.text == expected.text
+    assert again.report.link.reused_tokens == expected.report.link.reused_tokens
+
+
+def test_encoding_goes_on_where_it_was_interrupted(rag, monkeypatch) -> None:
+    texts = [f"Document {n}: {ONE}" for n in range(4)]
+    encoder, calls = rag._components.background_encoder, []
+    known = encoder._encoder.encode
+
+    def encode(*arguments, **options):
+        for item in known(*arguments, **options):
+            calls.append(item)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(encoder._encoder, "encode", encode)
+    with pytest.raises(KeyboardInterrupt):
+        rag.encode(texts)
+    monkeypatch.undo()
+    ids = rag.encode(texts)
+    assert len(set(ids)) == 4
+    assert rag.inspect(f"Read.\n{texts[3]}\nWhere?").tokens["approximate"] > 0
+
+
+class Notebook:
+    """What ``IPython.display`` does, recorded."""
+
+    HTML = staticmethod(str)
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def display(self, markup, display_id):
+        assert display_id
+        return self
+
+    def update(self, markup) -> None:
+        self.shown.append(markup)
+
+
+def test_a_stream_is_displayed_as_it_comes(rag, expected, monkeypatch) -> None:
+    notebook = Notebook()
+    monkeypatch.setattr("ragcachekit.generate.answer_stream.import_module", lambda name: notebook)
+    answer = rag.stream(PROMPT, **ASKED).display()
+    assert isinstance(answer, Answer)
+    assert answer.text == expected.text
+    assert len(notebook.shown) > 2
+    assert all(
+        map(
+            str.startswith,
+            (s.removesuffix("</div>") for s in notebook.shown[1:]),
+            (s.removesuffix("</div>") for s in notebook.shown),
+        )
+    )

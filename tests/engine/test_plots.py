@@ -1,0 +1,106 @@
+"""Pictures of the last requests and of calibrations: the figures drawn are those of the reports."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import pytest
+
+from ragcachekit import GenerateReport, LinkReport, RagCache
+from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.reports import ChunkUse
+from speaking import byte_level, speaker
+
+
+def report(reused: int, source: str, ttft: float) -> GenerateReport:
+    uses = (ChunkUse("ab" * 32, 60, source),)
+    link = LinkReport(
+        "reuse", "standalone", "default", 100, 10, reused, 0, 90 - reused, chunks=uses, wait_ms=5.0
+    )
+    return GenerateReport(link, 8, ttft_ms=ttft, total_ms=ttft + 40, finish_reason="stop", queue_ms=10.0)
+
+
+REPORTS = [report(0, "computed", 300.0), report(60, "disk", 90.0), report(60, "host", 50.0)]
+POINTS = [MeasuredPolicy("reuse", 0.0, 0.3), MeasuredPolicy("impact:0.1", 0.1, 0.05)]
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    mpl.use("Agg")
+    yield
+    mpl.pyplot.close("all")
+
+
+@pytest.fixture
+def plots():
+    return Plots(lambda: REPORTS, lambda namespace: (POINTS, "KL"))
+
+
+def heights(axes) -> dict[str, list[float]]:
+    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+
+
+def test_tokens(plots) -> None:
+    assert heights(plots.tokens()) == {
+        "exact": [10, 10, 10],
+        "approximate": [0, 60, 60],
+        "computed": [90, 30, 30],
+    }
+
+
+def test_time_adds_up_to_the_whole(plots) -> None:
+    found = heights(plots.time())
+    assert found == {
+        "queue": [10] * 3,
+        "wait for loads": [5] * 3,
+        "prefill": [285, 75, 35],
+        "decode": [40] * 3,
+    }
+
+
+def test_tiers(plots) -> None:
+    assert heights(plots.tiers()) == {"disk": [0, 60, 0], "host": [0, 0, 60], "computed": [60, 0, 0]}
+
+
+def test_quality(plots) -> None:
+    axes = plots.quality()
+    assert axes.collections[0].get_offsets().tolist() == [[0.0, 0.3], [0.1, 0.05]]
+    assert [text.get_text() for text in axes.texts] == ["reuse", "impact:0.1"]
+
+
+def test_axes_can_be_given(plots) -> None:
+    axes = mpl.figure.Figure().subplots()
+    assert plots.tokens(axes) is axes
+    assert not mpl.pyplot.get_fignums()
+
+
+def test_nothing_to_draw(tmp_path) -> None:
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="reuse") as rag:
+        for draw in (rag.plot.time, rag.plot.tokens, rag.plot.tiers):
+            with pytest.raises(ValueError, match="no request was answered yet"):
+                draw()
+        with pytest.raises(ValueError, match=r"rag\.tune"):
+            rag.plot.quality()
+
+
+def test_the_last_requests_of_an_engine(tmp_path) -> None:
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="full") as rag:
+        answers = [rag.generate("Where does the river flow?", max_new_tokens=2) for _ in range(3)]
+        drawn = heights(rag.plot.tokens())
+    assert drawn == {"computed": [answer.report.link.prompt_tokens for answer in answers]}
+
+
+def test_what_a_check_measured_is_drawn(tmp_path) -> None:
+    texts = [
+        f"The river number {n} flows in the town of {n} bridges, where the mill stands." for n in range(8)
+    ]
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path) as rag:
+        tuned = rag.tune(texts, system="Answer from the context.\n\n")
+        axes = rag.plot.quality()
+    assert axes.collections[0].get_offsets().tolist() == [[row.ratio, row.kl] for row in tuned.rows]
+
+
+def test_without_matplotlib(plots, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    monkeypatch.delattr(mpl, "pyplot", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'ragcachekit\[notebook\]'"):
+        plots.tokens()

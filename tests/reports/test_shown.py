@@ -1,0 +1,62 @@
+"""Reports in notebooks and as text: readable, escaped, complete."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from ragcachekit import Answer, EncodingStats, GenerateReport, LinkReport, QueueStats, ShadowReport
+from ragcachekit.policies.registry import known_policies, open_policy
+from ragcachekit.reports import ChunkUse, Records
+from ragcachekit.store.base import StoreStats
+
+EVIL = "<script>alert('x')</script> & more"
+USES = (ChunkUse("ab" * 32, 66, "host", 4), ChunkUse("cd" * 32, 60, EVIL))
+LINK = LinkReport(
+    "lego:4", "standalone", EVIL, prompt_tokens=160, exact_tokens=20, approximate_tokens=122, chunks=USES
+)
+REPORT = GenerateReport(LINK, 24, ttft_ms=85.2, total_ms=420.0, finish_reason="stop")
+TIER = StoreStats("host", 3, 1 << 20, 1 << 32, hits=5, misses=1, evictions=0, damaged=0, failed_writes=0)
+SHOWN = [
+    *(USES[1], LINK, REPORT, ShadowReport(), EncodingStats(1, 2, 3), QueueStats(), TIER),
+    Answer(f"{EVIL}\nsecond line", (1, 2), REPORT),
+    Records([TIER, TIER]),
+    *map(open_policy, known_policies()),
+    open_policy("lego:4+query:0.1"),
+]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: type(shown).__name__)
+def test_html_is_well_formed_and_escaped(shown) -> None:
+    markup = shown._repr_html_()
+    assert ElementTree.fromstring(f"<div>{markup}</div>") is not None
+    assert "<script" not in markup
+
+
+def test_a_report_shows_every_field_and_its_chunks_as_rows() -> None:
+    markup = LINK._repr_html_()
+    for name in LinkReport.__dataclass_fields__:
+        assert f">{name.replace('_', ' ')}</th>" in markup
+    assert len(re.findall("<tr>", markup.partition(">chunks</th>")[2].partition("</table>")[0])) == 1 + len(
+        USES
+    )
+
+
+def test_an_answer_is_short_in_a_list_and_whole_as_text() -> None:
+    answer = Answer("word " * 400, tuple(range(400)), REPORT)
+    assert len(repr([answer])) < 200
+    assert "142 of 160 prompt tokens reused" in repr(answer)
+    assert str(answer) == answer.text
+    assert "word word" in answer._repr_html_()
+    assert pickle.loads(pickle.dumps(answer)) == answer
+
+
+def test_tiers_are_one_table() -> None:
+    tiers = Records([TIER])
+    assert isinstance(tiers, tuple)
+    assert tiers == (TIER,)
+    assert tiers._repr_html_().count("<table>") == 1
+    assert Records()._repr_html_() == "-"
