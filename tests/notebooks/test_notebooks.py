@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,7 +32,13 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sample_model()
+    known, cache = (
+        sample_model().parents[1],
+        tmp_path / "cache" / "ragcachekit",
+    )  # tune records its choice there
+    shutil.copytree(known, cache, ignore=lambda *_: {"models", "auto", "calibrations"})
+    (cache / "models").symlink_to(known / "models")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
 
     def outputs(name: str) -> list[str]:
         notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
@@ -54,20 +61,20 @@ def test_is_kept_without_outputs(path) -> None:
 def test_tour(run) -> None:
     shown = run("tour.ipynb")
     assert "LlamaForCausalLM on cpu" in shown[0]
-    assert "fifty minutes" in shown[2]
+    assert "1874" in shown[2]
     assert "first token after" in shown[3]
     for how in ("exact", "approximate", "recomputed", "computed"):
         assert re.search(rf"background:#\w+;color:#\w+'> {how} [1-9]", shown[4]), how
     assert "image/png" in shown[5]
     read = [int(tokens) for tokens in re.findall(r"'cache_read': (\d+)", shown[6])]
     assert len(read) == 2
-    assert read[1] > 80
+    assert read[1] > 100
     assert "image/png" in shown[7]
 
 
 def test_choose_for_your_data(run) -> None:
     shown = run("choose_for_your_data.ipynb")
-    assert shown[1].count("<tr><td") >= 6
+    assert shown[1].count("<tr><td") == 6
     assert ">policy</th>" in shown[1]
     assert "image/png" in shown[2]
     assert "auto -> " in shown[3]
@@ -78,9 +85,8 @@ def test_debug_no_reuse(run) -> None:
     shown = run("debug_no_reuse.ipynb")
     assert "stands verbatim in the prompt" in shown[1]
     assert shown[2].count("printed as Python") >= 2
-    for why in ("HTML-escaped", "whitespace", "not registered", ">found<"):
+    for why in ("HTML-escaped", "whitespace", "not registered"):
         assert why in shown[3], why
-    assert "[1 host]" in shown[4]
-    assert "[2 host]" not in shown[4]
-    assert shown[5].count(">found<") == 4
-    assert "[4 host]" in shown[6]
+    assert "host]" not in shown[4]
+    assert shown[5].count(">found</td>") == 3
+    assert "[3 host]" in shown[6]
