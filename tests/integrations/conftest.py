@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,15 +15,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_event_loop_between_tests():
-    """LlamaIndex makes one where none was ever set, and leaves it open; else it runs and closes its own."""
-    with warnings.catch_warnings(), suppress(RuntimeError):
-        warnings.simplefilter("ignore", DeprecationWarning)
-        asyncio.get_event_loop_policy().get_event_loop().close()
-    asyncio.set_event_loop(None)
 
 
 @pytest.fixture

@@ -6,7 +6,12 @@ from integration_kit import WordEmbeddings
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events.llm import LLMChatStartEvent, LLMCompletionStartEvent
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
+)
 
 
 class Embedder(BaseEmbedding):
@@ -26,11 +31,12 @@ class Embedder(BaseEmbedding):
 
 
 class Seen(BaseEventHandler):
-    """Keeps the events of one class, and the prompts of chat and completion calls."""
+    """Keeps the events of one class, the prompts of all calls, and the chunks in the reports of answers."""
 
     kind: type
     events: list
     prompts: list
+    chunks: list
 
     def handle(self, event, **kwargs):
         if isinstance(event, self.kind):
@@ -39,12 +45,14 @@ class Seen(BaseEventHandler):
             self.prompts.append("\n".join(message.content for message in event.messages))
         if isinstance(event, LLMCompletionStartEvent):
             self.prompts.append(event.prompt)
+        if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
+            self.chunks += event.response.raw["link"]["chunks"]
 
 
 @contextmanager
 def seeing(kind):
     """The events of a class that are sent inside."""
-    handler, dispatcher = Seen(kind=kind, events=[], prompts=[]), get_dispatcher()
+    handler, dispatcher = Seen(kind=kind, events=[], prompts=[], chunks=[]), get_dispatcher()
     dispatcher.add_event_handler(handler)
     try:
         yield handler

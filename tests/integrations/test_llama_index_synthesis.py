@@ -78,6 +78,7 @@ def test_a_node_longer_than_a_prompt_is_cut_and_none_of_it_lost(engine):
     helper = RagCachePromptHelper.from_llm(llm, chunk_overlap_ratio=0.0)
     packs = helper.repack(PromptTemplate("Answer: {context_str}"), ["short", TEXTS[0] + " " + TEXTS[1]])
     assert packs[0] == "short"
+    assert len(packs) == 3
     assert " ".join(packs[1:]).split() == (TEXTS[0] + " " + TEXTS[1]).split()
     assert all(engine.count_tokens(pack) <= 250 - 64 for pack in packs)
 
@@ -113,6 +114,14 @@ def test_another_model_is_refused():
 def test_what_is_no_engine_is_refused():
     with pytest.raises(ValueError, match=r"RagCachePostprocessor needs cache=RagCache\(\.\.\.\), got 3"):
         RagCachePostprocessor(cache=3)
+
+
+async def test_the_synthesizer_registers_in_the_namespace_of_its_model(engine):
+    synthesizer = RagCacheSynthesizer(RagCacheLLM(cache=engine, namespace="acme"))
+    nodes = [NodeWithScore(node=TextNode(text=TEXTS[0]))]
+    await synthesizer.asynthesize("What is it?", nodes)
+    synthesizer.synthesize("What is it?", nodes)
+    assert engine.registered == [("acme", TEXTS[:1])] * 2
 
 
 async def test_the_postprocessor_registers_bare_texts_in_its_namespace(engine):
