@@ -18,4 +18,4 @@ def test_every_named_test_is_there():
             if name:
                 assert re.search(rf"^(async def|def|class) {name}\b", source, re.MULTILINE), (line, name)
             named.append(file or name)
-    assert len(named) > 30
+    assert len(named) >= 25
