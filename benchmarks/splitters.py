@@ -8,7 +8,9 @@ from __future__ import annotations
 import html
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +65,61 @@ def splitters(tokenizer: Any) -> dict[str, Split]:
     }
 
 
-def measure(texts: Iterable[str], split: Split, children: Split | None, tokenizer: Any) -> tuple[float, ...]:
-    """Share of the chunks and of their tokens that are recognised, and number of wrong boundaries."""
-    segmenter = PromptSegmenter(tokenizer)
+@dataclass
+class Found:
+    """Counts of one splitter: chunks, their tokens, boundaries that are no chunk's, characters of the texts.
+
+    ``missed`` are the chunks that were not found.
+    """
+
+    chunks: int = 0
+    found: int = 0
+    tokens: int = 0
+    found_tokens: int = 0
+    wrong: int = 0
+    characters: int = 0
+    found_characters: int = 0
+    missed: list[str] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        """The splitter's line in a Markdown table."""
+        shares = (
+            self.found / self.chunks,
+            self.found_tokens / self.tokens,
+            self.found_characters / self.characters,
+        )
+        longest = max(map(len, self.missed), default=0)
+        cells = (f"{self.chunks:,}", *(f"{100 * share:.1f} %" for share in shares), self.wrong, longest)
+        return " | ".join(map(str, ("", name, *cells, ""))).strip()
+
+
+def measure(texts: Sequence[str], split: Split, children: Split | None, tokenizer: Any) -> Found:
+    """What is recognised of a splitter's chunks; ``children`` of them are registered, too."""
+    segmenter, counts = PromptSegmenter(tokenizer), Found()
     documents = [split(text) for text in texts]
     for chunks in documents:
-        segmenter.registry.add("docs", [d.page_content for d in chunks])
-        for chunk in chunks if children else ():
-            segmenter.registry.add("docs", [d.page_content for d in (children or split)(chunk.page_content)])
-    found = asked = found_tokens = asked_tokens = wrong = 0
-    for chunks in documents:
-        for at in range(0, max(len(chunks) - NEIGHBOURS, 0) + 1, NEIGHBOURS):
+        small = [one for chunk in chunks for one in (children(chunk.page_content) if children else ())]
+        segmenter.registry.add("docs", [d.page_content for d in (*chunks, *small)])
+
+    def found(prompt: Any) -> list[str]:
+        segments = segmenter.segment(prompt, "docs").prompt.segments
+        return [(s.text or "").strip() for s in segments if isinstance(s, Chunk)]
+
+    for text, chunks in zip(texts, documents, strict=True):
+        counts.characters += len(text)
+        counts.found_characters += sum(map(len, found(text)))
+        for at in range(0, len(chunks), NEIGHBOURS):
             stuffed = chunks[at : at + NEIGHBOURS]
-            messages = [
-                {"role": "system", "content": f"Answer from the context.\n\n{format_docs(stuffed)}"},
-                {"role": "user", "content": "What is it?"},
-            ]
-            seen = segmenter.segment(messages, "docs").prompt.segments
-            texts_found = [s.text or "" for s in seen if isinstance(s, Chunk)]
-            expected = [d.page_content.strip() for d in stuffed]
-            right = [text for text in texts_found if text.strip() in expected]
-            wrong += len(texts_found) - len(right)
-            found, asked = found + len(right), asked + len(expected)
-            found_tokens += _tokens(segmenter, [text.strip() for text in right])
-            asked_tokens += _tokens(segmenter, expected)
-    return len(documents), asked, found / asked, found_tokens / asked_tokens, wrong
+            system = f"Answer from the context.\n\n{format_docs(stuffed)}"
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": "What is it?"}]
+            expected, seen = Counter(d.page_content.strip() for d in stuffed), Counter(found(messages))
+            right = expected & seen
+            counts.wrong += (seen - expected).total()
+            counts.missed += expected - seen
+            counts.chunks, counts.found = counts.chunks + expected.total(), counts.found + right.total()
+            counts.tokens += sum(len(segmenter.chunk_ids(one)) for one in expected.elements())
+            counts.found_tokens += sum(len(segmenter.chunk_ids(one)) for one in right.elements())
+    return counts
 
 
 def as_html(markdown: str) -> str:
@@ -101,10 +133,6 @@ def as_html(markdown: str) -> str:
     return f"<html><body>{''.join(lines)}</body></html>"
 
 
-def _tokens(segmenter: PromptSegmenter, texts: Sequence[str]) -> int:
-    return sum(len(segmenter.chunk_ids(text)) for text in texts)
-
-
 def main(paths: Sequence[str]) -> None:
     """Print the table for these files."""
     from transformers import AutoTokenizer
@@ -113,13 +141,12 @@ def main(paths: Sequence[str]) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(sample_model())
     texts = [Path(path).read_text(encoding="utf-8") for path in paths]
-    print("| splitter | chunks | found | share of their tokens | wrong boundaries |")
-    print("|---|---|---|---|---|")
+    print("| splitter | chunks | found | share of tokens | of the original | wrong | longest missed |")
+    print("|---|---|---|---|---|---|---|")
     ways = splitters(tokenizer)
     for name, split in ways.items():
         children = ways["Recursive, 300 characters, overlap 150"] if "children" in name else None
-        _, asked, found, tokens, wrong = measure(texts, split, children, tokenizer)
-        print(f"| {name} | {asked:.0f} | {found:.1%} | {tokens:.1%} | {wrong:.0f} |")
+        print(measure(texts, split, children, tokenizer).row(name))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -91,7 +90,11 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         elif method == "json_mode":
             llm = self.bind(**tracing)
         elif method == "json_schema":
-            llm = RunnableLambda(partial(with_instructions, schema=schema)) | self.bind(**tracing)
+
+            def asked(prompt: LanguageModelInput) -> list[BaseMessage]:
+                return with_instructions(self._convert_input(prompt).to_messages(), schema)
+
+            llm = RunnableLambda(asked) | self.bind(**tracing)
         else:
             raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
         return parsed(llm, parser_of(schema, method == "function_calling"), include_raw)
@@ -156,13 +159,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
 
     def _result(self, answer: Answer, options: dict[str, Any]) -> ChatResult:
         reader = AnswerReader(options.get("tools", ()))
-        text = reader.rest(answer.text)
-        message = AIMessage(
-            content=text,
-            tool_calls=reader.calls,
-            invalid_tool_calls=reader.invalid,
-            **self._metadata(answer),
-        )
+        message = AIMessage(**self._fields(reader.rest(answer.text), answer, reader))
         info = {"finish_reason": answer.report.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
@@ -171,12 +168,10 @@ class ChatRagCache(EngineSettings, BaseChatModel):
     ) -> ChatGenerationChunk:
         if answer is None or reader is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=text))
-        message = AIMessageChunk(
-            content=text, tool_call_chunks=reader.chunks, chunk_position="last", **self._metadata(answer)
-        )
+        message = AIMessageChunk(**self._fields(text, answer, reader), chunk_position="last")
         return ChatGenerationChunk(message=message)
 
-    def _metadata(self, answer: Answer) -> dict[str, Any]:
+    def _fields(self, text: str, answer: Answer, reader: AnswerReader) -> dict[str, Any]:
         link, output = answer.report.link, answer.report.output_tokens
         usage = UsageMetadata(
             input_tokens=link.prompt_tokens,
@@ -190,7 +185,13 @@ class ChatRagCache(EngineSettings, BaseChatModel):
             "finish_reason": answer.report.finish_reason,
             "ragcachekit": answer.report.to_dict(),
         }
-        return {"usage_metadata": usage, "response_metadata": response}
+        return {
+            "content": text,
+            "tool_calls": reader.calls,
+            "invalid_tool_calls": reader.invalid,
+            "usage_metadata": usage,
+            "response_metadata": response,
+        }
 
     @property
     def _llm_type(self) -> str:

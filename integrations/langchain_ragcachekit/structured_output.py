@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import BaseMessage, HumanMessage, convert_to_messages
+from langchain_core.messages import BaseMessage, HumanMessage, merge_message_runs
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.prompt_values import PromptValue
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel
 
 INSTRUCTIONS = (
-    "Answer with one JSON object and nothing else: no explanation and no code fence. It has values for this "
-    "JSON schema:\n"
+    "\n\nAnswer with one JSON object and nothing else: no explanation and no code fence. It has values for "
+    "this JSON schema:\n"
 )
 
 
-def with_instructions(prompt: LanguageModelInput, schema: Any) -> list[BaseMessage]:
-    """The prompt's messages with the schema at their end, behind the chunks: what is cached stays cached."""
-    if isinstance(prompt, PromptValue):
-        messages = list(prompt.to_messages())
-    else:
-        messages = convert_to_messages([("human", prompt)] if isinstance(prompt, str) else prompt)
-    text = INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False)
-    return (
-        [*messages, HumanMessage(text)]
-        if not messages or messages[-1].type != "human"
-        else [*messages[:-1], _with_text(messages[-1], text)]
-    )
-
-
-def _with_text(message: BaseMessage, text: str) -> BaseMessage:
-    content = message.content
-    more = f"{content}\n\n{text}" if isinstance(content, str) else [*content, f"\n\n{text}"]
-    return message.model_copy(update={"content": more})
+def with_instructions(messages: Sequence[BaseMessage], schema: Any) -> list[BaseMessage]:
+    """The messages with the schema at their end, behind the chunks: what is cached stays cached."""
+    asked = HumanMessage(INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False))
+    return [*messages[:-1], *merge_message_runs([*messages[-1:], asked], chunk_separator="")]
 
 
 def parser_of(schema: Any, by_tools: bool) -> BaseOutputParser[Any]:

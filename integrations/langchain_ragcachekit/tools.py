@@ -8,8 +8,8 @@ from json import JSONDecoder
 from typing import Any
 from uuid import uuid4
 
-from langchain_core.messages import InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.messages import InvalidToolCall, ToolCall
+from langchain_core.messages.tool import invalid_tool_call, tool_call
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -49,16 +49,6 @@ class AnswerReader:
         """The text that is left at the end of the answer; fills ``calls`` and ``invalid``."""
         self._answer = self._answer if answer is None else answer
         return self._new(self._read() if self._names else self._answer)
-
-    @property
-    def chunks(self) -> list[ToolCallChunk]:
-        """All calls in the form of a message's last chunk."""
-        found = [(call["name"], json.dumps(call["args"]), call["id"]) for call in self.calls]
-        found += [(None, call["args"], call["id"]) for call in self.invalid]  # type: ignore[misc]
-        return [
-            tool_call_chunk(name=name, args=args, id=given, index=at)
-            for at, (name, args, given) in enumerate(found)
-        ]
 
     def _new(self, text: str) -> str:
         shown, self._shown = self._shown, max(self._shown, len(text))

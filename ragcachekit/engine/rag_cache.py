@@ -159,7 +159,8 @@ class RagCache(InspectMethods):
         stop, parts, path = stop_strings(stop), self._components, self._path
         raise_if_cancelled()
         with parts.active:
-            begun, request = time.perf_counter(), self._asked(prompt, namespace, policy, tools)
+            begun, prompt = time.perf_counter(), self._prompts.with_tools(prompt, tools)
+            request = self._asked(prompt, namespace, policy)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
             first = parts.shadow.draw(asked.options)
@@ -203,8 +204,9 @@ class RagCache(InspectMethods):
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
         self._checked(namespace)
+        prompt = self._prompts.with_tools(prompt, tools)
         with self._components.active:
-            plan = self._path.begin(self._request(prompt, namespace, policy, tools))
+            plan = self._path.begin(self._request(prompt, namespace, policy))
             linked = self._components.generator.link(plan, self._path.plan)
         self._components.loads.follow(linked.plan)
         self._path.encode_missing(linked.plan.missing)

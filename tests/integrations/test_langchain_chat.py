@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from fake_engine import FakeEngine
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
+from tool_kit import scripted
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
 from ragcachekit import DeadlineExceeded
@@ -117,25 +119,27 @@ def test_a_stream_adds_up_to_the_invoked_message():
 
 
 def test_the_first_piece_is_there_before_the_model_has_the_last_one(rag):
-    """On the real engine: what a stream shows was not held back until the end."""
-    model, done = ChatRagCache(cache=rag, max_tokens=40, generate_kwargs={"min_new_tokens": 40}), []
+    """On the real engine: the model waits in a later step until the first piece was read."""
+    text = "It is in the north of the country, by the sea and far from here."
+    force = {"prefix_allowed_tokens_fn": scripted(rag.tokenizer, lambda _: text)}
+    model, read, steps = ChatRagCache(cache=rag, max_tokens=80, generate_kwargs=force), threading.Event(), []
+    model.invoke("hi")  # checks that come once
 
-    class Steps:
-        """A hook of the model: one for each of its steps."""
+    def hold(*_):
+        steps.append(1)
+        assert len(steps) < 8 or read.wait(60)
 
-        def __call__(self, *_):
-            done.append(1)
-
-    hook = rag.model.register_forward_hook(Steps())
+    hook = rag.model.register_forward_pre_hook(hold)
     try:
-        stream = model.stream("Tell me about Bern.")
-        next(stream)
-        seen = len(done)
+        stream = model.stream("hi")
+        first = next(stream)
+        read.set()
         rest = list(stream)
     finally:
         hook.remove()
-    assert seen < len(done)
-    assert rest[-1].usage_metadata["output_tokens"] == 40
+    assert len(steps) > 8
+    assert "".join(chunk.content for chunk in (first, *rest)) == text
+    assert rest[-1].chunk_position == "last"
 
 
 async def test_events_of_a_stream_carry_the_pieces_and_the_usage():
@@ -200,6 +204,8 @@ async def test_one_failing_prompt_ends_the_others():
 
     def failing(prompt, **options):
         if prompt == "bad":
+            while len(engine.streams) < 2 or not all(request._callbacks for request in engine.streams):
+                time.sleep(0.001)  # until the others run
             raise ValueError("no")
         return submit(prompt, **options)
 

@@ -221,10 +221,31 @@ def test_the_prompt_with_tools_is_that_of_transformers(tooled):
     ]
     schemas = bound.kwargs["tools"]
     expected = tooled.tokenizer.apply_chat_template(dicts, tools=schemas, add_generation_prompt=True)
-    assert list(tooled._request(dicts, None, None, schemas).token_ids) == expected["input_ids"]
+    request = tooled._request(tooled._prompts.with_tools(dicts, schemas), None, None)
+    assert list(request.token_ids) == expected["input_ids"]
     assert bound.invoke(exchange).usage_metadata["input_tokens"] == len(expected["input_ids"])
     with pytest.raises(ValueError, match="put a tool's result into a human message"):
         ChatRagCache(cache=FakeEngine()).invoke(exchange)
+
+
+def test_every_way_of_generating_takes_tools(tooled, tiny_model):
+    messages = [{"role": "user", "content": "Where was Ada born?"}]
+    tools = [{"type": "function", "function": {"name": "born", "parameters": {"type": "object"}}}]
+    inputs = tooled.tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = tiny_model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    answers = [
+        tooled.generate(messages, tools=tools, max_new_tokens=5),
+        tooled.submit(messages, tools=tools, max_new_tokens=5).result(),
+        *tooled.generate_batch([messages], tools=tools, max_new_tokens=5),
+    ]
+    with tooled.stream(messages, tools=tools, max_new_tokens=5) as stream:
+        list(stream)
+        answers.append(stream.answer)
+    assert [answer.token_ids for answer in answers] == [tuple(out.tolist())] * 4
+    linked = tooled.link(messages, tools=tools)
+    assert linked.inputs["input_ids"].shape == inputs["input_ids"].shape
 
 
 def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, embeddings, documents):
@@ -243,9 +264,7 @@ def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, embeddings,
     force = {"prefix_allowed_tokens_fn": scripted(tooled.tokenizer, say)}
     model = ChatRagCache(cache=tooled, max_tokens=80, generate_kwargs=force)
     prompt = ChatPromptTemplate.from_messages([("human", "{input}"), ("placeholder", "{agent_scratchpad}")])
-    agent = AgentExecutor(
-        agent=create_tool_calling_agent(model, [search], prompt), tools=[search], stream_runnable=False
-    )
+    agent = AgentExecutor(agent=create_tool_calling_agent(model, [search], prompt), tools=[search])
     assert agent.invoke({"input": "Where was Ada born?"})["output"] == "In Bern."
     assert '"name": "search"' in seen[0], "the template showed the tool"
     hits = sum(one.hits for one in tooled.stats())

@@ -71,7 +71,7 @@ class QueueMethods(TuneMethods):
         PromptTooLong, GenerationNotSupported, Closed
         """
         begun, stop = time.perf_counter(), stop_strings(stop)
-        request = self._asked(prompt, namespace, policy, tools)
+        request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
         if streamer is not None:
             options["streamer"] = streamer
         filled = self._components.generator.options(options, len(request.token_ids), stop)
@@ -99,7 +99,8 @@ class QueueMethods(TuneMethods):
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         namespace = self._checked(namespace)
-        asked = [self._asked(prompt, namespace, policy, tools) for prompt in prompts]
+        given = [self._prompts.with_tools(prompt, tools) for prompt in prompts]
+        asked = [self._asked(prompt, namespace, policy) for prompt in given]
         longest = max((len(request.token_ids) for request in asked), default=0)
         requests: list[Request] = []
         try:
@@ -113,13 +114,9 @@ class QueueMethods(TuneMethods):
             raise
 
     def _request(
-        self,
-        prompt: PromptLike,
-        namespace: str | None,
-        policy: str | SelectionPolicy | None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
     ) -> PromptRequest:
-        namespace, prompt = self._checked(namespace), self._prompts.with_tools(prompt, tools)
+        namespace = self._checked(namespace)
         return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace))
 
     def _asked(
@@ -127,10 +124,9 @@ class QueueMethods(TuneMethods):
         prompt: PromptLike,
         namespace: str | None,
         policy: str | SelectionPolicy | None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> PromptRequest:
         """As :meth:`_request`; the first plain text of a chat model has a note."""
-        request = self._request(prompt, namespace, policy, tools)
+        request = self._request(prompt, namespace, policy)
         if self._told_of_template or not without_template(self._prompts, prompt):
             return request
         self._told_of_template = True
