@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,9 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
     return home
+
+
+@pytest.fixture
+def no_loop() -> None:
+    """No event loop, as in a program: LlamaIndex then closes the one that it makes."""
+    asyncio.set_event_loop(None)

@@ -113,11 +113,16 @@ def _of_page(page: Path, names: dict[str, Any]) -> dict[str, Any]:
         vectors = np.eye(len(TEXTS), WIDTH)
         index.add([str(n) for n in range(len(TEXTS))], vectors, TEXTS)
         return {"index": index, "embedding": vectors[0]}
+    if page.name == "tuning.md":
+        names["rag"].register(TEXTS)
     if page.name == "tolerance.md":
         rows = np.random.default_rng(0).normal(size=(3, 40, WIDTH))
         return {"same": (rows[0], rows[0] + 0.01 * rows[1]), "different": (rows[0], rows[2])}
     if page.name == "retrieval.md":
+        store = names["RagCacheVectorStore"](names["embeddings"])
+        store.add_documents(names["documents"])
         return {
+            "vectorstore": store,
             "current_user": lambda: "ann",
             "database": SimpleNamespace(last_change=lambda: 1),
             "more": [Document("The river Thames flows in London.", id="id")],

@@ -48,7 +48,12 @@ WITH_CODE = [page for page in PAGES if any(block.why is None for block in blocks
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(
-    page: Path, tiny_folder: Path, at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    tiny_folder: Path,
+    no_loop: None,
+    at_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "docs").symlink_to(ROOT / "docs")  # a reader stands in a folder with texts
     monkeypatch.chdir(tmp_path)

@@ -63,6 +63,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     missing = []
     for path, anchor in links(page):
         target = page if not path else page.parent / path
+        if target == DOCS / "changelog.md":  # the site makes it of this one
+            target = ROOT / "CHANGELOG.md"
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             missing.append(f"{path}#{anchor}")
     assert missing == []

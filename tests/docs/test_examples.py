@@ -34,7 +34,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def run(at_home: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def run(no_loop: None, at_home: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Runs a program with ``--model`` and returns what it printed."""
     loaded: list[str] = []
 
@@ -46,7 +46,7 @@ def run(at_home: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
     yield go
     for name in loaded:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 def reused(out: str) -> list[tuple[int, int]]:
