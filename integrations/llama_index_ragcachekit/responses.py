@@ -16,9 +16,9 @@ ALTERED = "stands verbatim in the prompt"
 """Of the engine's note where chunks are registered and the prompt has none of them."""
 
 ADVICE = (
-    "LlamaIndex: response_synthesizer=RagCacheSynthesizer(llm) registers nodes as postprocessors left them "
-    "and puts them whole into the prompt; in chat engines, RagCachePostprocessor(cache=rag) as the last of "
-    "node_postprocessors registers them"
+    "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers them as "
+    "postprocessors left them and puts them whole into the prompt; in chat engines, "
+    "RagCachePostprocessor(cache=rag) as the last of node_postprocessors registers them"
 )
 
 REPORTED = (
