@@ -31,6 +31,12 @@ class LinkedPrompt:
         self.input_ids: torch.Tensor = inputs["input_ids"]
         self.report = report
 
+    def __repr__(self) -> str:
+        return f"LinkedPrompt({self.report})"
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for ``model.generate``.

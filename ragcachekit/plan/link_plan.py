@@ -54,7 +54,7 @@ class Piece:
         return self.start + self.tokens
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LinkPlan:
     """The complete plan of one prompt."""
 
@@ -70,6 +70,12 @@ class LinkPlan:
     without: frozenset[KVKey] = frozenset()  # entries that counted as not found
     skipped: tuple[KVKey, ...] = ()  # found, but quicker to compute than to load
     cold: tuple[PlacedChunk, ...] = ()  # chunks that are computed: missing or skipped
+
+    def __repr__(self) -> str:
+        return f"LinkPlan({self.report})"
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:

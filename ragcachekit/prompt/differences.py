@@ -13,6 +13,7 @@ from typing import NamedTuple
 PIECE = 16  # characters that stand in a prompt by no accident
 PRESENT = 0.3  # share of the characters in such pieces; below it the document is not there
 
+_WORD = re.compile(r"\s*\S*")
 _ESCAPED: dict[str, Callable[[str], str]] = {
     "printed as Python": lambda text: repr(text)[1:-1],
     "JSON-escaped": lambda text: json.dumps(text)[1:-1],
@@ -49,9 +50,7 @@ def difference(text: str, prompt: str) -> Difference:
         return Difference(kind or "absent")
     first, last = pieces[0], pieces[-1]
     # Around the end of the first piece, or the start of the document if it begins later.
-    end, at = (
-        (first.end, first.at + first.end - first.start) if not first.start else (0, first.at - first.start)
-    )
+    end, at = (0, first.at - first.start) if first.start else (first.end, first.at + first.end)
     shown = text[max(end - 12, 0) : end + 24], prompt[max(at - 12, 0) : max(at, 0) + 24]
     if kind is None:
         if sum(piece.end - piece.start for piece in pieces) < PRESENT * len(text):
@@ -84,13 +83,12 @@ def _pieces(text: str, prompt: str) -> list[_Piece]:
     """Parts of ``text`` that stand in ``prompt``, from left to right, the longest first part each."""
     found, start = list[_Piece](), 0
     while len(text) - start >= PIECE:
-        # Every beginning of a part that stands in the prompt stands there, too.
-        length = bisect_left(
-            range(1, len(text) - start + 1), True, key=lambda n: text[start : start + n] not in prompt
-        )
-        if length >= PIECE:
-            found.append(_Piece(start, start + length, prompt.index(text[start : start + length])))
-            start += length
-        word = re.compile(r"\s*\S*").match(text, start)
-        start = word.end() if word and length < PIECE else start
+        if text[start : start + PIECE] in prompt:
+            # Every beginning of a part that stands in the prompt stands there, too.
+            lengths = range(1, len(text) - start + 1)
+            end = start + bisect_left(lengths, True, key=lambda n: text[start : start + n] not in prompt)
+            found.append(_Piece(start, end, prompt.index(text[start:end])))
+            start = end
+        elif (word := _WORD.match(text, start)) is not None:
+            start = word.end()
     return found

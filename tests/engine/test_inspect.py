@@ -131,6 +131,15 @@ class TestRepr:
             way(rag)
 
 
+def test_linked_prompts_and_plans_show_their_report(rag) -> None:
+    linked = rag.link(PROMPT)
+    assert repr(linked) == f"LinkedPrompt({linked.report})"
+    assert linked._repr_html_() == linked.report._repr_html_()
+    plan = rag._path.begin(rag._request(PROMPT, None, None))
+    assert repr(plan).startswith("LinkPlan(lego:4: ")
+    assert plan._repr_html_().startswith("<table>")
+
+
 class TestReports:
     def test_are_kept_in_order_and_bounded(self, tmp_path) -> None:
         with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="full") as rag:

@@ -1,0 +1,35 @@
+"""LangChain objects around an engine cannot be pickled, and the error says what to do instead."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
+
+import langchain_ragcachekit as langchain
+from ragcachekit import RagCache
+from speaking import byte_level, speaker
+
+
+@pytest.fixture
+def rag(tmp_path):
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="reuse") as rag:
+        yield rag
+
+
+def test_langchain(rag) -> None:
+    embeddings = DeterministicFakeEmbedding(size=8)
+    store = InMemoryVectorStore.from_documents([Document("Berlin is the capital.")], embeddings)
+    retriever = store.as_retriever()
+    wrapped = langchain.RagCacheRetriever.wrap(retriever, embeddings=embeddings)
+    with pytest.raises(TypeError, match="wrap the retriever again in each process"):
+        pickle.dumps(wrapped)
+    for holder in (
+        langchain.RagCacheRetriever.wrap(retriever, embeddings=embeddings, cache=rag),
+        langchain.ChatRagCache(cache=rag),
+    ):
+        with pytest.raises(TypeError, match="in each process"):
+            pickle.dumps(holder)
