@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -199,6 +200,26 @@ def test_a_partition_of_the_users_own(nodes, embedder):
     assert retriever._retrieval.stats().hits == 2
     with pytest.raises(TypeError, match="partition= must be a function of a QueryBundle"):
         RagCacheRetriever(inner, embed_model=embedder, partition="user")
+
+
+def test_threads_of_two_users_get_their_own_and_memory_stays_bounded(nodes, embedder):
+    retriever = RagCacheRetriever(
+        ByContext(nodes), embed_model=embedder, partition=lambda bundle: USER.get(), capacity=8
+    )
+
+    def ask(job):
+        user, text = job
+        USER.set(user)
+        return user, users(retriever.retrieve(text)), retriever._retrieval.stats().entries
+
+    jobs = [(user, text) for _ in range(20) for text in FACTS[:5] for user in "ab"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
+    assert all(found == {user} for user, found, _ in answers)
+    assert max(entries for _, _, entries in answers) <= 8
+    stats = retriever._retrieval.stats()
+    assert stats.hits + stats.misses == len(jobs)
+    assert stats.hits > 0
 
 
 def test_changes_of_the_index_are_seen(index, embedder):

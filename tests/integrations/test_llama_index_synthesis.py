@@ -14,6 +14,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_kit import seeing
+from pydantic import BaseModel
 
 from llama_index_ragcachekit import (
     ChunkReuseEvent,
@@ -104,6 +105,22 @@ def test_packs_are_the_texts_unaltered_in_order_and_as_full_as_fits(texts):
 def test_an_empty_list_is_one_empty_text_as_for_llama_index():
     helper = RagCachePromptHelper(tokenizer=str.split)
     assert helper.repack(PromptTemplate("{context_str}"), []) == [""]
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: str
+
+
+@pytest.mark.parametrize("way", ["output_cls", "structured model"])
+def test_answers_of_a_schema(way):
+    llm = make_llm(FakeEngine(words=('{"name":', '"Oslo"}')), window=2000)
+    if way == "output_cls":
+        synthesizer = RagCacheSynthesizer(llm, output_cls=Town)
+    else:
+        synthesizer = RagCacheSynthesizer(llm.as_structured_llm(Town))
+    assert RetrieverQueryEngine(Fixed(), synthesizer).query("Where?").response == Town(name="Oslo")
 
 
 def test_another_model_is_refused():
