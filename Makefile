@@ -41,7 +41,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs \
 		--json $(RESULTS)/serve.json --plot docs/serve.png
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto --caches half \
-		--orders cache-aware,fifo --rates none --requests 64 --runs 3 --json $(RESULTS)/serve-order.json
+		--orders cache-aware,fifo --rates none --requests 40 --runs 3 --json $(RESULTS)/serve-order.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \
 		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse \

@@ -146,6 +146,12 @@ def rows(asker: Asker, questions: int, probes: int, bar: tqdm[Any]) -> Iterator[
         }
 
 
+def _index(workload: Workload, probes: int) -> VectorIndex:
+    index = open_index("faiss-ivf", workload.chunks.shape[1], lists=LISTS, probes=probes)
+    index.add(range(len(workload.chunks)), workload.chunks)
+    return index
+
+
 def run(given: argparse.Namespace) -> BenchReport:
     """All rows: per number of probed lists, three ways."""
     model, tokenizer = load_model(resolve_model(given.model), "cpu", dtype=torch.float32)
@@ -165,12 +171,11 @@ def run(given: argparse.Namespace) -> BenchReport:
             for share in shares:
                 probes = max(1, round(share * LISTS))
                 bar.set_description(f"index of {len(workload.chunks)} vectors, {probes} of {LISTS} lists")
-                index = open_index("faiss-ivf", workload.chunks.shape[1], lists=LISTS, probes=probes)
-                index.add(range(len(workload.chunks)), workload.chunks)
-                engine = TimedEngine(rag)
-                asker = Asker(engine, documents, workload, index, given.results, given.stages)
+                index = _index(workload, probes)
+                asker = Asker(TimedEngine(rag), documents, workload, index, given.results, given.stages)
                 asker.ask(0, None)
                 found += rows(asker, given.questions, probes, bar)
+                del asker, index  # two large ones at once may not fit
     name = f"{given.model}, {given.policy}; {workload.name}; {given.results} results in {given.stages} stages"
     return BenchReport("speculation", name, 0, tuple(found))
 

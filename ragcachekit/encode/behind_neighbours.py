@@ -99,7 +99,7 @@ class NeighbourEncoder:
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(rows), (), report)
         sums = AttentionSums([(start, len(ids))], first=[0])
-        inputs = link([plan], self._rope, self._model.device, 0, observer=SummingObserver(sums))
+        inputs = link(plan, self._rope, self._model.device, observer=SummingObserver(sums))
         run_rows(self._model, inputs, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")

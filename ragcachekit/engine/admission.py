@@ -118,7 +118,7 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
     kept = {p for piece in pieces for p in range(piece.start, piece.start + piece.kv.tokens)} - {14, 20, 21}
     rows = tuple(p for p in range(len(ids)) if p not in kept)
     report = LinkReport("reuse", "standalone", "", len(ids))
-    inputs = link([LinkPlan(tuple(ids), tuple(pieces), rows, (), report)], rope, device, 0)
+    inputs = link(LinkPlan(tuple(ids), tuple(pieces), rows, (), report), rope, device)
     logits = model(
         input_ids=inputs.input_ids[:, -len(rows) :],
         position_ids=inputs.position_ids[:, -len(rows) :],

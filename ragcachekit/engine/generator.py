@@ -37,16 +37,19 @@ class Generator:
 
     def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
         self.model, self._rope, self._prompts = model, rope, prompts
-        self.run = partial(run_generate, model, rope, pad=prompts.pad, decode=prompts.decode)
+        self.run = partial(run_generate, model, rope, decode=prompts.decode)
 
     def batch_decoder(self, config: QueueConfig) -> BatchDecoder:
         """A batch of requests on this model."""
         nbytes, device = config.batch_bytes, self.model.device
         if nbytes is None:
             nbytes = torch.cuda.mem_get_info(device)[0] // 10 if device.type == "cuda" else 2 << 30
-        pad, decode = self._prompts.pad, self._prompts.decode
         return BatchDecoder(
-            self.model, self._rope, pad=pad, decode=decode, max_batch=config.max_batch, max_bytes=nbytes
+            self.model,
+            self._rope,
+            decode=self._prompts.decode,
+            max_batch=config.max_batch,
+            max_bytes=nbytes,
         )
 
     def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
@@ -55,16 +58,15 @@ class Generator:
             _ = self._prompts.tokens  # stop strings are text
         return filled_options(options, tokens, pad=self._prompts.pad, context=self._prompts.context)
 
-    def answers(
+    def answer(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
-    ) -> list[Answer]:
-        """The answers with their reports; ``begun`` in seconds of :func:`time.perf_counter`."""
-        decode, count = self._prompts.decode, len(generated.plans)
-        return [answer_of(generated, item, begun, stop, options, decode) for item in range(count)]
+    ) -> Answer:
+        """The answer with its report; ``begun`` in seconds of :func:`time.perf_counter`."""
+        return answer_of(generated, begun, stop, options, self._prompts.decode)
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self.model, self._rope, plan, self._prompts.pad, replan)
+        inputs, plan = link_ahead(self.model, self._rope, plan, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from ragcachekit.background import Background, flush_all
 from ragcachekit.config import LoadConfig
@@ -56,20 +56,17 @@ class LoadPath:
         return not coming or self.planner.hides(coming, *rows())
 
     def learn(self, generated: Generated) -> None:
-        """Record how long an answer's prefill took, and :meth:`follow` its plans."""
-        plan = generated.plans[0]
+        """Record how long an answer's prefill took, and :meth:`follow` its plan."""
+        plan = generated.plan
         if self.planner is not None and generated.prefill is not None:
             self.planner.observe_prefill(plan.kept, len(plan.rows), generated.prefill)
-        self.follow(generated.plans)
+        self.follow(plan)
 
-    def follow(self, plans: Sequence[LinkPlan]) -> None:
+    def follow(self, plan: LinkPlan) -> None:
         """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
-        if self.planner is not None:
-            skipped = [key for plan in plans for key in plan.skipped]
-            if skipped:
-                self.prefetch(lambda: skipped)
-        unknown = self.planner is not None and self.planner.profile is None
-        loaded = unknown and any(plan.report.loaded_bytes for plan in plans)
+        if self.planner is not None and plan.skipped:
+            self.prefetch(lambda: plan.skipped)
+        loaded = self.planner is not None and self.planner.profile is None and plan.report.loaded_bytes
         if (loaded or self.cost.needed) and not self._measured:
             self._measured = self._jobs.submit(self.measure)
 

@@ -159,13 +159,13 @@ class RagCache(InspectMethods):
             begun, request = time.perf_counter(), self._asked(prompt, namespace, policy)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
-            first = parts.shadow.draw(1, asked.options)
+            first = parts.shadow.draw(asked.options)
             generated = parts.generator.run(
-                [plan], asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
+                plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
             )
             answer = path.finish(generated, asked, first, begun)
             path.reports.append(answer.report)
-        path.check_auto(generated.plans)
+        path.check_auto(generated.plan)
         raise_if_cancelled()
         return answer
 
@@ -198,7 +198,7 @@ class RagCache(InspectMethods):
         with self._components.active:
             plan = self._path.begin(self._request(prompt, namespace, policy))
             linked = self._components.generator.link(plan, self._path.plan)
-        self._components.loads.follow([linked.plan])
+        self._components.loads.follow(linked.plan)
         self._path.encode_missing(linked.plan.missing)
         return linked.prompt
 

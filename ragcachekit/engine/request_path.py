@@ -84,15 +84,15 @@ class RequestPath:
     ) -> Answer:
         """The answer, once shadow mode and the caches have followed.
 
-        ``begun`` as for ``answers``, ``captured`` as for :meth:`follow_up`.
+        ``begun`` as for ``answer``, ``captured`` as for :meth:`follow_up`.
         """
         parts = self._components
-        answers = parts.generator.answers(generated, begun, asked.options, asked.stop)
-        if any(generated.token_ids):  # else cancelled before the first token
+        answer = parts.generator.answer(generated, begun, asked.options, asked.stop)
+        if generated.token_ids:  # else cancelled before the first token
             with CancelScope(asked.cancel):
-                parts.shadow.follow(generated.plans, answers, first, asked.options, asked.stop)
+                parts.shadow.follow(generated.plan, answer, first, asked.options, asked.stop)
                 self.follow_up(generated, captured)
-        return answers[0]
+        return answer
 
     def capture(self, generated: Generated) -> frozenset[KVKey] | None:
         """Store exact rows of a prompt while its answer goes on, for requests that wait.
@@ -111,19 +111,18 @@ class RequestPath:
         self._components.loads.learn(generated)
         if captured is None:
             captured = self._components.capture.after(generated)
-        self.encode_missing([item for plan in generated.plans for item in plan.missing], captured)
+        self.encode_missing(generated.plan.missing, captured)
 
-    def check_auto(self, plans: Iterable[LinkPlan]) -> None:
-        """Note answered prompts for the check of ``auto``; errors are logged."""
-        attempt(self._check_auto, plans)
+    def check_auto(self, plan: LinkPlan) -> None:
+        """Note an answered prompt for the check of ``auto``; errors are logged."""
+        attempt(self._check_auto, plan)
 
-    def _check_auto(self, plans: Iterable[LinkPlan]) -> None:
-        parts = self._components
-        for request in (plan.request for plan in plans):
-            with self._registering:  # no forget ends meanwhile
-                # Of another epoch it may hold a forgotten chunk.
-                if request is not None and request.epoch == parts.forgets.now():
-                    parts.auto.follow(request, self.cold == "background")
+    def _check_auto(self, plan: LinkPlan) -> None:
+        parts, request = self._components, plan.request
+        with self._registering:  # no forget ends meanwhile
+            # Of another epoch it may hold a forgotten chunk.
+            if request is not None and request.epoch == parts.forgets.now():
+                parts.auto.follow(request, self.cold == "background")
 
     def encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was captured."""

@@ -93,45 +93,43 @@ class Shadow:
         tally = self._tallies.get(namespace)
         return tally.fallback if tally is not None else None
 
-    def draw(self, count: int, options: Mapping[str, Any]) -> FirstScores | None:
-        """Decide which of the next ``count`` requests are shadowed; None if none is.
+    def draw(self, options: Mapping[str, Any]) -> FirstScores | None:
+        """Decide whether the next request is shadowed; None if it is not.
 
         Requests with the user's own code (logits processors) are not: a second run could change its state.
         """
         if self.config.share == 0:
             return None
         with self._lock:
-            start, self._seen = self._seen, self._seen + count
-        items = [i for i in range(count) if drawn(self.config.seed, start + i, self.config.share)]
+            number, self._seen = self._seen, self._seen + 1
         config = options.get("generation_config")
         own = any(options.get(name) or getattr(config, name, None) for name in _USERS_CODE)
-        return FirstScores(items) if items and not own else None
+        return FirstScores() if not own and drawn(self.config.seed, number, self.config.share) else None
 
     def follow(
         self,
-        plans: Sequence[LinkPlan],
-        answers: Sequence[Answer],
+        plan: LinkPlan,
+        answer: Answer,
         first: FirstScores | None,
         options: Mapping[str, Any],
         stop: Sequence[str],
     ) -> None:
-        """Shadow the drawn requests whose reuse was approximate: now or in the background."""
+        """Shadow a drawn request whose reuse was approximate: now or in the background."""
         if self.config.share == 0:
             return
-        for item, (plan, answer) in enumerate(zip(plans, answers, strict=True)):
-            tally = self._tally(plan.report.namespace)
-            self._count(tally, "requests")
-            if first is None or item not in first.items or not answer.report.link.approximate_tokens:
-                continue
-            try:
-                job = self._job(tally, plan, answer, first.log_probs[item], options, stop)
-                if self.config.when == "after":
-                    self._work(job)
-                elif not self._background.submit(job):
-                    self._count(tally, "dropped")
-            except Exception:
-                log.warning("a request could not be shadowed", exc_info=True)
-                self._count(tally, "failed")
+        tally = self._tally(plan.report.namespace)
+        self._count(tally, "requests")
+        if first is None or first.log_probs is None or not answer.report.link.approximate_tokens:
+            return
+        try:
+            job = self._job(tally, plan, answer, first.log_probs, options, stop)
+            if self.config.when == "after":
+                self._work(job)
+            elif not self._background.submit(job):
+                self._count(tally, "dropped")
+        except Exception:
+            log.warning("a request could not be shadowed", exc_info=True)
+            self._count(tally, "failed")
 
     def report(self, namespace: str | None = None) -> ShadowReport:
         """Results since the last :meth:`reset`, in one namespace or (None) in all together."""
@@ -195,13 +193,14 @@ class Shadow:
         """KL of the first token, whether the answers agree (None if not compared), and their F1."""
         segments = (TokenSegment(job.token_ids, False),)
         plan = plain_plan(PromptRequest(segments, open_policy("full"), "none", job.namespace))
-        first, begun = FirstScores([0]), time.perf_counter()
-        generated = self._generator.run([plan], job.options, stop=job.stop, first=first)
+        first, begun = FirstScores(), time.perf_counter()
+        generated = self._generator.run(plan, job.options, stop=job.stop, first=first)
         raise_if_cancelled()
-        kl = divergence(first.log_probs[0], job.log_probs)
+        assert first.log_probs is not None, "not cancelled"
+        kl = divergence(first.log_probs, job.log_probs)
         if job.answer is None:
             return kl, None, 0.0
-        (full,) = self._generator.answers(generated, begun, job.options, job.stop)
+        full = self._generator.answer(generated, begun, job.options, job.stop)
         same = full.text == job.answer.text
         if not full.text and not job.answer.text:  # no tokenizer, or no text
             same = full.token_ids == job.answer.token_ids

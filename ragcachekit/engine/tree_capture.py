@@ -40,9 +40,9 @@ class RowCapture:
         self.flush, self.close = self._background.flush, self._background.close
 
     def after(self, generated: Generated) -> frozenset[KVKey]:
-        """Capture a batch of requests; returns the keys that need no encoding any more.
+        """Capture rows of a request; returns the keys that need no encoding any more.
 
-        What comes while :data:`MAX_WAITING` batches wait is dropped: it can be computed again.
+        What comes while :data:`MAX_WAITING` requests wait is dropped: it can be computed again.
         """
         own = generated.own
         complete = own is not None and own.complete(generated.cache)
@@ -65,25 +65,23 @@ class RowCapture:
             self._encoder.keep(own.entries(generated.cache, self._rope))
 
     def _keep_exact(self, generated: Generated) -> None:
-        for item, plan in enumerate(generated.plans):
-            if self.tree is None or plan.beginning is None:
-                continue
-            offset = generated.width - len(plan.token_ids)
-            kvs = captured(plan, generated.cache, item, offset, self._rope)
-            new = len(plan.token_ids) - plan.beginning.tokens
-            with self._forgets.storing_in_tree:
-                if not self._forgot(plan, plan.beginning.members):
-                    self.tree.insert(plan.beginning.match, kvs, new=new)
-            turns = self.tree.turns
-            if not turns.budget:
-                continue
-            answer = generated.token_ids[item]
-            turn = turn_of(plan, answer, generated.cache, item, offset, self._rope, turns.budget)
-            if turn is None:
-                continue
-            with self._forgets.storing_in_tree:
-                if not self._forgot(plan, turn.members):
-                    turns.keep(turn, plan.beginning.epoch)
+        plan = generated.plan
+        if self.tree is None or plan.beginning is None:
+            return
+        kvs = captured(plan, generated.cache, self._rope)
+        new = len(plan.token_ids) - plan.beginning.tokens
+        with self._forgets.storing_in_tree:
+            if not self._forgot(plan, plan.beginning.members):
+                self.tree.insert(plan.beginning.match, kvs, new=new)
+        turns = self.tree.turns
+        if not turns.budget:
+            return
+        turn = turn_of(plan, generated.token_ids, generated.cache, self._rope, turns.budget)
+        if turn is None:
+            return
+        with self._forgets.storing_in_tree:
+            if not self._forgot(plan, turn.members):
+                turns.keep(turn, plan.beginning.epoch)
 
     def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
         assert plan.request is not None

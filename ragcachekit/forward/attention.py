@@ -152,23 +152,15 @@ def _linked(
     rows: LinkRows,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention of a linked forward, ``[batch, rows, heads, value_head_dim]``."""
-    mixed = []
-    for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
-        if len(positions) > query.shape[2]:
-            # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
-            positions = positions[-query.shape[2] :]
-        own, keys = query[item, :, query.shape[2] - len(positions) :], key[item, :, offset:]
-        if rows.observer is not None:
-            rows.observer.observe(int(module.layer_idx), own, keys, positions, options)
-        out = dispatch.sparse_attention(own, keys, value[item, :, offset:], positions, options)
-        mixed.append(out.transpose(0, 1).contiguous())
-    if len(mixed) == 1:
-        return mixed[0][None]
-    padded = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-    for item, one in enumerate(mixed):
-        padded[item, query.shape[2] - len(one) :] = one
-    return padded
+    """Attention of a linked forward, ``[1, rows, heads, value_head_dim]``."""
+    positions = rows.positions
+    if len(positions) > query.shape[2]:
+        # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
+        positions = positions[-query.shape[2] :]
+    if rows.observer is not None:
+        rows.observer.observe(int(module.layer_idx), query[0], key[0], positions, options)
+    out = dispatch.sparse_attention(query[0], key[0], value[0], positions, options)
+    return out.transpose(0, 1).contiguous()[None]
 
 
 def _captured(

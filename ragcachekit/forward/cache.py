@@ -17,7 +17,7 @@ from ragcachekit.store.loading.load import Pair
 from ragcachekit_kernels import dispatch
 
 MakeLayer = Callable[[], Pair]
-"""Gives one layer's keys and values ``[batch, kv_heads, slots, head_dim]`` with every kept row in its place.
+"""Gives one layer's keys and values ``[1, kv_heads, slots, head_dim]`` with every kept row in its place.
 
 While layer 0 computes, later layers may still be read from a slow tier; ``LoadFailed`` if that fails.
 """
@@ -32,20 +32,17 @@ class Projected(Exception):
 
 @dataclass(frozen=True)
 class LinkRows:
-    """Rows that one linked forward computes.
+    """Rows that one linked forward computes, at ascending ``positions``.
 
-    Per prompt of the batch: the ascending ``positions`` of its rows, and in ``offsets`` the slot of its
-    position 0 (the cache is left-padded). Shorter prompts are padded in front; padding rows are discarded.
-    Positions are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
+    They are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
     """
 
-    positions: tuple[Sequence[int], ...]
-    offsets: tuple[int, ...]
+    positions: Sequence[int]
     observer: Observer | None = None
 
     def __post_init__(self) -> None:
-        rows = tuple(p if isinstance(p, dispatch.Rows) else dispatch.Rows(tuple(p)) for p in self.positions)
-        object.__setattr__(self, "positions", rows)
+        if not isinstance(self.positions, dispatch.Rows):
+            object.__setattr__(self, "positions", dispatch.Rows(tuple(self.positions)))
 
 
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]
@@ -82,7 +79,7 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor:
-        """``[batch, kv_heads, slots, head_dim]``; waits until the layer is loaded."""
+        """``[1, kv_heads, slots, head_dim]``; waits until the layer is loaded."""
         self.settle()
         return self._keys  # type: ignore[no-any-return]
 
@@ -130,10 +127,7 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows, self.rows = self.rows, None
         keys, values = self.keys, self.values
-        for item, (positions, offset) in enumerate(zip(rows.positions, rows.offsets, strict=True)):
-            first = key_states.shape[-2] - len(positions)
-            new = key_states[item, :, first:], value_states[item, :, first:]
-            dispatch.scatter(*new, keys[item, :, offset:], values[item, :, offset:], positions)
+        dispatch.scatter(key_states[0], value_states[0], keys[0], values[0], rows.positions)
         if self._projecting:
             raise Projected
         return tagged(keys, rows), values

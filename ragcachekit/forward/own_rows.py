@@ -162,12 +162,11 @@ def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
     return len(plan.token_ids)
 
 
-def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> list[ChunkKV]:
+def captured(plan: LinkPlan, cache: Any, rope: Rope) -> list[ChunkKV]:
     """Copies of the exact KV of the steps after those that the tree had.
 
-    ``plan`` is as it ran and ``cache`` as generate left it. ``item`` and ``offset`` are the prompt's place in
-    the batch and the column of its first row. Empty where the model did not fill the cache (Phi-3 drops it
-    where its frequencies change).
+    ``plan`` is as it ran and ``cache`` as generate left it. Empty where the model did not fill the cache
+    (Phi-3 drops it where its frequencies change).
     """
     length = len(plan.token_ids)
     if plan.beginning is None or (rope.depends_on_length and rope.regime(length) != rope.regime(length - 1)):
@@ -177,19 +176,17 @@ def captured(plan: LinkPlan, cache: Any, item: int, offset: int, rope: Rope) -> 
     stretches: list[Stretch] = []
     for step in match.path[len(match) :]:
         stop = start + step.tokens
-        if stop > last or not _holds(cache, offset + stop):
+        if stop > last or not _holds(cache, stop):
             break
-        stretches.append(Stretch(item, offset + start, offset + stop))
+        stretches.append(Stretch(0, start, stop))
         start = stop
     if not stretches:
         return []
     sides = extract(cache.layers, stretches, host=False)
-    return [ChunkKV(*kv, at.start - offset) for kv, at in zip(sides, stretches, strict=True)]
+    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
 
 
-def turn_of(
-    plan: LinkPlan, answer: Sequence[int], cache: Any, item: int, offset: int, rope: Rope, most: int
-) -> Turn | None:
+def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> Turn | None:
     """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
 
     ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
@@ -197,14 +194,14 @@ def turn_of(
     """
     beginning = plan.beginning
     rows = (*plan.token_ids, *answer[:-1])
-    if beginning is None or rope.depends_on_length or not _holds(cache, offset + len(rows)):
+    if beginning is None or rope.depends_on_length or not _holds(cache, len(rows)):
         return None
-    sides = [side[item, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
+    sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
     if sum(t.numel() * t.element_size() for t in sides) > most:
         return None
     exact = exact_rows(plan)
     traces = (id for chunk in plan.placed for id in chunk.context)
-    (copied,) = extract(cache.layers, [Stretch(item, offset, offset + len(rows))], locked=False)
+    (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))], locked=False)
     return Turn(
         beginning.match.root,
         rows,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -24,35 +23,32 @@ _Room = tuple[int, int]
 
 
 class Placing:
-    """Keys and values of all layers of one batch, placed in the order in which they are read.
+    """Keys and values of all layers of a prompt, placed in the order in which they are read.
 
     Pieces that are all on the device are placed by one launch for all layers. Otherwise each layer is placed
     when it is read, from memory that :class:`Transfers` fills. One table with all addresses goes to the
     device before the first launch. Rows that the forward computes are not placed, unless a policy compares
     them with the computed ones.
 
-    ``slots`` are the columns of the cache, ``offsets`` the column of each prompt's position 0. ``room`` are
-    device bytes for copied layers. ``dtypes`` are those of each layer's keys.
+    ``room`` are device bytes for copied layers. ``dtypes`` are those of each layer's keys.
     """
 
     def __init__(
         self,
-        plans: Sequence[LinkPlan],
+        plan: LinkPlan,
         rope: Rope,
         device: torch.device,
         streams: Streams,
         *,
-        slots: int,
-        offsets: Sequence[int],
         room: int = RING_BYTES,
     ) -> None:
-        kvs = list({id(piece.kv): piece.kv for plan in plans for piece in plan.pieces}.values())
+        kvs = list({id(piece.kv): piece.kv for piece in plan.pieces}.values())
         self._near = [kv for kv in kvs if isinstance(kv, ChunkKV) and streams.holds(kv.stored_layer(0)[0])]
         near = {id(kv) for kv in self._near}
         far = [kv for kv in kvs if id(kv) not in near]
         self._far = [id(kv) for kv in far]
-        self._prompts = list(zip(plans, offsets, strict=True))
-        self._rope, self._device, self._streams, self._slots = rope, device, streams, slots
+        self._plan: LinkPlan | None = plan
+        self._rope, self._device, self._streams, self._slots = rope, device, streams, len(plan.token_ids)
         self._layers = kvs[0].layers
         self._shapes = kvs[0].shapes
         self.dtypes = [keys for (keys, _), _ in self._shapes]
@@ -61,7 +57,7 @@ class Placing:
             self._transfers = Transfers(streams, far, room)
             self._transfers.begin()
         self._buffers: dict[int, Pair] = {}
-        self._assemblies: list[dispatch.Assembly] | None = None
+        self._assembly: dispatch.Assembly | None = None
         self._placed = 0
         self._spans: list[tuple[Event, Event]] = []
 
@@ -79,41 +75,38 @@ class Placing:
         return sum(known) if known else None
 
     def layer(self, number: int) -> Pair:
-        """One layer's keys and values ``[batch, kv_heads, slots, head_dim]``; returned once.
+        """One layer's keys and values ``[1, kv_heads, slots, head_dim]``; returned once.
 
         ``LoadFailed`` if an entry could not be loaded; another call tries again.
         """
-        if self._assemblies is None:
+        if self._assembly is None and self._plan is not None:
             if not self._buffers:
                 self._allocate()
-            self._assemblies = self._prepared()
+            self._assembly = self._prepared(self._plan)
         while self._placed <= number:
+            assert self._assembly is not None, "not all layers are placed"
             begun = self._streams.mark()
-            self._spans.append((begun, self._place(self._assemblies)))
+            self._spans.append((begun, self._place(self._assembly)))
         if self._placed == self._layers:
-            self._prompts, self._near, self._assemblies = [], [], []
+            self._plan, self._near, self._assembly = None, [], None
         return self._buffers.pop(number)
 
-    def _prepared(self) -> list[dispatch.Assembly]:
-        """One launch table per prompt, for all layers."""
-        chunks, out = self._chunks(), []
-        for batch, (plan, offset) in enumerate(self._prompts):
-            if plan.pieces:
-                planes = [p for n in range(self._layers) for p in self._planes(n, batch, offset)]
-                places = [dispatch.Place(p.start, p.tokens, p.kv.start is not None) for p in plan.pieces]
-                own = [chunks[id(piece.kv)] for piece in plan.pieces]
-                tables = self._rope.turns.on(self._device, len(plan.token_ids))
-                skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows
-                out.append(dispatch.assembly(planes, places, own, tables, skip=skip))
-        return out
+    def _prepared(self, plan: LinkPlan) -> dispatch.Assembly:
+        """The launch table for all layers."""
+        chunks = self._chunks()
+        planes = [p for n in range(self._layers) for p in self._planes(n)]
+        places = [dispatch.Place(p.start, p.tokens, p.kv.start is not None) for p in plan.pieces]
+        own = [chunks[id(piece.kv)] for piece in plan.pieces]
+        tables = self._rope.turns.on(self._device, len(plan.token_ids))
+        skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows
+        return dispatch.assembly(planes, places, own, tables, skip=skip)
 
-    def _place(self, assemblies: Sequence[dispatch.Assembly]) -> Event:
+    def _place(self, assembly: dispatch.Assembly) -> Event:
         """Place all layers, or the next one after its copy."""
         planes = slice(0, None) if self._transfers is None else slice(2 * self._placed, 2 * self._placed + 2)
 
         def place(_: object = None) -> None:
-            for assembly in assemblies:
-                assembly.run(planes.start, planes.stop)
+            assembly.run(planes.start, planes.stop)
 
         if self._transfers is None:
             done, count = self._streams.compute(place), self._layers
@@ -131,10 +124,8 @@ class Placing:
                 chunks[entry] = dispatch.ChunkTensors.joined(parts)
         return chunks
 
-    def _planes(self, layer: int, batch: int, offset: int) -> tuple[dispatch.Plane, dispatch.Plane]:
-        keys, values = (side[batch] for side in self._buffers[layer])
-        if offset:
-            keys, values = keys[:, offset:], values[:, offset:]
+    def _planes(self, layer: int) -> tuple[dispatch.Plane, dispatch.Plane]:
+        keys, values = (side[0] for side in self._buffers[layer])
         return self._rope.planes(layer, keys, values)
 
     def _allocate(self) -> None:
@@ -145,11 +136,9 @@ class Placing:
         for layer, shapes in enumerate(self._shapes):
             rooms = [self._room(side) for side in shapes]
             memory = self._streams.new(sum(nbytes for _, nbytes in rooms))
-            if len(self._prompts) > 1:
-                self._streams.compute(memory.zero_)  # padding is attended with weight 0, and 0 * NaN is NaN
             at, views = 0, list[torch.Tensor]()
             for (dtype, (heads, _, dim)), (slots, nbytes) in zip(shapes, rooms, strict=True):
-                size = len(self._prompts), heads, self._slots, dim
+                size = 1, heads, self._slots, dim
                 stride = heads * slots * dim, slots * dim, dim, 1
                 views.append(memory[at : at + nbytes].view(dtype).as_strided(size, stride))
                 at += nbytes
@@ -160,5 +149,5 @@ class Placing:
         dtype, (heads, _, dim) = side
         step = _VECTOR // math.gcd(_VECTOR, dim * dtype.itemsize)
         slots = -(-self._slots // step) * step
-        nbytes = len(self._prompts) * heads * slots * dim * dtype.itemsize
+        nbytes = heads * slots * dim * dtype.itemsize
         return slots, -(-nbytes // _ALIGN) * _ALIGN

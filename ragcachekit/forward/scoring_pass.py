@@ -54,7 +54,7 @@ class _Watcher:
 
 
 @torch.no_grad()
-def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, Buffers | None]:
+def choose(model: Any, rope: Rope, plan: LinkPlan) -> tuple[LinkPlan, Buffers | None]:
     """The plan with the rows that its guided policy selects, and its buffers for :func:`link`.
 
     Rows that are computed anyway run over the linked cache at their real positions, up to the attention
@@ -67,8 +67,8 @@ def choose(model: Any, rope: Rope, plan: LinkPlan, pad: int) -> tuple[LinkPlan, 
     spans = [(c.start, c.stop) for c in plan.placed if not c.is_exact] if policy.look.per_chunk else None
     rows = plan.question[-policy.look.last :] if policy.look.last else plan.question
     watcher = _Watcher(_watched(policy, plan.pieces[0].kv.layers), spans, rows)
-    buffers = assemble([plan], rope, model.device)
-    inputs = link([plan], rope, model.device, pad, buffers=buffers, observer=watcher)
+    buffers = assemble(plan, rope, model.device)
+    inputs = link(plan, rope, model.device, buffers=buffers, observer=watcher)
     with suppress(_Done):
         run_rows(model, inputs, len(plan.rows))
     return apply_selection(plan, policy.choose(plan.placed, watcher.attention())), buffers

@@ -19,7 +19,7 @@ _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 
 def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
-    """Add what generate needs for a (longest) prompt of ``tokens`` tokens; given options stay.
+    """Add what generate needs for a prompt of ``tokens`` tokens; given options stay.
 
     ValueError if there is nothing to generate, TypeError for a limit that is no number.
     """
@@ -41,7 +41,6 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
     if not _LIMITS & options.keys():
         options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - tokens)
     if "max_length" in options and "max_new_tokens" not in options:
-        # Counted from the prompt: a linked batch is padded wider than an ordinary one.
         options["max_new_tokens"] = options.pop("max_length") - tokens
     if options.get("max_new_tokens", 1) < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
@@ -50,20 +49,17 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
 
 def answer_of(
     generated: Generated,
-    item: int,
     begun: float,
     stop: Sequence[str],
     options: Mapping[str, Any],
     decode: Callable[[Sequence[int]], str],
 ) -> Answer:
-    """The answer to one prompt of a batch; ``begun`` in seconds of :func:`time.perf_counter`."""
-    ids = generated.token_ids[item]
+    """The answer to a prompt; ``begun`` in seconds of :func:`time.perf_counter`."""
+    ids = generated.token_ids
     text, stopped = cut_at_stop(decode(ids), stop)
-    while stopped and cut_at_stop(decode(ids[:-1]), stop)[1]:
-        ids = ids[:-1]  # this prompt stopped while others of its batch went on
-    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended[item]
+    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
     report = GenerateReport(
-        replace(generated.reports[item], link_ms=(generated.linked - begun) * 1e3),
+        replace(generated.report, link_ms=(generated.linked - begun) * 1e3),
         len(ids),
         ttft_ms=(generated.first_token - begun) * 1e3,
         total_ms=(time.perf_counter() - begun) * 1e3,

@@ -17,21 +17,21 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that records the first token's distribution and changes nothing.
 
     It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` has, per item of the batch in ``items``, ``[vocab]`` float64 on the host; ``at`` is when the
-    prefill ended, None before.
+    ``log_probs`` is ``[vocab]`` float64 on the host, None before and where it is not ``wanted``; ``at`` is
+    when the prefill ended, None before.
     """
 
-    def __init__(self, items: Sequence[int] = ()) -> None:
-        self.items = tuple(items)
-        self.log_probs: dict[int, torch.Tensor] = {}
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+        self.log_probs: torch.Tensor | None = None
         self.at: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.at is None:
             scores[:, :1].tolist()  # waits for the device: nothing is there before that
             self.at = time.perf_counter()
-            rows = scores[list(self.items)].detach().float().cpu().double().log_softmax(-1)
-            self.log_probs = dict(zip(self.items, rows, strict=True))
+            if self._wanted:
+                self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
         return scores
 
 
@@ -91,7 +91,7 @@ class Hooks:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self.watch = _Watch(scope)
-        self._first, self._stop, self._decode = first or FirstScores(), stop, decode
+        self._first, self._stop, self._decode = first or FirstScores(wanted=False), stop, decode
         given = options.get("streamer")
         self.streamer = OrderedPrompt(given, prompt) if given else None
         self._options = {

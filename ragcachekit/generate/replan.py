@@ -1,8 +1,8 @@
-"""New plans when entries could not be loaded, and the report of what loads took."""
+"""A new plan when entries could not be loaded, and the report of what loads took."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ragcachekit.plan.link_plan import LinkPlan
@@ -15,27 +15,17 @@ Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]
 """Plans a request once more without some entries."""
 
 
-def replanned(plans: Sequence[LinkPlan], failed: LoadFailed, replan: Replan | None) -> tuple[LinkPlan, ...]:
-    """The plans without what failed or was lost; their reports note it and count the time waited."""
-    out = []
-    for plan in plans:
-        lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
-        if not lost:
-            out.append(plan)
-            continue
-        assert plan.request is not None, "loads are begun by plans of requests"
-        assert replan is not None, "plans with loads need replan="
-        why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
-        note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
-        waited = sum(load.waited for load in lost.values()) * 1e3
-        request = replace(
-            plan.request,
-            notes=(*plan.request.notes, note),
-            waited_ms=plan.request.waited_ms + waited,
-        )
-        out.append(replan(request, plan.without | lost.keys()))
-    assert any(new is not old for new, old in zip(out, plans, strict=True)), "nothing else would come of it"
-    return tuple(out)
+def replanned(plan: LinkPlan, failed: LoadFailed, replan: Replan | None) -> LinkPlan:
+    """The plan without what failed or was lost; its report notes it and counts the time waited."""
+    lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
+    assert lost, "nothing else would come of it"
+    assert plan.request is not None, "loads are begun by plans of requests"
+    assert replan is not None, "plans with loads need replan="
+    why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
+    note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
+    waited = plan.request.waited_ms + sum(load.waited for load in lost.values()) * 1e3
+    request = replace(plan.request, notes=(*plan.request.notes, note), waited_ms=waited)
+    return replan(request, plan.without | lost.keys())
 
 
 def timed(plan: LinkPlan) -> LinkReport:

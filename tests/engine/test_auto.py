@@ -109,7 +109,7 @@ def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
 def test_rows_chosen_by_the_question_do_not_see_the_answer(make, monkeypatch):
     seen = []
     choose = check.choose
-    monkeypatch.setattr(check, "choose", lambda m, r, plan, pad: seen.append(plan) or choose(m, r, plan, pad))
+    monkeypatch.setattr(check, "choose", lambda m, r, plan: seen.append(plan) or choose(m, r, plan))
     rag = make()
     rag.tune(prompts=[prompt(0)])
     asked = rag._prompts.request(prompt(0), "default", open_policy("full")).token_ids

@@ -69,7 +69,7 @@ def plan_with(name, first, *chunks, policy="lego:4"):
 
 
 def inputs_of(name, plan):
-    made = link([plan], described(name), torch.device("cpu"), 0)
+    made = link(plan, described(name), torch.device("cpu"))
     rows = len(plan.rows)
     return {
         "input_ids": made.input_ids[:, -rows:],
@@ -424,7 +424,7 @@ class TestMasks:
                 lambda _, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True
             )
         given = inputs_of(name, plan)
-        rows = [layer.rows.positions[0] for layer in given["past_key_values"].layers]
+        rows = [layer.rows.positions for layer in given["past_key_values"].layers]
         model(**given)
         assert seen == [None] * 3
         assert len({id(r) for r in rows}) == 1

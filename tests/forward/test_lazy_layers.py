@@ -115,12 +115,12 @@ def test_nothing_is_waited_for_before_it_is_asked_for():
     for item in plan_over(name, store).missing:
         for _, kv in ChunkEncoder(wrapped(name), described(name)).encode([item.token_ids], item.encoding):
             store.put(item.key, kv)
-    expected = link([plan_over(name, store.inner)], described(name), torch.device("cpu"), 0).cache
+    expected = link(plan_over(name, store.inner), described(name), torch.device("cpu")).cache
     gate = Gate()
     store.before_read = gate
     loader = Loader(store)
     plan = plan_over(name, Fetch(loader))
-    cache = link([plan], described(name), torch.device("cpu"), 0).cache
+    cache = link(plan, described(name), torch.device("cpu")).cache
     assert cache.get_seq_length() == plan.kept
     assert cache.layers[1].get_mask_sizes(3) == (0, 0)
     assert [layer.settling for layer in cache.layers] == [0.0] * LAYERS
@@ -143,7 +143,7 @@ def test_what_is_done_to_a_cache_waits_for_it(change):
         with rag_for("llama", policy="reuse", store=store) as rag:
             rag.generate(PROMPT, max_new_tokens=1)
             plan = rag._path.begin(rag._request(PROMPT, None, None))
-            caches.append(link([plan], described("llama"), torch.device("cpu"), 0).cache)
+            caches.append(link(plan, described("llama"), torch.device("cpu")).cache)
             for layer in caches[-1].layers:
                 layer.narrow(None)  # as after the forward
             getattr(caches[-1], change)(arguments)

@@ -46,25 +46,23 @@ def wide(tokens, seed, dtype=torch.float32):
     return replace(kv, sums={"attended": torch.arange(tokens).float()})
 
 
-def prompts(kvs):
-    """Two prompts over shared entries, one of them cropped, and an exact prefix that nobody rounds."""
-    prefix = entry(4, 9, SHAPES, start=0)
-    return [prompt([prefix, kvs[0], kvs[1], kvs[0]], rows=(6, 9)), prompt([kvs[2], kvs[0]], keep=4)]
-
-
-def changed(plans, change):
-    kvs = {id(p.kv): p.kv for plan in plans for p in plan.pieces}
+def changed(plan, change):
+    kvs = {id(p.kv): p.kv for p in plan.pieces}
     new = {key: change(number, kv) for number, (key, kv) in enumerate(kvs.items())}
-    return [replace(plan, pieces=tuple(replace(p, kv=new[id(p.kv)]) for p in plan.pieces)) for plan in plans]
+    return replace(plan, pieces=tuple(replace(p, kv=new[id(p.kv)]) for p in plan.pieces))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("near", NEAR)
 @pytest.mark.parametrize("kind", KINDS)
-def test_placed_as_unpacked_and_placed_under_every_schedule(kind, near, schedule):
+@pytest.mark.parametrize("keep", [None, 4])
+def test_placed_as_unpacked_and_placed_under_every_schedule(keep, kind, near, schedule):
+    """Behind an exact prefix that nobody rounds, with one entry twice; and cropped."""
     rope, device = many_kinds(), Simulated(schedule)
-    plans = prompts([wide(n, seed) for seed, n in enumerate((9, 1, 6))])
-    expected = changed(plans, lambda _, kv: kv if kv.start == 0 else unpack(pack(kv, kind), kind))
+    prefix = entry(4, 9, SHAPES, start=0)
+    a, b, c = (wide(n, seed) for seed, n in enumerate((9, 1, 6)))
+    plan = prompt([prefix, a, b, a], rows=(6, 9)) if keep is None else prompt([c, a], keep=keep)
+    expected = changed(plan, lambda _, kv: kv if kv.start == 0 else unpack(pack(kv, kind), kind))
     sent = []
 
     def on(number, kv):
@@ -74,7 +72,7 @@ def test_placed_as_unpacked_and_placed_under_every_schedule(kind, near, schedule
             sent.append(sum(t.nbytes for i in range(moved.layers) for t in moved.stored_layer(i)))
         return moved if kv.start == 0 else PackedKV.of(moved, kind)
 
-    seen = read(device, placing_of(changed(plans, on), rope, device), len(SHAPES))
+    seen = read(device, placing_of(changed(plan, on), rope, device), len(SHAPES))
     assert_as_on_cpu(seen, expected, rope)
     assert device.copied == sum(sent), "eight bits and scales travel, and nothing else"
     assert device.faults == []
@@ -84,10 +82,10 @@ def test_placed_as_unpacked_and_placed_under_every_schedule(kind, near, schedule
 @pytest.mark.parametrize("near", [True, False])
 def test_placed_by_the_kernel(kind, near, triton):
     rope, device = many_kinds(), Simulated()
-    plans = [prompt([wide(5, 0), wide(7, 1)])]
-    expected = changed(plans, lambda _, kv: unpack(pack(kv, kind), kind))
+    plan = prompt([wide(5, 0), wide(7, 1)])
+    expected = changed(plan, lambda _, kv: unpack(pack(kv, kind), kind))
     packed = changed(
-        plans,
+        plan,
         lambda _, kv: PackedKV.of(pack(kv, kind).each(lambda t: device.put(t, device=near)), kind),
     )
     seen = read(device, placing_of(packed, rope, device), len(SHAPES))
@@ -183,8 +181,8 @@ class TestStore:
         assert (handle.shapes, handle.quantised) == (plain.shapes, kind)
         assert set(handle.sums) == {"attended"}
         device = Simulated()
-        placing = placing_of([prompt([handle])], rope, device)
-        assert_as_on_cpu(read(device, placing, len(SHAPES)), [prompt([plain])], rope)
+        placing = placing_of(prompt([handle]), rope, device)
+        assert_as_on_cpu(read(device, placing, len(SHAPES)), prompt([plain]), rope)
         assert device.copied == sum(t.nbytes for i in range(5) for t in small.stored_layer(i))
         assert all(map(torch.equal, (*handle.keys, *handle.values), (*plain.keys, *plain.values)))
         assert loader.flush(60)

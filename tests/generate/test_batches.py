@@ -1,4 +1,4 @@
-"""A left-padded batch, one link each, gives what each prompt gives alone."""
+"""Prompts that are answered together give what each gives alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def test_a_cold_batch_encodes_what_it_missed_once():
 
 
 def test_max_length_counts_from_the_longest_prompt():
-    """A linked batch is padded wider than an ordinary one; the limit must not notice."""
     wide_kept = Prompt([text(9, 1), chunk(60, 20), text(1, 21)])
     wide_rows = Prompt([text(60, 22), text(2, 23)])
     rag = warmed("llama", wide_kept, policy="reuse")

@@ -15,7 +15,7 @@ from ragcachekit.plan.link_plan import LinkPlan
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
     limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._prompts.decode, **limits}
-    return BatchDecoder(rag.model, rag._components.generator._rope, pad=rag._prompts.pad, **limits)
+    return BatchDecoder(rag.model, rag._components.generator._rope, **limits)
 
 
 def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
@@ -49,7 +49,7 @@ class Asked:
     @property
     def is_answered(self) -> bool:
         assert self.decoding is not None
-        got = self.decoding.generated().token_ids[0]
+        got = self.decoding.generated().token_ids
         if self.decoding.cancelled:
             return len(got) > 0 and got == self.expected[: len(got)]
         return got == self.expected

@@ -118,7 +118,7 @@ def linked(name: str, plan: LinkPlan, dtype: torch.dtype = torch.float32) -> Pre
     """One linked forward; logits of rows that were kept are NaN."""
     model = wrapped(name, dtype)
     install(model)
-    inputs = link([plan], described(name, dtype), torch.device("cpu"), 0)
+    inputs = link(plan, described(name, dtype), torch.device("cpu"))
     count = len(plan.rows)
     out = model(
         input_ids=inputs.input_ids[:, -count:],

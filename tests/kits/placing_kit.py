@@ -61,36 +61,30 @@ def prompt(kvs, gap=3, rows=(), keep=None):
     return plan_of(range(at + gap), pieces, sorted({*computed, *rows}))
 
 
-def batches():
-    """Named batches of plans over layers of :func:`many_kinds`."""
+def prompts():
+    """Named plans over layers of :func:`many_kinds`."""
     a, b, c = (entry(n, seed, SHAPES) for seed, n in enumerate((9, 1, 6)))
     prefix = entry(4, 9, SHAPES, start=0)
     return {
-        "one": [prompt([a, b, c])],
-        "one chunk twice": [prompt([a, b, a])],
-        "behind an exact prefix": [prompt([prefix, a, b], rows=(5, 6, 9))],
-        "cropped": [prompt([a, c], keep=4)],
-        "padded batch": [prompt([prefix, a]), prompt([b]), prompt([a, b, c], rows=(4,))],
+        "one": prompt([a, b, c]),
+        "one chunk twice": prompt([a, b, a]),
+        "behind an exact prefix": prompt([prefix, a, b], rows=(5, 6, 9)),
+        "cropped": prompt([a, c], keep=4),
     }
 
 
-def on(device, plans, near):
-    """The same plans over tensors that the simulation watches; ``near(number)``: on the device already."""
+def on(device, plan, near):
+    """The same plan over tensors that the simulation watches; ``near(number)``: on the device already."""
     moved = {}
-    for plan in plans:
-        for piece in plan.pieces:
-            if id(piece.kv) not in moved:
-                here = near(len(moved))
-                moved[id(piece.kv)] = piece.kv.each(lambda t, here=here: device.put(t, device=here))
-    return [
-        replace(plan, pieces=tuple(replace(p, kv=moved[id(p.kv)]) for p in plan.pieces)) for plan in plans
-    ]
+    for piece in plan.pieces:
+        if id(piece.kv) not in moved:
+            here = near(len(moved))
+            moved[id(piece.kv)] = piece.kv.each(lambda t, here=here: device.put(t, device=here))
+    return replace(plan, pieces=tuple(replace(p, kv=moved[id(p.kv)]) for p in plan.pieces))
 
 
-def placing_of(plans, rope, device, room=0):
-    slots = linker._slots(plans)
-    offsets = linker._offsets(plans, slots)
-    return Placing(plans, rope, CPU, device, slots=slots, offsets=offsets, room=room)
+def placing_of(plan, rope, device, room=0):
+    return Placing(plan, rope, CPU, device, room=room)
 
 
 def read(device, it, layers):
@@ -107,25 +101,23 @@ def read(device, it, layers):
     return seen
 
 
-def cpu_path(plans, rope):
+def cpu_path(plan, rope):
     """Per layer, keys and values as they are put in place without kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", "torch")
-        buffers = linker.assemble(plans, rope, CPU)
+        buffers = linker.assemble(plan, rope, CPU)
     assert buffers.placing is None
     return [layer() for layer in buffers.layers]
 
 
-def assert_as_on_cpu(seen, plans, rope):
+def assert_as_on_cpu(seen, plan, rope):
     """Kept rows as the CPU path places them."""
-    offsets = linker._offsets(plans, linker._slots(plans))
-    for layer, pair in enumerate(cpu_path(plans, rope)):
+    kept = [p for p in range(len(plan.token_ids)) if p not in plan.rows]
+    for layer, pair in enumerate(cpu_path(plan, rope)):
         for ours, theirs in zip(seen[layer], pair, strict=True):
             assert ours.shape == theirs.shape
             assert ours.dtype == theirs.dtype
-            for item, (plan, offset) in enumerate(zip(plans, offsets, strict=True)):
-                kept = [offset + p for p in range(len(plan.token_ids)) if p not in plan.rows]
-                torch.testing.assert_close(ours[item][:, kept], theirs[item][:, kept], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours[0][:, kept], theirs[0][:, kept], rtol=1e-5, atol=1e-6)
 
 
 NEAR = {"all near": lambda n: True, "all far": lambda n: False, "mixed": lambda n: n % 2 == 0}

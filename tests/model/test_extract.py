@@ -95,7 +95,7 @@ def test_every_kind_of_layer_as_on_the_cpu_path_and_back(length, by_triton):
         piece = Piece(stretch.start, ChunkKV(*one))
         rest = [p for p in range(COLUMNS) if not stretch.start <= p < stretch.stop]
         columns = slice(stretch.start, stretch.stop)
-        back = cpu_path([plan_of(range(COLUMNS), [piece], rest)], rope)
+        back = cpu_path(plan_of(range(COLUMNS), [piece], rest), rope)
         for layer, (keys, values) in zip(layers, back, strict=True):
             was = layer.keys[stretch.item, :, columns], layer.values[stretch.item, :, columns]
             torch.testing.assert_close(keys[0, :, columns], was[0], rtol=1e-5, atol=1e-5)

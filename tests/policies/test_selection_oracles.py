@@ -129,7 +129,7 @@ class TestQuery:
                 for i, p in enumerate(range(start, stop)):
                     scores[p] += inside[:, i].sum()
         count = math.ceil(ratio * sum(map(len, CHUNKS)) - 1e-9)
-        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        chosen, _ = choose(wrapped(name), described(name), plan)
         assert picked(chosen) == highest(scores, count)
         assert chosen.report.recompute_ratio == pytest.approx(count / (len(SYSTEM) + sum(map(len, CHUNKS))))
 
@@ -153,7 +153,7 @@ class TestQuery:
         count = math.ceil(0.2 * len(total) - 1e-9)
         first = [start for start, _ in spans(plan)]
         rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
-        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        chosen, _ = choose(wrapped(name), described(name), plan)
         assert picked(chosen) == sorted(first + rest)
 
     @pytest.mark.parametrize("known", ["all", "some", "none"])
@@ -183,7 +183,7 @@ class TestQuery:
         count = math.ceil(0.2 * len(total) - 1e-9)
         first = [start for start, _ in spans(plan)]
         rest = highest({p: s for p, s in total.items() if p not in first}, count - len(first))
-        chosen, _ = choose(wrapped(name), described(name), plan, 0)
+        chosen, _ = choose(wrapped(name), described(name), plan)
         assert picked(chosen) == sorted(first + rest)
 
     def test_nothing_to_choose_from_is_decided_at_once(self):
@@ -203,7 +203,7 @@ class TestQuery:
         plan = plan_for("llama", "query:0.1")
         object.__setattr__(plan.policy, "look", Look(layers=(7,)))
         with pytest.raises(ValueError, match="watches layers"):
-            choose(wrapped("llama"), described("llama"), plan, 0)
+            choose(wrapped("llama"), described("llama"), plan)
 
 
 class TestHeavy:
@@ -254,7 +254,7 @@ class TestPrefixAndSums:
     @pytest.mark.parametrize("second", ["query:0.2", "heavy:0.2"])
     def test_a_sum_is_the_union(self, second):
         def rows(policy):
-            return set(picked(choose(wrapped("llama"), described("llama"), plan_for("llama", policy), 0)[0]))
+            return set(picked(choose(wrapped("llama"), described("llama"), plan_for("llama", policy))[0]))
 
         both = rows(f"lego:3+{second}")
         assert both == rows("lego:3") | rows(second)
@@ -302,7 +302,7 @@ class TestCacheBlend:
         kind = "cacheblend-gradual" if gradual else "cacheblend"
         ids, survivors, columns = blend(name, 0.25, gradual)
         logits, layers = slow(name, ids, columns)
-        inputs, plan = link_ahead(wrapped(name), described(name), plan_for(name, f"{kind}:0.25"), 0)
+        inputs, plan = link_ahead(wrapped(name), described(name), plan_for(name, f"{kind}:0.25"))
         cache = inputs["past_key_values"]
         for ours, (keys, values) in zip(cache.layers, layers, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 2e-5
@@ -320,7 +320,7 @@ class TestCacheBlend:
         assert plan.report.recomputed_tokens == len(survivors[-1])
 
     def test_ratio_one_is_an_ordinary_prefill(self):
-        inputs, plan = link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend:1"), 0)
+        inputs, plan = link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend:1"))
         run = prefill(plain("llama"), ids_of(parts()))
         for ours, keys in zip(inputs["past_key_values"].layers, run.keys, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 1e-5
@@ -335,7 +335,7 @@ class TestCacheBlend:
 
         narrowed = LinkedLayer.narrow
         monkeypatch.setattr(LinkedLayer, "narrow", noted)
-        link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend-gradual:0.3"), 0)
+        link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend-gradual:0.3"))
         ahead = [rows for rows, projecting in given if not projecting]
         assert len(ahead) == 3 + 2 + 1  # of three layers: before the forward, the second, the third
         assert len({id(rows) for rows in ahead}) == 3
@@ -346,9 +346,9 @@ class TestCacheBlend:
 
     def test_other_forwards_of_the_model_are_left_alone(self):
         model = wrapped("llama")
-        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"), 0)
+        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"))
         hooks = [len(layer._forward_pre_hooks) for layer in model.model.layers]
-        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"), 0)
+        link_ahead(model, described("llama"), plan_for("llama", "cacheblend:0.1"))
         assert hooks == [len(layer._forward_pre_hooks) for layer in model.model.layers] == [0, 1, 1]
         ids = tokens(40, 5)
         assert off(prefill(model, ids).logits, prefill(plain("llama"), ids).logits) < 1e-6

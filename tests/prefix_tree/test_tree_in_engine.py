@@ -28,9 +28,9 @@ def tree_of() -> KnowledgeTree:
 
 
 def first_log_probs(rag: Any, prompt: Prompt, **options: Any) -> tuple[Any, torch.Tensor]:
-    seen = FirstScores([0])
+    seen = FirstScores()
     answer = rag.generate(prompt, max_new_tokens=5, do_sample=False, logits_processor=[seen], **options)
-    return answer, seen.log_probs[0]
+    return answer, seen.log_probs
 
 
 def full_log_probs(name: str, prompt: Prompt) -> torch.Tensor:

@@ -29,7 +29,7 @@ def together(rag, policy):
         decoder.step()
         decoder.step()
     finish(decoder)
-    return [decoding.generated().token_ids[0] for decoding in out]
+    return [decoding.generated().token_ids for decoding in out]
 
 
 def test_full_is_the_models_own_generate(rag, loaded):

@@ -175,12 +175,12 @@ class PolicyCheck:
     def _linked(self, plan: LinkPlan, answer: Sequence[int], steps: _Steps) -> tuple[torch.Tensor, float]:
         """Log probabilities ``[answer, vocab]`` after a linked prompt, in one forward over the answer too."""
         steps.take()
-        plan, _ = choose(self._model, self._rope, plan, self._prompts.pad)  # before it sees the answer
+        plan, _ = choose(self._model, self._rope, plan)  # before it sees the answer
         steps.take()
         length, given = len(plan.token_ids), answer[:-1]
         rows = (*plan.rows, *range(length, length + len(given)))
         whole = replace(plan, token_ids=(*plan.token_ids, *given), rows=rows)
-        inputs = link([whole], self._rope, self._model.device, self._prompts.pad)
+        inputs = link(whole, self._rope, self._model.device)
         output = self._model(
             input_ids=inputs.input_ids[:, -len(rows) :],
             position_ids=inputs.position_ids[:, -len(rows) :],

@@ -166,5 +166,5 @@ def _notes(prompts: PromptSegmenter, prompt: PromptLike, real: Segmentation, who
     elif without_template(prompts, prompt):
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
-        yield f"the chat template makes {len(whole)} characters of {len(prompt)} messages, contents unaltered"
+        yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
     yield from real.prompt.notes

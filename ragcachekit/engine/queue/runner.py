@@ -84,7 +84,7 @@ class Runner:
         run = self._runs[request] = _Run(time.perf_counter())
         work, options = request.work, request.work.asked.options
         with work.scope, CancelScope(closed), CancelScope(work.cancel), CancelScope(Late(work.deadline)):
-            run.first = self._components.shadow.draw(1, options)
+            run.first = self._components.shadow.draw(options)
             # A changed model may attend by other code than the batch's.
             unchanged = self._components.prompts.unchanged()
             why = self._decoder.unsupported(options) if unchanged else "the model changed"
@@ -125,7 +125,7 @@ class Runner:
             assert run.decoding is not None, "begun"
             generated = run.decoding.generated()
         answer = self._path.finish(generated, work.asked, run.first, run.begun, run.captured)
-        self._path.check_auto(generated.plans)
+        self._path.check_auto(generated.plan)
         queued, report = (run.begun - work.submitted) * 1e3, answer.report
         report = replace(
             report,

@@ -92,16 +92,16 @@ class GraphedForward:
         ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
         if args or other:
             return f"the forward is given {', '.join(other) or 'positional arguments'}"
-        if ids is None or positions is None or ids.shape[0] != 1 or rows.offsets != (0,):
+        if ids is None or positions is None or ids.shape[0] != 1:
             return "it is not one prompt's ids and positions"
-        if ids.shape != positions.shape or ids.shape[1] != len(rows.positions[0]):
+        if ids.shape != positions.shape or ids.shape[1] != len(rows.positions):
             return "ids or positions are not those of the rows"
         if rows.observer is not None or cache.before_layer is not None:
             return "the policy watches the forward or narrows its rows"
         keep, fields = kwargs.get("logits_to_keep"), kwargs.get("return_dict")
         if not isinstance(keep, int) or keep != 1 or not kwargs.get("use_cache") or fields is False:
             return "more than the last row's logits is asked for"
-        if len(rows.positions[0]) > self.config.max_rows:
+        if len(rows.positions) > self.config.max_rows:
             return f"more than {self.config.max_rows} rows"
         if cache.coming > self.config.max_coming:
             return "its KV is still on its way to the device"

@@ -88,7 +88,7 @@ class GraphRunner:
         ``CaptureFailed`` if the model cannot be captured, or the captured forward differs from the model's.
         """
         assert cache.pending is not None
-        positions, memory = cache.pending.positions[0], _memory(cache)
+        positions, memory = cache.pending.positions, _memory(cache)
         with self._lock:
             captured = self._get(room_for(len(positions)), memory)
             captured.inputs.write(input_ids, position_ids, positions, memory.entries)
@@ -226,7 +226,7 @@ class Trial:
 
     def cache(self, pairs: Pairs) -> LinkedCache:
         """A linked cache over ``pairs`` before its forward."""
-        rows = LinkRows((self.positions,), (0,))
+        rows = LinkRows(self.positions)
         slots = pairs[0][0].shape[2]
         kept = slots - len(self.positions)
         return LinkedCache(

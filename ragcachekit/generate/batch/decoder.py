@@ -36,7 +36,7 @@ class BatchDecoder:
     model : transformers.PreTrainedModel
         With our attention installed.
     rope : Rope
-    pad, decode : int, callable
+    decode : callable
         As for :func:`~ragcachekit.generate.run.run_generate`.
     max_batch : int
         Requests that are decoded together at most.
@@ -49,13 +49,12 @@ class BatchDecoder:
         model: Any,
         rope: Rope,
         *,
-        pad: int,
         decode: Callable[[Sequence[int]], str],
         max_batch: int,
         max_bytes: int,
     ) -> None:
         self._model, self._rope, self._decode = model, rope, decode
-        self._run = partial(run_generate, model, rope, pad=pad, decode=decode)
+        self._run = partial(run_generate, model, rope, decode=decode)
         self._max_batch, self._max_bytes = max_batch, max_bytes
         self._active: list[Decoding] = []
 
@@ -105,7 +104,7 @@ class BatchDecoder:
         one = {**options, "max_new_tokens": 1}
         if streamer is not None:
             one["streamer"] = OpenStreamer(streamer)
-        prefilled = self._run([plan], one, cancel=cancel, first=first, own=own, replan=replan, whole=True)
+        prefilled = self._run(plan, one, cancel=cancel, first=first, own=own, replan=replan, whole=True)
         sampling = Sampling.of(without_refused_defaults(options, defaults), defaults)
         stops = StopStrings(stop, self._decode, 0)
         decoding = Decoding(prefilled, sampling, stops, streamer, cancel, begun)
@@ -118,7 +117,7 @@ class BatchDecoder:
 
     def run(self, plan: LinkPlan, options: Mapping[str, Any], **asked: Any) -> Generated:
         """Answer a request whole and alone; arguments as for :meth:`begin`."""
-        return self._run([plan], options, **asked)
+        return self._run(plan, options, **asked)
 
     def step(self) -> list[Decoding]:
         """Give every active request a token; returns those that ended, which are not active any more.

@@ -53,9 +53,9 @@ class Decoding:
         cancel: threading.Event | None,
         begun: float,
     ) -> None:
-        self.plan, self.sampling = prefilled.plans[0], sampling
+        self.plan, self.sampling = prefilled.plan, sampling
         self.kv: RequestKV | None = None
-        self.token_ids = list(prefilled.token_ids[0])
+        self.token_ids = list(prefilled.token_ids)
         self.finished, self.cancelled = False, prefilled.cancelled
         self.error: Exception | None = None
         self._prefilled, self._stop, self._streamer = prefilled, stop, streamer
@@ -78,7 +78,7 @@ class Decoding:
         rest = self.sampling.max_new_tokens - len(self.token_ids)
         self.kv = RequestKV(self._prefilled.cache, len(self.plan.token_ids), rest)
         self.plan = self.plan.without_kv()
-        self._prefilled = replace(self._prefilled, cache=None, plans=(self.plan,))
+        self._prefilled = replace(self._prefilled, cache=None, plan=self.plan)
 
     def push(self, token: int) -> None:
         """Add a token; the request ends with it or goes on."""
@@ -120,17 +120,16 @@ class Decoding:
             return logits.argmax(-1)
 
     def generated(self, cancelled: bool = False) -> Generated:
-        """What ``run_generate`` returns for one prompt, so far; raises ``error`` if there is one.
+        """What ``run_generate`` returns, so far; raises ``error`` if there is one.
 
         The cache's rows do not change while the request goes on.
         """
         if self.error is not None:
             raise self.error
-        ids = tuple(self.token_ids)
         return replace(
             self._prefilled,
-            token_ids=(ids,),
-            ended=(self._at_end,),
+            token_ids=tuple(self.token_ids),
+            ended=self._at_end,
             cancelled=self.cancelled or cancelled,
             cache=self._prefilled.cache if self.kv is None else self.kv.as_cache(),
         )

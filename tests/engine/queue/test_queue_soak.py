@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
@@ -24,6 +25,10 @@ from ragcachekit import (
     QueueFull,
     StoreConfig,
 )
+from ragcachekit.engine.queue.request import Request
+from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.generate.batch.decoding import Decoding
 from soak_kit import figures
 
 PROMPTS = [
@@ -31,6 +36,9 @@ PROMPTS = [
 ]
 ASKED = {"do_sample": False, "eos_token_id": -1}
 TENANTS = ("a", "b", "c", "default")
+WINDOW = 4
+HELD = (RequestKV, LinkedCache, Decoding, Request)
+"""What holds KV for a request; an idle engine has as many as before."""
 
 
 class Torn(Exception):
@@ -43,7 +51,8 @@ def resources(rag):
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     runner = rag.queue._runner
     left = (len(runner._runs), sum(runner._wanted.values()), len(runner._decoder.active))
-    return {"threads": threads, "files": files, "left": left}
+    held = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in HELD)
+    return {"threads": threads, "files": files, "left": left, "held": held}
 
 
 def idle(rag):
@@ -102,7 +111,7 @@ def client(rag, number, count, want, outcomes):
             outcomes[type(error).__name__] += 1
 
 
-def run(rag, requests, threads=8):
+def run(rag, requests, threads=16):
     # Everything is computed: whatever is reused, answers are those of the model.
     want = [greedy(plain("llama"), ids(prompt), 12, eos_token_id=-1) for prompt in PROMPTS]
     rag.submit(PROMPTS[0], **ASKED, max_new_tokens=2).result(LONG)
@@ -130,21 +139,22 @@ def run(rag, requests, threads=8):
     assert stats.submitted - submitted == requests // threads * threads - outcomes["full"]
     assert stats.done + stats.cancelled + stats.expired + stats.failed == stats.submitted
     assert after == before
-    assert stats.most_overtaken <= 32
+    assert stats.most_overtaken <= WINDOW
     assert {"length", "cancelled", "DeadlineExceeded", "Cancelled"} <= outcomes.keys()
     return {**stats.to_dict(), "seconds": round(seconds, 1), "outcomes": dict(outcomes)}
 
 
 @pytest.fixture
-def rag(tmp_path):
-    queue = QueueConfig(max_batch=6, max_waiting=5)
+def rag(tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL, "ragcachekit")  # pytest keeps logged errors, and they their frames
+    queue = QueueConfig(max_batch=6, max_waiting=12, window=WINDOW)
     store = StoreConfig(host_bytes=1 << 20, disk_path=tmp_path)
     with warmed("llama", policy="lego:1000", cold="background", store=store, queue=queue) as rag:
         yield rag
 
 
 def test_five_hundred_requests_with_random_ends(rag):
-    run(rag, 504)
+    run(rag, 512)
 
 
 @pytest.mark.soak

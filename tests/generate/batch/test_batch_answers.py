@@ -87,4 +87,4 @@ def test_answers_longer_than_the_buffers_grow_them(monkeypatch):
     finish(decoder)
     for prompt, decoding in zip((PROMPT, NO_CHUNK), both, strict=True):
         expected = greedy(plain("mistral-sliding"), ids(prompt), 20, eos_token_id=NEVER)
-        assert decoding.generated().token_ids == (expected,)
+        assert decoding.generated().token_ids == expected

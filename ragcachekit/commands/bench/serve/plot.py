@@ -27,11 +27,13 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     times, answers = figure.subplots(1, 2)
     for name, rates in groups.items():
         at = sorted(rate for rate in rates if rate is not None)
+        if not at:
+            continue
         (line,) = times.plot(at, [_mean(rates[rate], "ttft_ms_p50") for rate in at], marker="o", label=name)
         p99 = [_mean(rates[rate], "ttft_ms_p99") for rate in at]
         times.plot(at, p99, linestyle="--", color=line.get_color(), linewidth=1)
     times.set(xlabel="requests per second", ylabel="time to first token (ms)", yscale="log")
-    times.legend(fontsize=8)
+    times.legend(fontsize=8, title="median; dashed: 99th percentile", title_fontsize=8)
     greatest = {name: _mean(rates[None], "throughput") for name, rates in groups.items() if None in rates}
     bars = answers.barh(list(greatest), list(greatest.values()))
     first = next(iter(greatest.values()))
