@@ -107,7 +107,7 @@ def test_a_template_that_alters_contents_is_named() -> None:
 
 def test_plain_text_of_a_chat_model_has_a_note(prompts) -> None:
     assert "chat template was not applied" in str(diagnose(prompts, PARTS, [ONE]))
-    assert "characters of 1 messages" in str(diagnose(prompts, messages(PARTS), [ONE]))
+    assert "characters of the messages" in str(diagnose(prompts, messages(PARTS), [ONE]))
 
 
 def test_it_registers_nothing(rag) -> None:

@@ -22,16 +22,14 @@ KERNEL = "ragcachekit-tests"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Execute a notebook with this interpreter; returns the outputs of its code cells as text."""
+    """Execute notebooks one after the other in one kernel of this interpreter, which forgets names between.
+
+    Returns the outputs of the code cells by notebook, as text.
+    """
     spec = tmp_path / "kernels" / KERNEL
     spec.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": KERNEL}))
-    paths = [ROOT, ROOT / "kernels", ROOT / "integrations"]
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     known, cache = (
         sample_model().parents[1],
         tmp_path / "cache" / "ragcachekit",
@@ -39,11 +37,28 @@ def run(tmp_path, monkeypatch):
     shutil.copytree(known, cache, ignore=lambda *_: {"models", "auto", "calibrations"})
     (cache / "models").symlink_to(known / "models")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    paths = [ROOT, ROOT / "kernels", ROOT / "integrations"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def outputs(name: str) -> list[str]:
-        notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-        NotebookClient(notebook, timeout=120, kernel_name=KERNEL).execute(cwd=str(tmp_path))
-        return [json.dumps(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    def outputs(*names: str) -> list[list[str]]:
+        whole = nbformat.v4.new_notebook()
+        for name in names:
+            cells = nbformat.read(ROOT / "notebooks" / name, as_version=4).cells
+            code = [cell for cell in cells if cell.cell_type == "code"]
+            whole.cells += [*code, nbformat.v4.new_code_cell("%reset -f")]
+        for number, cell in enumerate(whole.cells):
+            cell.id = f"cell-{number}"
+        NotebookClient(whole, timeout=120, kernel_name=KERNEL).execute(cwd=str(tmp_path))
+        found: list[list[str]] = [[]]
+        for cell in whole.cells:
+            if cell.source == "%reset -f":
+                found.append([])
+            else:
+                found[-1].append(json.dumps(cell.outputs))
+        return found[:-1]
 
     return outputs
 
@@ -58,8 +73,14 @@ def test_is_kept_without_outputs(path) -> None:
         assert cell.get("execution_count") is None
 
 
-def test_tour(run) -> None:
-    shown = run("tour.ipynb")
+def test_all_run(run) -> None:
+    tour, choose, debug = run("tour.ipynb", "choose_for_your_data.ipynb", "debug_no_reuse.ipynb")
+    shows_reuse(tour)
+    shows_a_choice(choose)
+    shows_the_faults(debug)
+
+
+def shows_reuse(shown: list[str]) -> None:
     assert "LlamaForCausalLM on cpu" in shown[0]
     assert "1874" in shown[2]
     assert "first token after" in shown[3]
@@ -72,8 +93,7 @@ def test_tour(run) -> None:
     assert "image/png" in shown[7]
 
 
-def test_choose_for_your_data(run) -> None:
-    shown = run("choose_for_your_data.ipynb")
+def shows_a_choice(shown: list[str]) -> None:
     assert shown[1].count("<tr><td") == 6
     assert ">policy</th>" in shown[1]
     assert "image/png" in shown[2]
@@ -81,8 +101,7 @@ def test_choose_for_your_data(run) -> None:
     assert re.search(r"tolerance 0\.\d+ \(cosine\)", shown[4])
 
 
-def test_debug_no_reuse(run) -> None:
-    shown = run("debug_no_reuse.ipynb")
+def shows_the_faults(shown: list[str]) -> None:
     assert "stands verbatim in the prompt" in shown[1]
     assert shown[2].count("printed as Python") >= 2
     for why in ("HTML-escaped", "whitespace", "not registered"):

@@ -166,7 +166,11 @@ def _notes(prompts: PromptSegmenter, prompt: PromptLike, real: Segmentation, who
     elif without_template(prompts, prompt):
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
+<<<<<<< HEAD
         messages = prompt.messages if isinstance(prompt, ChatWithTools) else prompt
         count = len(messages)
         yield f"the chat template makes {len(whole)} characters of {count} messages, contents unaltered"
+=======
+        yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
+>>>>>>> nb
     yield from real.prompt.notes
