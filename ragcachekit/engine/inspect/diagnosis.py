@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
-from ragcachekit.engine.prompt_segmenter import ChatWithTools, PromptLike, PromptSegmenter
+from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
 from ragcachekit.prompt.base import Segmentation, word_runs_across
 from ragcachekit.prompt.differences import Difference, difference
 from ragcachekit.reports import Report
@@ -166,11 +166,5 @@ def _notes(prompts: PromptSegmenter, prompt: PromptLike, real: Segmentation, who
     elif without_template(prompts, prompt):
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
-<<<<<<< HEAD
-        messages = prompt.messages if isinstance(prompt, ChatWithTools) else prompt
-        count = len(messages)
-        yield f"the chat template makes {len(whole)} characters of {count} messages, contents unaltered"
-=======
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
->>>>>>> nb
     yield from real.prompt.notes
