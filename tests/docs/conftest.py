@@ -14,7 +14,7 @@ from speaking import byte_level, speaker
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder for ``--model``: random weights, a byte-level tokenizer, a chat template."""
     folder = tmp_path_factory.mktemp("tiny-model")
-    speaker(max_position_embeddings=4096).save_pretrained(folder)
+    speaker(max_position_embeddings=16384).save_pretrained(folder)
     byte_level().save_pretrained(folder)
     return folder
 
