@@ -15,7 +15,7 @@ demo: $(STAMP)
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(SAMPLE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
 COMPUTING := $(addprefix tests/,kernels policies plan forward encode model engine generate prefix_tree query search)

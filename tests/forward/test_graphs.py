@@ -463,5 +463,5 @@ def test_reports():
     report = answer.report.link
     assert (report.forward, report.kernels) == ("graph", "torch (cpu)")
     assert "forward graph, kernels torch (cpu)" in str(report)
-    assert "<th style='text-align:left'>kernels</th><td>torch (cpu)</td>" in report._repr_html_()
+    assert "kernels</th><td style='text-align:left'>torch (cpu)</td>" in report._repr_html_()
     assert answer.report.to_dict()["link"]["forward"] == "graph"

