@@ -19,7 +19,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ragcachekit.errors import RagCacheError
-from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_file
 from ragcachekit.model.pretrained import default_cache_dir
 
@@ -64,7 +64,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     folder = cache / "models" / _FOLDER
     if _is_whole(folder, cache):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with FileLock(f"{folder}.lock"):
         if _is_whole(folder, cache):
             return folder

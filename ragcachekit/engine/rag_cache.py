@@ -111,7 +111,7 @@ class RagCache(InspectMethods):
         own = {name: options.pop(name) for name in EngineOptions.__annotations__ if name in options}
         open_policy(EngineSettings(**own).policy)  # a typo should not cost the loading time
         model, tokenizer = load_model(model_id, device, **options)
-        return cls(model, tokenizer, _weights=weights_folder(model_id), **own)
+        return cls(model, tokenizer, _weights=weights_folder(model_id, **options), **own)
 
     def encoding_stats(self) -> EncodingStats:
         """Tokens that requests missed, kept and encoded since this object was made."""
