@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from ragcachekit import Answer, GenerateReport, LinkReport
+from ragcachekit import Answer, CancelScope, GenerateReport, LinkReport
 
 WORDS = ("it", "is", "in", "the", "north", "of", "the", "town", "by", "the", "sea", ".")
 
@@ -52,7 +52,9 @@ class FakeRequest:
     def __init__(self, words, finish, streamer=None, gate=None):
         self._words, self._finish, self._streamer, self._gate = words, finish, streamer, gate
         self._taken, self._callbacks, self._done = [], [], threading.Event()
-        self.cancelled = threading.Event()
+        self._cancel, scope = threading.Event(), CancelScope()
+        # As of a real request: by itself, or by the scope of the call that submitted it.
+        self.cancelled = SimpleNamespace(is_set=lambda: self._cancel.is_set() or scope.requested)
         self.detokenizer = SimpleNamespace(push=lambda ids: ids[0])
         if streamer is None and gate is None:
             self._run()
@@ -95,7 +97,7 @@ class FakeRequest:
             callback(self)
 
     def cancel(self):
-        self.cancelled.set()
+        self._cancel.set()
 
 
 class FakeIds(list):
