@@ -69,7 +69,10 @@ def called(target: str, question: str | None) -> tuple[PromptLike, list[object]]
     if not colon:
         raise RagCacheError(f"--call takes module:function, got {target!r}")
     sys.path.insert(0, str(Path.cwd()))  # as python -m does
-    function = getattr(importlib.import_module(module), name, None)
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise RagCacheError(f"--call {target}: {module} cannot be imported here: {error}") from error
     if not callable(function):
         raise RagCacheError(f"--call {target}: {module} has no function {name!r}")
     found = function() if question is None else function(question)
