@@ -1,0 +1,1 @@
+"""A server with the HTTP interface of OpenAI."""

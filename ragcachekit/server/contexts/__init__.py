@@ -1,0 +1,1 @@
+"""Prompts that clients store under a name: context caching."""

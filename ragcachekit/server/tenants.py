@@ -1,0 +1,38 @@
+"""Who asks, and what they may use."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most of what one API key may use; None: no limit.
+
+    - ``requests_per_minute``, ``tokens_per_minute``: Requests, and prompt and answer tokens.
+    - ``parallel``: Requests that wait or run at once.
+    - ``contexts``, ``context_tokens``: Stored contexts, and tokens of all of them.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    parallel: int | None = None
+    contexts: int | None = 1000
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """The owner of an API key; ``namespace`` partitions every cache."""
+
+    name: str
+    namespace: str
+    limits: Limits = field(default_factory=Limits)
+
+    def partition(self, *salts: str | None) -> str:
+        """The namespace of a request with these ``cache_salt`` and ``prompt_cache_key``; None adds nothing."""
+        given = [f"{number}:{salt}" for number, salt in enumerate(salts) if salt]
+        if not given:
+            return self.namespace
+        return f"{self.namespace}/{hashlib.sha256(chr(0).join(given).encode()).hexdigest()[:32]}"
