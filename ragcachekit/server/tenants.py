@@ -31,7 +31,7 @@ class Tenant:
     limits: Limits = field(default_factory=Limits)
 
     def partition(self, *salts: str | None) -> str:
-        """The namespace of a request with these ``cache_salt`` and ``prompt_cache_key``; None adds nothing."""
+        """The namespace of a request with a ``cache_salt`` and ``prompt_cache_key``; None adds nothing."""
         given = [f"{number}:{salt}" for number, salt in enumerate(salts) if salt]
         if not given:
             return self.namespace
