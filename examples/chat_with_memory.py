@@ -38,7 +38,6 @@ def chat(rag: RagCache, questions: Iterable[str]) -> None:
         messages.append({"role": "assistant", "content": answer.text})
         link = answer.report.link
         print(f"\n  {link.reused_tokens} of {link.prompt_tokens} prompt tokens reused")
-        rag.flush()  # the turn is kept behind the answer; only a demonstration waits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"  {reused} of {message.usage_metadata['input_tokens']} prompt tokens reused")
             for line in filter(None, (report["link"]["fallback"], *report["link"]["notes"])):
                 print(f"  {line}")  # why, if less than expected
-            rag.flush()  # what was missing is kept behind the answer; only a demonstration waits
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from ragcachekit.engine.active_requests import ActiveRequests
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.auto.check import PolicyCheck
 from ragcachekit.engine.auto.chooser import AutoPolicies
+from ragcachekit.engine.capture.row_capture import RowCapture
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
-from ragcachekit.engine.tree_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs

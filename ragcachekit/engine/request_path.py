@@ -25,6 +25,8 @@ NOT_KEPT = (
     "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
 )
 
+TOLD = 0.01  # seconds of waiting that a report mentions
+
 REPORTS = 256
 """Answered requests whose reports are kept."""
 
@@ -65,7 +67,11 @@ class RequestPath:
         )
 
     def begin(self, request: PromptRequest) -> LinkPlan:
-        """The plan of a request, by what is cached now."""
+        """The plan of a request, by what is cached now, once an earlier prompt's rows are stored."""
+        waited = self._components.capture.pending.wait(request)
+        if waited >= TOLD:
+            note = f"waited {waited:.2f} s until rows of an earlier prompt were stored"
+            request = replace(request, notes=(*request.notes, note))
         return self.plan(self._components.prompts.look_up(request))
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:

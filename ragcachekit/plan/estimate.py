@@ -7,7 +7,6 @@ import logging
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import VariantPool, keys_for
-from ragcachekit.policies.base import ExactPolicy
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import KVKey
 
@@ -34,9 +33,7 @@ class Estimator:
         self._place = (
             tree.place(request.segments, wanted, fingerprint, request.namespace) if tree and wanted else None
         )
-        # A policy that keeps exact rows alone uses no other entries.
-        exact_only = isinstance(request.policy, ExactPolicy)
-        self._wanted = [want for want in wanted if want.exact or not exact_only]
+        self._wanted = request.reusable
 
     def rows(self) -> tuple[int, int]:
         """Prompt tokens with cached KV, and the others, at least one."""

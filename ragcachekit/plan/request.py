@@ -11,7 +11,7 @@ from ragcachekit.model.encoding import Ids
 from ragcachekit.plan.encodings import Encodings, TokenSegment, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
-from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
 from ragcachekit.store.null import NullStore
 
 
@@ -63,6 +63,15 @@ class PromptRequest:
     def token_ids(self) -> Ids:
         """The whole prompt."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def reusable(self) -> tuple[Wanted, ...]:
+        """The cacheable segments that the policy may reuse."""
+        if not self.reads_cache:
+            return ()
+        # A policy that keeps exact rows alone uses no other entries.
+        exact_only = isinstance(self.policy, ExactPolicy)
+        return tuple(want for want in self.wanted if want.exact or not exact_only)
 
     @property
     def reads_cache(self) -> bool:

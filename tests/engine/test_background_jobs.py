@@ -13,7 +13,7 @@ from engine_kit import PROMPT, rag_for
 from ragcachekit import background
 from ragcachekit import threads as threads_module
 from ragcachekit.background import Background
-from ragcachekit.engine import tree_capture as keep
+from ragcachekit.engine.capture import row_capture as keep
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 LONG = 60.0

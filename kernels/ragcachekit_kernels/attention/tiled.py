@@ -101,16 +101,19 @@ def context_mass(
     lengths: Sequence[int],
     options: AttentionOptions,
 ) -> ContextMass:
-    """As :func:`ragcachekit_kernels.dispatch.context_mass`.
-
-    Attention over values that are one-hot vectors of the keys' segments is attention per segment.
-    """
+    """As :func:`ragcachekit_kernels.dispatch.context_mass`, one tile at a time."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    query, key = query.to(wide), key.to(wide)
+    key, grouped = key.to(wide), _grouped(query.to(wide), key)
     member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
-    mass = attend(query, key, member.expand(len(key), -1, -1), positions, options).sum(0).float()
-    columns = column_scores(query, key, positions, options).float()
-    return ContextMass(columns, mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
+    columns, mass = key.new_zeros(key.shape[1]), key.new_empty(len(positions), len(lengths))
+    for start, stop in tiles(positions):
+        scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
+        weights = _weights(scores, stop - start, options.sinks)
+        rows = weights.view(-1, stop - start, weights.shape[-1]).sum(0)
+        columns[low : low + rows.shape[1]] += rows.sum(0)
+        mass[start:stop] = rows @ member[low : low + rows.shape[1]]
+    mass = mass.float()
+    return ContextMass(columns.float(), mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
 
 
 def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -71,12 +71,16 @@ class Runner:
             self._components.loads.prefetch(request.work.estimator.to_load)
 
     def is_ready(self, request: Request) -> bool:
-        """Whether its prefill would not wait for entries that are being loaded."""
-        estimator = request.work.estimator
-        return self._components.loads.hidden(estimator.to_load, estimator.rows)
+        """Whether its prefill would not wait for entries that are being loaded or stored."""
+        work, parts = request.work, self._components
+        if parts.capture.pending.concern(work.prompt):
+            return False
+        return parts.loads.hidden(work.estimator.to_load, work.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
-        """Whether the request may begin beside those that run."""
+        """Whether the request may begin beside those that run, which need not wait for it."""
+        if self._runs and self._components.capture.pending.concern(request.work.prompt):
+            return False
         return self._decoder.has_room(request.work.tokens)
 
     def begin(self, request: Request, closed: Event) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ragcachekit.background import Background, attempt
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.engine.capture.pending_rows import Pending, PendingRows
 from ragcachekit.forward.own_rows import captured, turn_of
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
@@ -16,6 +17,8 @@ from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
 
 MAX_WAITING = 8  # requests whose caches may wait to be copied from
+
+_Job = tuple[Generated, Pending]
 
 
 class RowCapture:
@@ -36,7 +39,8 @@ class RowCapture:
     ) -> None:
         self.tree, self._encoder, self._rope = tree, background_encoder, rope
         self._unchanged, self._forgets, self._when = unchanged, forgets, when
-        self._background = Background[Generated](self._keep, MAX_WAITING, "ragcachekit-capture")
+        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-capture")
+        self.pending = PendingRows(self._background.closed)
         self.flush, self.close = self._background.flush, self._background.close
 
     def after(self, generated: Generated) -> frozenset[KVKey]:
@@ -50,9 +54,26 @@ class RowCapture:
             return frozenset()
         if self._when == "now":
             self._keep(generated)
-        elif not self._background.submit(generated):
+        elif not self._submit(generated):
             return frozenset()
         return frozenset(item.key for item in own.items) if own is not None and complete else frozenset()
+
+    def _submit(self, generated: Generated) -> bool:
+        turns = self.tree is not None and self.tree.turns.budget > 0
+        pending, queued = Pending.of(generated, turns), False
+        self.pending.add(pending)
+        try:
+            queued = self._background.submit((generated, pending))
+        finally:  # also after an interrupt
+            if not queued:
+                self.pending.discard(pending)
+        return queued
+
+    def _work(self, job: _Job) -> None:
+        try:
+            self._keep(job[0])
+        finally:
+            self.pending.discard(job[1])
 
     def _keep(self, generated: Generated) -> None:
         if self._unchanged():

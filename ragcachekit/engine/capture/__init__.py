@@ -1,0 +1,1 @@
+"""Copies of rows that answered prompts computed, for the prompts that follow."""
