@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import Event
 from typing import Generic, TypeVar
 
 from ragcachekit.cancellation import CancelScope
@@ -16,13 +17,19 @@ from ragcachekit.threads import Job as PoolJob
 log = logging.getLogger(__name__)
 
 Job = TypeVar("Job")
+Pause = Callable[[Event], object]
 
 
 class Background(Generic[Job]):
-    """A queue of at most ``most`` jobs and a thread that calls ``work`` for each; errors are logged."""
+    """A queue of at most ``most`` jobs and a thread that calls ``work`` for each; errors are logged.
 
-    def __init__(self, work: Callable[[Job], object], most: int, name: str) -> None:
-        self._work, self._most = work, most
+    ``pause`` is called before every layer of model work, and may delay it until ``closed`` is set.
+    """
+
+    def __init__(
+        self, work: Callable[[Job], object], most: int, name: str, pause: Pause | None = None
+    ) -> None:
+        self._work, self._most, self._pause = work, most, pause
         self._pool = DaemonPool(name)
         self.closed = self._pool.closed
 
@@ -44,7 +51,8 @@ class Background(Generic[Job]):
         self._pool.close()
 
     def _do(self, job: Job) -> None:
-        with CancelScope(self._pool.closed):
+        pause = None if self._pause is None else partial(self._pause, self.closed)
+        with CancelScope(self.closed, pause=pause):
             attempt(self._work, job)
 
 

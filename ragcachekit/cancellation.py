@@ -32,6 +32,8 @@ class CancelScope:
     ----------
     event : threading.Event, optional
         Cancels the scope when set, as :meth:`cancel` does.
+    pause : callable, optional
+        Called before every layer inside, of which it may delay the next one.
     on_interrupt : bool
         SIGINT cancels the scope before ``KeyboardInterrupt`` is raised, for executors that wait for their
         threads first (LangChain's ``RunnableParallel``). Main thread only.
@@ -43,12 +45,20 @@ class CancelScope:
     ...     rag.encode(texts)
     """
 
-    def __init__(self, event: threading.Event | None = None, *, on_interrupt: bool = False) -> None:
+    def __init__(
+        self,
+        event: threading.Event | None = None,
+        *,
+        pause: Callable[[], object] | None = None,
+        on_interrupt: bool = False,
+    ) -> None:
         self.between_layers = True  # False: the generate loop ends after a token, and keeps its tokens
         self._event, self._on_interrupt = event, on_interrupt
         self._handler: Any = None
         self._cancelled = False  # not an Event: a signal handler may run while its lock is held
         self._outer = _SCOPE.get()
+        inherited = self._outer.pause if self._outer is not None else None
+        self.pause: Callable[[], object] | None = pause or inherited
         self._entered = threading.local()  # per thread: a stack of tokens and signal handlers
 
     @property
@@ -136,5 +146,9 @@ class CancelScope:
 def raise_if_cancelled() -> None:
     """Raise :class:`~ragcachekit.errors.Cancelled` in a cancelled scope; run in every layer."""
     scope = _SCOPE.get()
-    if scope is not None and scope.between_layers and scope.requested:
+    if scope is None:
+        return
+    if scope.pause is not None:
+        scope.pause()
+    if scope.between_layers and scope.requested:
         raise Cancelled("the model work was cancelled; nothing of the forward that ran was kept")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from ragcachekit.background import Background
+from ragcachekit.background import Background, Pause
 from ragcachekit.encode.averages import AverageEncoder, takes_along
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
@@ -34,7 +34,7 @@ class BackgroundEncoder:
     ``neighbours`` and ``in_prompts`` encode chunks under ``similar:n`` and ``in-prompt``. Work is dropped if
     ``still_valid`` returns False: the model has changed. ``stored`` is called with every stored entry, before
     it can be forgotten. Entries in ``forgets`` since the work on them began are not stored. :meth:`later`
-    encodes an entry at its ``after``-th miss.
+    encodes an entry at its ``after``-th miss; ``pause`` may delay its thread before each layer.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class BackgroundEncoder:
         stored: Callable[[KVKey, ChunkKV], object],
         forgets: ForgetEpochs,
         after: int = 1,
+        pause: Pause | None = None,
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
@@ -57,7 +58,8 @@ class BackgroundEncoder:
         # Written in ``forgets.storing``:
         self.misses = MissCounts()
         self._refused: dict[KVKey, None] = {}
-        self._background = Background[list[Missing]](self._encode_queued, MAX_WAITING, "ragcachekit-encode")
+        work, name = self._encode_queued, "ragcachekit-encode"
+        self._background = Background[list[Missing]](work, MAX_WAITING, name, pause)
         self.flush, self.close = self._background.flush, self._background.close
 
     def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:

@@ -1,13 +1,19 @@
-"""How many requests run, for work that waits until none does."""
+"""How many requests run, for work that waits until none does, or gives way."""
 
 from __future__ import annotations
 
+import time
 from threading import Event, Lock
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import Cancelled
 
 _EVERY = 0.02  # seconds between two looks
+
+SHARE = 0.1
+"""Part of the time that background work gets while requests run: not none, under a load that never ends."""
+
+_LONGEST = 1.0  # seconds of work without a pause that are counted
 
 
 class ActiveRequests:
@@ -31,3 +37,22 @@ class ActiveRequests:
         while self.running:
             if closed.wait(_EVERY):
                 raise Cancelled("closed while waiting for requests")
+
+
+class GiveWay:
+    """Slows the model work of one background thread down while requests run, to :data:`SHARE` of the time.
+
+    It competes for the processor with the first token that somebody waits for. Called before every layer.
+    """
+
+    def __init__(self, active: ActiveRequests) -> None:
+        self._active, self._since = active, time.monotonic()
+
+    def __call__(self, closed: Event) -> None:
+        """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
+        now = time.monotonic()
+        end = now + min(now - self._since, _LONGEST) * (1 / SHARE - 1)
+        while self._active.running and (left := end - time.monotonic()) > 0:
+            if closed.wait(min(_EVERY, left)):
+                break
+        self._since = time.monotonic()

@@ -17,7 +17,7 @@ from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.engine.active_requests import ActiveRequests
+from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.auto.check import PolicyCheck
 from ragcachekit.engine.auto.chooser import AutoPolicies
@@ -114,14 +114,19 @@ class EngineComponents:
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
 
         def encoder_over(
             store: KVStore, stored: Callable[[KVKey, ChunkKV], object], forgets: ForgetEpochs
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
-            in_prompts, after = InPromptEncoder(model, rope), settings.encode_after
-            return BackgroundEncoder(encoder, store, unchanged, near, in_prompts, stored, forgets, after)
+            in_prompts, after, pause = (
+                InPromptEncoder(model, rope),
+                settings.encode_after,
+                GiveWay(self.active),
+            )
+            parts = encoder, store, unchanged, near, in_prompts, stored, forgets
+            return BackgroundEncoder(*parts, after, pause)
 
         self.background_encoder = encoder_over(self.store, self.prompts.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
@@ -129,10 +134,9 @@ class EngineComponents:
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
         self.generator = Generator(model, rope, self.prompts)
-        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged)
+        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, GiveWay(self.active))
         opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
-        self.active = ActiveRequests()
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
         check = PolicyCheck(model, rope, self.prompts, private)
         given = settings.encoder

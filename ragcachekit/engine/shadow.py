@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.background import Background
+from ragcachekit.background import Background, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
 from ragcachekit.engine.generator import Generator
@@ -76,16 +76,22 @@ class Shadow:
     """Draws requests, runs them in full after their answers, and measures the difference.
 
     Errors are logged and counted; they never reach an answer. Nothing is compared once the model has changed
-    (``unchanged``).
+    (``unchanged``). ``pause`` slows the thread down.
     """
 
-    def __init__(self, config: ShadowConfig, generator: Generator, unchanged: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: ShadowConfig,
+        generator: Generator,
+        unchanged: Callable[[], bool],
+        pause: Pause | None = None,
+    ) -> None:
         self.config = config
         self._generator, self._unchanged = generator, unchanged
         self._lock = threading.Lock()
         self._seen = 0
         self._tallies: dict[str, _Tally] = {}
-        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-shadow")
+        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-shadow", pause)
         self.flush, self.close = self._background.flush, self._background.close
 
     def fallback(self, namespace: str) -> str | None:
