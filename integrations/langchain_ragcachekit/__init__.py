@@ -1,6 +1,6 @@
 """LangChain on RagCacheKit: a caching retriever and a chat model that reuses the chunks' KV."""
 
-from ragcachekit.errors import missing_extra
+from ragcachekit import missing_extra
 
 try:
     from langchain_ragcachekit.chat import ChatRagCache

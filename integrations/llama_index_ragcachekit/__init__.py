@@ -1,6 +1,6 @@
 """LlamaIndex on RagCacheKit: a caching retriever and a model that reuses the chunks' KV."""
 
-from ragcachekit.errors import missing_extra
+from ragcachekit import missing_extra
 
 try:
     from llama_index_ragcachekit.events import ChunkReuseEvent, QueryCacheEvent
