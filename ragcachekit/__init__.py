@@ -13,6 +13,7 @@ from ragcachekit.errors import (
     ModelNotSupported,
     QueueFull,
     RagCacheError,
+    missing_extra,
 )
 from ragcachekit.reports import (
     Answer,
@@ -108,6 +109,7 @@ __all__ = [
     "astream",
     "bypass_query_cache",
     "calibrate",
+    "missing_extra",
     "name_of",
     "to_thread",
 ]

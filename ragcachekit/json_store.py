@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import diskcache
-from diskcache.core import MODE_PICKLE, UNKNOWN
+from diskcache.core import DBNAME, MODE_PICKLE, UNKNOWN
+
+from ragcachekit.files import OpenFile, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,15 @@ class JsonStore:
     Parameters
     ----------
     folder : path
-        Made if it does not exist. OSError where that is not allowed.
+        Made for this user alone if it does not exist (mode 0700, files 0600). OSError where that is not
+        allowed.
     size_limit : int, optional
         Bytes; the least recently stored values go first. None keeps everything.
     """
 
     def __init__(self, folder: str | os.PathLike[str], size_limit: int | None = None) -> None:
         self.folder = Path(folder).expanduser()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._options: dict[str, Any] = {"disk_min_file_size": _LARGEST_BLOB}
         if size_limit is None:
             self._options |= {"eviction_policy": "none", "cull_limit": 0}
@@ -158,13 +161,16 @@ class JsonStore:
             aside = self.folder.with_name(f"{self.folder.name}.damaged-{time.time_ns()}")
             log.warning("%s is damaged (%r); put aside as %s", self.folder, error, aside)
             self.folder.rename(aside)
-            self.folder.mkdir()
+            make_folder(self.folder)
         try:
             return self._connect()
         except _UNREADABLE as error:
             raise OSError(f"cannot open {self.folder}: {error}") from error
 
     def _connect(self) -> Any:
+        OpenFile(
+            self.folder / DBNAME, os.O_RDWR | os.O_CREAT
+        ).close()  # SQLite's own would have the umask's mode
         cache = diskcache.Cache(str(self.folder), disk=JsonDisk, **self._options)
         len(cache)
         return cache

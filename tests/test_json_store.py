@@ -1,7 +1,9 @@
 """JSON on disk: kept over a restart, shared by processes, a miss where damaged, and never unpickled."""
 
+import os
 import pickle
 import sqlite3
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import diskcache
 import pytest
 
 from ragcachekit.json_store import JsonStore
+from ragcachekit.search.documents.index import DocumentIndex
 
 VALUE = {"text": "Zürich 😀 \ud83d", "numbers": [1, 2.5, None], "long": "x" * 100_000}
 
@@ -41,6 +44,28 @@ def test_a_restart_keeps_values_and_their_order(tmp_path):
         assert (len(store), store.get("a"), store.get("c")) == (2, [1], None)
         store.clear()
         assert len(store) == 0
+
+
+def test_texts_at_rest_are_for_this_user_alone_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        with DocumentIndex(path=tmp_path / "a" / "index") as index, JsonStore(tmp_path / "b" / "c") as store:
+            index.add(["one"], [[1.0, 0.0]], ["a secret text"])
+            store.put({"text": "a secret"})
+            (tmp_path / "own").mkdir(mode=0o755)
+            with JsonStore(tmp_path / "own") as kept:
+                kept.put({"text": "a secret"})
+            during = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    found = during | {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert {path.name: oct(mode) for path, mode in found.items() if path.is_dir()} == {
+        **dict.fromkeys(["a", "index", "documents", "b", "c"], oct(0o700)),
+        "own": oct(0o755),  # whoever makes a folder decides
+    }
+    files = {path: mode for path, mode in found.items() if not path.is_dir()}
+    assert {"cache.db", "cache.db-wal", "cache.db-shm", "lock"} <= {path.name for path in files}
+    assert set(files.values()) == {0o600}
 
 
 def test_another_process_sees_what_was_put(tmp_path):

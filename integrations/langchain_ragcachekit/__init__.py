@@ -1,5 +1,7 @@
 """LangChain on RagCacheKit: a caching retriever and a chat model that reuses the chunks' KV."""
 
+from ragcachekit import missing_extra
+
 try:
     from langchain_ragcachekit.chat import ChatRagCache
     from langchain_ragcachekit.format_docs import DOCUMENT_PROMPT, format_docs
@@ -10,7 +12,8 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "langchain_core":
         raise
     raise ModuleNotFoundError(
-        "langchain_ragcachekit needs langchain-core: pip install 'ragcachekit[langchain]'", name=error.name
+        f"langchain_ragcachekit needs langchain-core: {missing_extra('langchain', 'langchain-core')}",
+        name=error.name,
     ) from error
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any, Self, TypeVar
 
 from llama_index.core.base.llms.types import (
@@ -22,6 +23,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import to_dicts
+from llama_index_ragcachekit.pickling import NotPickled
 from llama_index_ragcachekit.responses import as_chat, as_completion, same
 from ragcachekit import Answer, agenerate, astream
 
@@ -30,7 +32,7 @@ DEFAULT_MAX_TOKENS = 256
 Response = TypeVar("Response")
 
 
-class RagCacheLLM(CustomLLM):
+class RagCacheLLM(NotPickled, CustomLLM):
     """Chat and completion model that reuses the KV of chunks which it finds inside the prompt.
 
     Works in a ``RetrieverQueryEngine`` with its default prompts. Every response carries the report as
@@ -83,7 +85,7 @@ class RagCacheLLM(CustomLLM):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.cache, name, None)) for name in ("submit", "stream")):
+        if not all(callable(getattr(self.cache, name, None)) for name in ("submit", "count_tokens")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.cache!r}")
         return self
 
@@ -169,19 +171,21 @@ class RagCacheLLM(CustomLLM):
         return self.messages_to_prompt(messages)
 
     def _answer(self, prompt: Any, overrides: dict[str, Any]) -> Answer:
-        answer: Answer = self.cache.submit(prompt, **{"wait": True, **self._options(overrides)}).result()
+        answer: Answer = self._submit(prompt, self._options(overrides)).result()
         return answer
+
+    def _submit(self, prompt: Any, options: dict[str, Any]) -> Any:
+        return self.cache.submit(prompt, **{"wait": True, **options})
 
     def _pieces(
         self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
-        text = ""
-        options.pop("wait", None)  # it goes through no queue
-        with self.cache.stream(prompt, **options) as stream:
+        text, request = "", self._submit(prompt, options)
+        with closing(request.stream()) as stream:
             for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
-            yield form(as_completion(stream.answer, delta=""))
+        yield form(as_completion(request.result(0), delta=""))
 
     async def _apieces(
         self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]

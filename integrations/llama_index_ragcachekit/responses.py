@@ -12,14 +12,19 @@ from ragcachekit import Answer, GenerateReport
 
 dispatcher = get_dispatcher(__name__)
 
-ALTERED = "stands verbatim in the prompt"
-"""Of the engine's note where chunks are registered and the prompt has none of them."""
-
-ADVICE = (
-    "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers them as "
-    "postprocessors left them and puts them whole into the prompt; in chat engines, "
-    "RagCachePostprocessor(cache=rag) as the last of node_postprocessors registers them"
-)
+ADVICE = {
+    "stands verbatim in the prompt": (  # of the engine's note where the prompt has none of the chunks
+        "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers "
+        "them as postprocessors left them and puts them whole into the prompt; in chat engines, "
+        "RagCachePostprocessor(cache=rag) as the last of node_postprocessors registers them"
+    ),
+    "do not stand there whole": (  # of its note on chunks that begin in the prompt
+        "LlamaIndex: its prompt helper cuts nodes where a prompt is full; "
+        "response_synthesizer=RagCacheSynthesizer(llm), or elsewhere "
+        "Settings.prompt_helper = RagCachePromptHelper.from_llm(llm), leaves them whole"
+    ),
+}
+"""What to set in LlamaIndex, by a part of the engine's note."""
 
 REPORTED = (
     *("namespace", "policy", "fallback", "notes"),
@@ -67,6 +72,6 @@ def as_chat(response: CompletionResponse) -> ChatResponse:
 
 
 def _advised(report: GenerateReport) -> GenerateReport:
-    if not any(ALTERED in note for note in report.link.notes):
-        return report
-    return replace(report, link=replace(report.link, notes=(*report.link.notes, ADVICE)))
+    notes = report.link.notes
+    advice = [text for part, text in ADVICE.items() if any(part in note for note in notes)]
+    return replace(report, link=replace(report.link, notes=(*notes, *advice)))

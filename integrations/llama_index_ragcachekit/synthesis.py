@@ -16,6 +16,7 @@ from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
 from llama_index_ragcachekit.llm import RagCacheLLM
+from llama_index_ragcachekit.pickling import NotPickled
 
 SEPARATOR = "\n\n"
 TEMPLATE_TOKENS = 64
@@ -81,7 +82,7 @@ class RagCachePromptHelper(PromptHelper):
         return packs or [""]
 
 
-class RagCachePostprocessor(BaseNodePostprocessor):
+class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
     """Registers the nodes' bare texts with the engine and returns the nodes as they are.
 
     For the end of ``node_postprocessors`` where nodes are not what :class:`RagCacheRetriever` found: sentence

@@ -22,10 +22,11 @@ from llama_index.core.vector_stores.utils import (
     node_to_metadata_dict,
 )
 
+from llama_index_ragcachekit.pickling import NotPickled
 from ragcachekit import DocumentIndex
 
 
-class RagCacheVectorStore(BasePydanticVectorStore):
+class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
     """Nodes and their vectors in one process, in memory or in a folder.
 
     Every change is on disk when its method returns, and other processes on the folder see it at their next

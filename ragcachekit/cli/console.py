@@ -32,8 +32,8 @@ class Commands(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             text = " ".join(str(error).split()) or type(error).__name__
-            if isinstance(error, ImportError):
-                text += f": {INSTALL} brings what the commands need"
+            if isinstance(error, ImportError) and "pip install" not in text:
+                text += f"; what the commands need: {INSTALL}"
             errors().print(f"[bold red]{escape(text)}[/]")
             raise typer.Exit(2) from error
 

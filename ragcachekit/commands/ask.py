@@ -18,6 +18,7 @@ from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_fo
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RetrievalError
+from ragcachekit.files import make_folder
 from ragcachekit.query.base import ResultId
 from ragcachekit.query.lookups import Retrieved
 from ragcachekit.query.proximity import ProximityCache
@@ -139,7 +140,7 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say)
         say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         index.save(path)
     return index
 

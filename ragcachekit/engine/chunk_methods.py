@@ -15,6 +15,7 @@ from ragcachekit.config import check_type
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import checked_namespace
 from ragcachekit.engine.prompt_planner import MODEL_CHANGED
+from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import NOT_KEPT
 from ragcachekit.errors import Closed, ModelChanged
 from ragcachekit.plan.prefetch_keys import is_chunk_id
@@ -125,6 +126,7 @@ class ChunkMethods:
         *,
         namespace: str | None = None,
         system: str | None = None,
+        prompt: PromptLike | None = None,
         progress: bool = False,
     ) -> list[str]:
         """Register chunks and compute their KV now, except what is stored already.
@@ -135,7 +137,11 @@ class ChunkMethods:
         ----------
         system : str, optional
             Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
-            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone.
+            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone
+            (``standalone``), and uses them so until its check.
+        prompt : str, messages or Prompt, optional
+            A prompt like those to come, with at least one of the texts: instead of ``system``, what stands
+            before its first chunk. Nothing is generated.
         progress : bool
             Show a progress bar over tokens.
 
@@ -149,7 +155,8 @@ class ChunkMethods:
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`; what was encoded before is kept.
         ValueError
-            For an empty chunk, one longer than the model's context, or a missing ``system``.
+            For an empty chunk, one longer than the model's context, a missing ``system``, or a ``prompt``
+            without chunks or beside a ``system``.
         ModelChanged
             If the model changed since this object was made.
         """
@@ -158,7 +165,12 @@ class ChunkMethods:
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
-        policy = parts.policy_to_encode(namespace, system)
+        if prompt is not None:
+            if system is not None:
+                raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
+            self._unless_forgotten(self._prompts.register, texts, namespace, since)
+            self._prompts.observe(prompt, namespace)
+        policy = parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         missing = self._prompts.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._prompts.register, texts, namespace, since)
         todo = parts.background_encoder.complete(item for item in missing if item.key not in parts.store)

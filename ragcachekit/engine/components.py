@@ -150,10 +150,10 @@ class EngineComponents:
             return self.auto.resolve(namespace)
         return self.budgets.resolve(policy, namespace)
 
-    def policy_to_encode(self, namespace: str, system: str | None) -> SelectionPolicy:
-        """The default policy, as chunks behind a ``system`` text are encoded for it."""
+    def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
+        """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
         auto = isinstance(self.policy, Auto)
-        return self.auto.to_encode(namespace, system) if auto else self.resolve(self.policy, namespace).policy
+        return self.auto.to_encode(namespace, known) if auto else self.resolve(self.policy, namespace).policy
 
     def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""

@@ -114,6 +114,16 @@ class PromptPlanner(PromptSegmenter):
         elif (replaced := averages.add(key)) is not None:
             self._store.evict(replaced)
 
+    def observe(self, prompt: PromptLike, namespace: str) -> None:
+        """Take the text before the prompt's first chunk for the last one used; ValueError without chunks."""
+        found = self.segment(prompt, namespace)
+        segments = self.tokenise(found.prompt, isinstance(prompt, str | Prompt))
+        if not any(segment.is_chunk for segment in segments):
+            raise ValueError(
+                f"prompt= has no chunk: {found.fallback or self.registry.nothing_found(namespace)}"
+            )
+        self.last_prompts.observe(namespace, segments)
+
     def request(
         self, prompt: PromptLike, namespace: str, policy: SelectionPolicy, epoch: int = 0
     ) -> PromptRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ragcachekit.errors import missing_extra
 from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.reports import GenerateReport
 
@@ -103,5 +104,6 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError("rag.plot needs matplotlib: pip install 'ragcachekit[notebook]'") from error
+        install = missing_extra("notebook", "matplotlib")
+        raise ImportError(f"rag.plot needs matplotlib: {install}") from error
     return pyplot.subplots(layout="constrained")[1]

@@ -8,6 +8,7 @@ from ragcachekit.prompt.base import Match, Matches, common_length, word_runs_acr
 
 _BASE_BUDGET = 100_000
 _BUDGET_PER_CHAR = 8
+_PART, _PART_OF = 64, 4  # least characters of a text's part, and its least share 1 / 4: headers have less
 
 
 class _Candidates:
@@ -21,23 +22,28 @@ class _Candidates:
         insort(self.texts, text)
         self.longest = max(self.longest, len(text))
 
-    def match(self, prompt: str, start: int, budget: int) -> tuple[int, int]:
-        """Length of the longest text that stands at ``start`` (0: none), and the budget that is left."""
-        window = prompt[start : start + self.longest]
+    def match(self, prompt: str, start: int, budget: int) -> tuple[int, int, int]:
+        """Lengths of the longest text and of the longest part of one that stand at ``start`` (0: none), and
+        the budget that is left.
+        """
+        window, part = prompt[start : start + self.longest], 0
         while window and budget >= 0:
             number = bisect_right(self.texts, window) - 1
-            budget -= (len(self.texts).bit_length() + 1) * (1 + (len(window) >> 6))
+            budget -= (len(self.texts).bit_length() + 2) * (1 + (len(window) >> 6))
+            if not part and number + 1 < len(self.texts):
+                part = _part(self.texts[number + 1], common_length(self.texts[number + 1], window))
             if number < 0:
                 break
             # A text that the window begins with is no longer than what it shares with its predecessor.
             length = common_length(self.texts[number], window)
+            part = max(part, _part(self.texts[number], length))
             if length < len(self.texts[number]):
                 window = window[:length]
             elif word_runs_across(prompt, start + length):
                 window = window[: length - 1]
             else:
-                return length, budget
-        return 0, budget
+                return length, part, budget
+        return 0, part, budget
 
 
 class AnchorIndex:
@@ -67,7 +73,7 @@ class AnchorIndex:
 
         A step compares up to 64 characters.
         """
-        found: list[Match] = []
+        found, parts = list[Match](), list[Match]()
         end, budget = 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
         edges = [at for at, char in enumerate(text) if not char.isalnum()]
         for start in sorted({0, *edges, *(at + 1 for at in edges)}):  # elsewhere a word runs across
@@ -76,10 +82,16 @@ class AnchorIndex:
             candidates = self._candidates.get(text[start : start + self._chars])
             if candidates is None or word_runs_across(text, start):
                 continue
-            length, budget = candidates.match(text, start, budget)
+            length, part, budget = candidates.match(text, start, budget)
             if budget < 0:
                 return Matches(tuple(found), start)
             if length:
                 end = start + length
                 found.append(Match(start, end))
-        return Matches(tuple(found))
+            elif part:
+                parts.append(Match(start, start + part))
+        return Matches(tuple(found), parts=tuple(parts))
+
+
+def _part(text: str, length: int) -> int:
+    return length if length >= max(_PART, len(text) // _PART_OF) else 0

@@ -22,11 +22,13 @@ class Matches(NamedTuple):
     """Result of a search.
 
     ``found`` are, from left to right, the leftmost occurrences that no word runs across, and of those the
-    longest. ``searched`` is the number of characters searched where that is not the whole text.
+    longest. ``searched`` is the number of characters searched where that is not the whole text. ``parts``
+    are beginnings of chunks, a quarter or more of them, whose rest does not follow.
     """
 
     found: tuple[Match, ...]
     searched: int | None = None
+    parts: tuple[Match, ...] = ()
 
 
 @dataclass(frozen=True)

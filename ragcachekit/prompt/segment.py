@@ -8,6 +8,9 @@ from ragcachekit.prompt.base import Match, Matches, Segmentation, stands_apart
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
+PART = "begin in the prompt and do not stand there whole"
+"""Of the note on chunks that were cut or altered."""
+
 
 def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
@@ -18,7 +21,7 @@ def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmenta
     The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
     matches = registry.find(namespace, text)
-    return Segmentation(Prompt(_cut(text, matches.found), _partial(matches, len(text))))
+    return Segmentation(Prompt(_cut(text, matches.found), tuple(_notes(matches, len(text)))))
 
 
 def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
@@ -68,10 +71,15 @@ def _cut(text: str, taken: Sequence[Match]) -> list[Segment]:
     return [s for s in (*segments, Text(text[done:])) if s.text]
 
 
-def _partial(matches: Matches, length: int) -> tuple[str, ...]:
-    if matches.searched is None:
-        return ()
-    return (
-        f"chunks were searched for in the first {matches.searched} of {length} characters: registered chunks "
-        "that repeat themselves nearly match in too many places",
-    )
+def _notes(matches: Matches, length: int) -> Iterator[str]:
+    if matches.searched is not None:
+        yield (
+            f"chunks were searched for in the first {matches.searched} of {length} characters: registered "
+            "chunks that repeat themselves nearly match in too many places"
+        )
+    if matches.parts:
+        start, end = matches.parts[0]
+        yield (
+            f"{len(matches.parts)} registered chunks {PART}: cut or altered, they are computed. The first, "
+            f"at character {start}, ends after {end - start} characters; diagnose() says why"
+        )

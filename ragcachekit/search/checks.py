@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.config import positive
-from ragcachekit.errors import RetrievalError
+from ragcachekit.errors import RetrievalError, missing_extra
 
 Float32: TypeAlias = NDArray[np.float32]
 DocumentId: TypeAlias = str | int
@@ -23,13 +23,12 @@ _LARGEST_NORM = 3e18  # beyond it float32 products overflow
 _SMALLEST_NORM = 1e-15  # below it a direction cannot be told in float32
 
 
-def load_library(module: str, extra: str) -> Any:
-    """The module, or ImportError with the extra that installs it."""
+def load_library(module: str, extra: str, package: str) -> Any:
+    """The module, or ImportError with the package and the extra that install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f"this index needs {module}: pip install 'ragcachekit[{extra}]'"
-        raise ImportError(message) from error
+        raise ImportError(f"this index needs {module}: {missing_extra(extra, package)}") from error
 
 
 def check_metric(metric: str) -> str:

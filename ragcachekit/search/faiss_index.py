@@ -25,7 +25,7 @@ class FaissFlatIndex(VectorIndex):
 
     def __init__(self, dim: int, metric: str = "cosine") -> None:
         super().__init__(dim, metric)
-        self._faiss = load_library("faiss", "faiss")
+        self._faiss = load_library("faiss", "faiss", "faiss-cpu")
         self._index = self._faiss.IndexIDMap2(self._make())
         self._mapped = False
 

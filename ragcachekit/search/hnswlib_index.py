@@ -27,7 +27,7 @@ class HnswlibIndex(VectorIndex):
         super().__init__(dim, metric)
         self._graph = GraphOptions(**options)
         self._seed = int(seed)
-        self._library = load_library("hnswlib", "hnswlib")
+        self._library = load_library("hnswlib", "hnswlib", "hnswlib")
         self._index = self._make()
         self._index.init_index(_START, self._graph.links, self._graph.ef_construction, self._seed)
 

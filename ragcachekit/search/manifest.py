@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.files import parse_json, read_regular
+from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.search.checks import DocumentId
 
 _FORMAT = 2
@@ -48,8 +48,7 @@ def write_index(path: Path, manifest: Manifest, write: Callable[[Path], None]) -
         body = json.dumps({"format": _FORMAT, "data": digest, **asdict(manifest)}, sort_keys=True)
         checksum = hashlib.sha256(body.encode()).hexdigest()
         old = _data_digest(path)
-        temporary.write_text(f"{checksum}\n{body}\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, f"{checksum}\n{body}\n")
     finally:
         temporary.unlink(missing_ok=True)
     if old not in (None, digest):

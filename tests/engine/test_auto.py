@@ -14,7 +14,7 @@ from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
 from ragcachekit.engine.active_requests import ActiveRequests
 from ragcachekit.engine.auto import check
-from ragcachekit.engine.auto.chooser import CHANGING
+from ragcachekit.engine.auto.chooser import CHANGING, UNKNOWN
 from ragcachekit.engine.auto.probes import probes
 from ragcachekit.engine.auto.prompts import PROMPTS, CheckPrompt, SeenPrompts
 from ragcachekit.engine.auto.selection import Measured, choice, contenders
@@ -309,10 +309,31 @@ def test_chunks_encoded_before_any_prompt_are_reused(make):
     assert [use.source for use in report.chunks] == ["host"] * 2
     rag.encode(TEXTS[:2])
     assert rag.generate(prompt(1), **ONE).report.link.encoder == "standalone"
+    assert UNKNOWN in report.notes
     rag.encode(TEXTS, system=SYSTEM)
     report = rag.generate(prompt(0), **ONE).report.link
     assert report.encoder == "average:3"
     assert [use.source for use in report.chunks] == ["host"] * 2
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["first", "after some were encoded alone"])
+def test_a_prompt_like_those_to_come_shows_what_stands_before_chunks(make, alone):
+    rag = make()
+    if alone:
+        rag.encode(TEXTS[2:])
+    rag.encode(TEXTS, prompt=prompt(0))
+    report = rag.generate(prompt(1), **ONE).report.link
+    assert (report.encoder, report.notes) == ("average:3", ())
+    assert [use.source for use in report.chunks] == ["host"] * 2
+
+
+def test_a_prompt_that_shows_nothing_is_refused(make):
+    rag = make()
+    with pytest.raises(ValueError, match=r"prompt= has no chunk: no chunk registered .* stands verbatim"):
+        rag.encode(TEXTS, prompt=f"{SYSTEM}and no text of these")
+    with pytest.raises(ValueError, match="system= or prompt=, not both"):
+        rag.encode(TEXTS, prompt=prompt(0), system=SYSTEM)
 
 
 def test_a_later_process_encodes_behind_the_recorded_text(make, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_engine import FakeEngine
@@ -45,6 +46,11 @@ async def gathered(make, questions):
     return await asyncio.gather(*map(make, questions))
 
 
+def in_threads(work):
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        return list(pool.map(work, QUESTIONS))
+
+
 def texts(messages):
     return [message.content for message in messages]
 
@@ -65,8 +71,13 @@ BATCHES = {
     "apredict": lambda rag: asyncio.run(
         gathered(lambda q: llama_index(rag).apredict(PromptTemplate("{q}"), q=q), QUESTIONS)
     ),
+    "stream_complete": lambda rag: in_threads(
+        lambda question: [*llama_index(rag).stream_complete(question)][-1].text
+    ),
+    "stream": lambda rag: in_threads(lambda question: "".join(completions(rag).stream(question))),
 }
 ALONE = {
+    "stream": lambda rag: [llama_index(rag).complete(question).text for question in QUESTIONS],
     "chat": lambda rag: texts([chat_of(rag).invoke(question) for question in QUESTIONS]),
     "chain": lambda rag: [chain_of(rag).invoke(question) for question in BATCHED],
     "llm": lambda rag: [completions(rag).invoke(question) for question in QUESTIONS],

@@ -1,4 +1,4 @@
-"""Importing the integration: no torch, and what to install where a package is missing."""
+"""Importing the integrations: no torch, and what to install where a package is missing."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import importlib.abc, sys
 
 class Hidden(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {hidden!r}:
+        if {hidden!r}[0] in (name, name.partition(".")[0], ".".join(name.split(".")[:2])):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Hidden())
@@ -34,13 +34,15 @@ def test_it_is_imported_without_torch_and_transformers():
 @pytest.mark.parametrize(
     ("code", "hidden", "message"),
     [
-        ("import langchain_ragcachekit", "langchain_core", "pip install 'ragcachekit[langchain]'"),
+        ("import langchain_ragcachekit", "langchain_core", "pip install langchain-core"),
+        ("import llama_index_ragcachekit", "llama_index", "pip install 'llama-index-core>=0.14,<0.15'"),
+        ("import llama_index.llms.ragcachekit", "llama_index.core", "pip install 'llama-index-core"),
         (
             "from langchain_core.embeddings import FakeEmbeddings as F\n"
             "from langchain_ragcachekit import RagCacheVectorStore as V\n"
             "V.from_texts(['a text'], F(size=3)).similarity_search('a')",
             "faiss",
-            "ragcachekit[faiss]",
+            "pip install faiss-cpu (the extra 'faiss')",
         ),
     ],
 )

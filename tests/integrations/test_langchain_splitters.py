@@ -1,8 +1,11 @@
-"""Chunks of LangChain's splitters in a prompt: each found once, at its own edges, overlaps or not."""
+"""Chunks of LangChain's splitters and LlamaIndex's semantic one: each found once, at its own edges."""
+
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integration_kit import FACTS
 from langchain_core.documents import Document
 from langchain_text_splitters import (
     HTMLHeaderTextSplitter,
@@ -11,6 +14,9 @@ from langchain_text_splitters import (
     split_text_on_tokens,
 )
 from langchain_text_splitters.base import Tokenizer
+from llama_index.core import Document as LlamaIndexDocument
+from llama_index.core.node_parser import SemanticSplitterNodeParser
+from llama_kit import Embedder
 
 from langchain_ragcachekit import format_docs
 from ragcachekit.prompt.registry import ChunkRegistry
@@ -100,7 +106,21 @@ def by_tokens(tokenizer, overlap):
     return [Document(text) for text in split_text_on_tokens(text=MARKDOWN, tokenizer=windows)]
 
 
+def by_meaning(_):
+    """LlamaIndex's semantic splitter: sentences, cut where the meaning changes most."""
+    text = " ".join(FACTS) + "\n\n" + "  ".join(FACTS[::-2])
+    parser = SemanticSplitterNodeParser(
+        embed_model=Embedder(asked=[]),
+        buffer_size=1,
+        breakpoint_percentile_threshold=60,
+        sentence_splitter=re.compile(r".+?\.\s*").findall,
+    )
+    nodes = parser.get_nodes_from_documents([LlamaIndexDocument(text=text)])
+    return [Document(node.get_content()) for node in nodes]
+
+
 SPLITS = {
+    "semantic": by_meaning,
     "markdown headers": lambda _: MarkdownHeaderTextSplitter([("#", "h1"), ("##", "h2")]).split_text(
         MARKDOWN
     ),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llama_index.core import Settings
 from llama_index.core.chat_engine import ContextChatEngine
+from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
@@ -23,6 +24,8 @@ from llama_index_ragcachekit import (
     RagCachePromptHelper,
     RagCacheSynthesizer,
 )
+from ragcachekit import RagCache
+from speaking import byte_level, speaker
 
 TEXTS = [" ".join(f"n{node}w{word}" for word in range(90)) for node in range(6)]
 
@@ -62,6 +65,26 @@ def test_compact_without_the_helper_cuts_nodes(engine):
     prompts = prompts_of(get_response_synthesizer(llm, response_mode="compact"), llm)
     assert len(prompts) > 1
     assert any(all(text not in prompt for prompt in prompts) for text in TEXTS)
+
+
+def test_a_node_that_is_cut_is_noted_with_the_setting_that_leaves_it_whole(tmp_path):
+    texts = [f"Room {n} of the house holds {n} chairs. " * 12 + f"It has {n} doors." for n in range(7)]
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
+    model = speaker(max_position_embeddings=4096)
+    with RagCache(model, byte_level(), policy="reuse", cache_dir=tmp_path) as rag:
+        rag.register(texts)
+        llm = RagCacheLLM(cache=rag, max_tokens=2, context_window=1900)
+        count = rag.count_tokens
+        own = PromptHelper(context_window=1900, num_output=2, tokenizer=lambda text: list(range(count(text))))
+        for synthesizer in (get_response_synthesizer(llm, own), RagCacheSynthesizer(llm)):
+            with seeing(ChunkReuseEvent) as seen:
+                synthesizer.synthesize("What is it?", nodes)
+            cut = [text for text in texts if not any(text in prompt for prompt in seen.prompts)]
+            notes = [note for event in seen.events for note in event.notes]
+            named = [note for note in notes if "RagCacheSynthesizer(llm)" in note]
+            assert len(seen.prompts) > 1
+            assert bool(cut) == bool(named) == (synthesizer._prompt_helper is own)
+        assert all("RagCachePromptHelper.from_llm(llm)" in note for note in named)
 
 
 def test_in_the_settings_the_helper_serves_chat_engines(engine, monkeypatch):

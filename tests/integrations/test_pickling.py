@@ -1,4 +1,4 @@
-"""LangChain objects around an engine cannot be pickled, and the error says what to do instead."""
+"""Objects around an engine cannot be pickled, and the error says what to do instead."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import MockEmbedding, VectorStoreIndex
 
 import langchain_ragcachekit as langchain
+import llama_index_ragcachekit as llama_index
 from ragcachekit import RagCache
 from speaking import byte_level, speaker
 
@@ -33,3 +35,20 @@ def test_langchain(rag) -> None:
     ):
         with pytest.raises(TypeError, match="in each process"):
             pickle.dumps(holder)
+
+
+def test_llama_index(rag) -> None:
+    store = llama_index.RagCacheVectorStore(index="brute")
+    llm = llama_index.RagCacheLLM(cache=rag, max_tokens=3)
+    for holder in (
+        llm,
+        store,
+        llama_index.RagCachePostprocessor(cache=rag),
+        llama_index.RagCacheRetriever(
+            VectorStoreIndex.from_vector_store(store, MockEmbedding(4)).as_retriever(),
+            embed_model=MockEmbedding(4),
+        ),
+    ):
+        with pytest.raises(TypeError, match=r"cannot be pickled.* in each process"):
+            pickle.dumps(holder)
+    assert llm.model_copy(update={"max_tokens": 4}).cache is rag

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -45,17 +47,28 @@ def test_pythons_are_named(project: dict[str, Any]) -> None:
     assert project["project"]["requires-python"] == ">=3.11"
 
 
-def test_extras_that_messages_name_exist(project: dict[str, Any]) -> None:
+def test_messages_install_packages_of_the_extra_that_they_name(project: dict[str, Any]) -> None:
+    """Our own name is on no index: ``pip install 'ragcachekit[redis]'`` would fail."""
     shipped = [ROOT / "ragcachekit", ROOT / "integrations", ROOT / "kernels", ROOT / "docs"]
     texts = [path.read_text() for room in shipped for path in (*room.rglob("*.py"), *room.rglob("*.md"))]
-    named = {
-        extra
+    assert [text for text in texts if re.search(r"install '?ragcachekit", text)] == []
+    calls = [
+        [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
         for text in texts
-        for group in re.findall(r"ragcachekit\[([\w,-]+)\]", text)
-        for extra in group.split(",")
-    }
-    assert {"redis", "fsspec", "s3", "sample", "hnswlib"} <= named
-    assert named <= project["project"]["optional-dependencies"].keys()
+        if "missing_extra(" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "missing_extra"
+    ]
+    named = [(arguments[0], shlex.split(arguments[1])) for arguments in calls if len(arguments) == 2]
+    assert {"redis", "fsspec", "s3", "sample", "hnswlib", "langchain", "llama-index"} <= {n for n, _ in named}
+    extras = project["project"]["optional-dependencies"]
+    for extra, packages in named:
+        required = set(extras[extra])
+        for one in extras[extra]:
+            if own := re.fullmatch(r"ragcachekit\[(.*)\]", one):
+                required |= {package for name in own[1].split(",") for package in extras[name]}
+        names = {re.split(r"[<>=;\[]", one)[0] for one in required}
+        assert set(packages) <= names | required, extra
 
 
 def test_every_package_of_the_wheel_is_typed(project: dict[str, Any]) -> None:

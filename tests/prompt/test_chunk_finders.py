@@ -164,6 +164,24 @@ def test_chunks_with_a_common_header_are_found_without_comparing_them_all() -> N
     assert result.found == tuple((prompt.index(t), prompt.index(t) + len(t)) for t in texts)
 
 
+def test_beginnings_of_chunks_are_told_from_whole_ones_and_from_common_headers() -> None:
+    registry = ChunkRegistry()
+    header = "file_path: /srv/corpus/documents/annual_report_of_the_company_and_all.txt\n"
+    texts = [f"{header}Section {i} says {i * 7919}. " + f"{i} and so on, " * 40 for i in range(9)]
+    registry.add("acme", [*texts, texts[2] + "\n", "A short one of 31 characters ..."])
+    middle = len(texts[2]) // 2
+    altered = texts[5].replace("5 and so on, 5", "5 but not on, 5", 1)
+    text = f"{texts[0]}\n\n{texts[2][:middle]}\n\n{header}Other. {'x' * 99}\n\nA short one of 31\n\n{altered}"
+    result = registry.find("acme", text)
+    assert result.found == ((0, len(texts[0])),)
+    same = next(at for at, (one, other) in enumerate(zip(texts[5], altered, strict=False)) if one != other)
+    assert same < len(texts[5]) / 4  # too short a part
+    assert result.parts == ((text.index(texts[2][:middle]), text.index(texts[2][:middle]) + middle),)
+    result = registry.find("acme", texts[5][: len(texts[5]) // 3])
+    assert (result.found, result.parts) == ((), ((0, len(texts[5]) // 3),))
+    assert registry.find("acme", "\n\n".join(texts)).parts == ()
+
+
 @contextmanager
 def counted_steps() -> Iterator[list[int]]:
     """The sizes of all comparisons, in steps of 64 characters."""

@@ -118,5 +118,5 @@ def test_auto_takes_a_graph_for_large_caches_if_it_can(monkeypatch: pytest.Monke
     assert ProximityCache(3, keys="graph")._graph
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     assert not ProximityCache(20_000)._graph
-    with pytest.raises(ImportError, match=r"ragcachekit\[hnswlib\].*keys='exact'"):
+    with pytest.raises(ImportError, match=r"pip install hnswlib .*keys='exact'"):
         ProximityCache(3, keys="graph")

@@ -35,6 +35,10 @@ MAX_WAITING = 64  # namespaces whose check may wait
 MOST_TEXTS = 2048  # chunks that a check draws from: those registered or found last
 
 CHANGING = "auto: the text before the first chunk changes with the prompts, so chunks are encoded alone"
+UNKNOWN = (
+    "auto: chunks were encoded before any prompt, so alone, and are used so until its check; "
+    "encode(texts, prompt=...) encodes them behind what stands before them there"
+)
 
 
 @dataclass
@@ -108,17 +112,17 @@ class AutoPolicies:
         with self._lock:
             return self._of(namespace).report
 
-    def to_encode(self, namespace: str, system: str | None) -> SelectionPolicy:
-        """The policy that chunks are encoded for.
+    def to_encode(self, namespace: str, given: bool) -> SelectionPolicy:
+        """The policy that chunks are encoded for; ``given``: with a system text.
 
-        Without a system text they are encoded alone, and used so until a check: its record has the text.
+        Without one they are encoded alone, and used so until a check: its record has the text.
         """
         with self._lock:
             known = self._of(namespace)
             if known.report is not None:  # by tune, or before many other namespaces
                 self._prompts.last_prompts.suggest(namespace, known.report.system)
-            unknown = system is None and self._prompts.last_prompts.last(namespace) is None
-            known.alone = self._encoder is None and (unknown or (known.alone and system is None))
+            unknown = known.alone or self._prompts.last_prompts.last(namespace) is None
+            known.alone = self._encoder is None and unknown and not given
         return self.resolve(namespace).policy
 
     def follow(self, request: PromptRequest, background: bool) -> None:
@@ -192,7 +196,7 @@ class AutoPolicies:
             return first, ()
         best = known.report.alone if known.report is not None else None
         best = best or next((pair for pair in self._policies if pair[0] == ALONE), first)
-        return best, (CHANGING,) if changing else ()
+        return best, (CHANGING if changing else UNKNOWN,)
 
     def _made(self, texts: Sequence[str] | None, system: Ids | None, namespace: str) -> list[CheckPrompt]:
         """Prompts made of chunk texts, by default the registered ones."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ragcachekit.errors import missing_extra
 from ragcachekit.query.keys.leading import LeadingColumns
 from ragcachekit.query.metrics import Float32, Float64, Metric
 
@@ -37,8 +38,8 @@ def load_hnswlib() -> Any:
     try:
         return importlib.import_module("hnswlib")
     except ImportError as error:
-        message = "keys='graph' needs hnswlib: pip install 'ragcachekit[hnswlib]', or use keys='exact'"
-        raise ImportError(message) from error
+        install = missing_extra("hnswlib", "hnswlib")
+        raise ImportError(f"keys='graph' needs hnswlib: {install}, or use keys='exact'") from error
 
 
 class KeyGraph:

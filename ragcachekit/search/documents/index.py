@@ -36,7 +36,7 @@ class DocumentIndex:
         One of :func:`~ragcachekit.search.registry.index_names`.
     metric : {"cosine", "l2", "ip"}
     path : path, optional
-        Folder of the index, made if needed. Without it nothing is kept.
+        Folder of the index, made for this user alone if needed. Without it nothing is kept.
     embedder : str, optional
         Name of the embedding model. It is stored, and opening with another one is refused.
     mmap : bool
@@ -74,7 +74,7 @@ class DocumentIndex:
         self._storage = Storage(path)
         self._writers: AbstractContextManager[object] = threading.RLock()
         if path is not None:
-            self._writers = FileLock(path / "lock")
+            self._writers = FileLock(path / "lock", mode=0o600)
             held = self._storage.head()
             if held is not None:
                 check_same(wanted, held, options, path)

@@ -11,7 +11,7 @@ from datetime import datetime
 from threading import Lock
 from typing import Any
 
-from ragcachekit.errors import StoreError
+from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.entry.header import EntryDamaged
 from ragcachekit.store.entry.image import key_in
@@ -61,7 +61,8 @@ class FsspecStore(RemoteStore):
         except ImportError as error:
             raise StoreError(
                 f"the bulk tier needs fsspec and what it names for this url ({error}): "
-                "pip install 'ragcachekit[fsspec]' (with s3:// 'ragcachekit[s3]'), or use bulk_url=None"
+                f"{missing_extra('fsspec', 'fsspec')}, for s3:// {missing_extra('s3', 's3fs')}, "
+                "or use bulk_url=None"
             ) from error
         backend = FsspecBackend(fs, root, budget, quotas or {}, deadline)
         super().__init__("bulk", backend, budget, key=key, deadline=deadline, quotas=quotas)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragcachekit.errors import StoreError
+from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.remote.base import Usage, hashed
 from ragcachekit.store.remote.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
@@ -126,7 +126,7 @@ def connect(url: str, deadline: float) -> Any:
         from redis.retry import Retry
     except ModuleNotFoundError as error:
         raise StoreError(
-            "the redis tier needs redis-py: pip install 'ragcachekit[redis]', or use redis_url=None"
+            f"the redis tier needs redis-py: {missing_extra('redis', 'redis')}, or use redis_url=None"
         ) from error
     # One retry after a broken connection (a restarted server), never after a timeout.
     again = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
