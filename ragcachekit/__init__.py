@@ -14,6 +14,7 @@ from ragcachekit.errors import (
     QueueFull,
     RagCacheError,
 )
+from ragcachekit.observers import Observer, QueryLookup, RequestStart
 from ragcachekit.reports import (
     Answer,
     EncodingStats,
@@ -79,6 +80,7 @@ __all__ = [
     "ModelNotSupported",
     "Neighbours",
     "NotedOrder",
+    "Observer",
     "OwnSearch",
     "Partition",
     "Partitioner",
@@ -86,12 +88,14 @@ __all__ = [
     "Prompt",
     "PromptView",
     "ProximityCache",
+    "QueryLookup",
     "QueueConfig",
     "QueueFull",
     "QueueStats",
     "RagCache",
     "RagCacheError",
     "Request",
+    "RequestStart",
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
