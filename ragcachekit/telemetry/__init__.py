@@ -1,4 +1,4 @@
-"""Metrics of requests, for Prometheus."""
+"""Metrics and traces of requests, for Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ from typing import TYPE_CHECKING, Any
 from ragcachekit.errors import missing_extra
 
 if TYPE_CHECKING:
+    from ragcachekit.telemetry.opentelemetry import OpenTelemetryObserver
     from ragcachekit.telemetry.prometheus import PrometheusObserver
 
-__all__ = ["PrometheusObserver"]
+__all__ = ["OpenTelemetryObserver", "PrometheusObserver"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "PrometheusObserver":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from ragcachekit.telemetry.prometheus import PrometheusObserver
+        if name == "PrometheusObserver":
+            from ragcachekit.telemetry.prometheus import PrometheusObserver
+
+            return PrometheusObserver
+        if name == "OpenTelemetryObserver":
+            from ragcachekit.telemetry.opentelemetry import OpenTelemetryObserver
+
+            return OpenTelemetryObserver
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "prometheus_client":
+        missing = (error.name or "").partition(".")[0]
+        if missing == "prometheus_client":
+            install = missing_extra("prometheus", "prometheus-client")
+        elif missing == "opentelemetry":
+            install = missing_extra("opentelemetry", "opentelemetry-api")
+        else:
             raise
-        install = missing_extra("prometheus", "prometheus-client")
-        raise ModuleNotFoundError(f"{name} needs prometheus_client: {install}", name=error.name) from error
-    return PrometheusObserver
+        raise ModuleNotFoundError(f"{name} needs {missing}: {install}", name=error.name) from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
