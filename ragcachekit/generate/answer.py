@@ -28,6 +28,7 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
         if "max_new_tokens" in options:
             raise ValueError("max_tokens is another name of max_new_tokens; give one of them")
         options["max_new_tokens"] = options.pop("max_tokens")
+    check_type("seed", options.get("seed"), (Integral, type(None)), WHOLE)
     for name in ("max_new_tokens", "max_length"):
         check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
     check_type("max_time", options.get("max_time", 1), Real, "a number of seconds")

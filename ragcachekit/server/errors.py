@@ -29,3 +29,13 @@ class ApiError(Exception):
         """The response's JSON."""
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields}
+
+
+def overloaded(message: str, retry_after: float) -> ApiError:
+    """The response while there is no room; ``retry_after`` in seconds."""
+    return ApiError(503, message, kind="server_error", code="overloaded", retry_after=retry_after)
+
+
+def stopping(retry_after: float = 1.0) -> ApiError:
+    """The response while the server stops."""
+    return overloaded("The server is stopping; please try again.", retry_after)
