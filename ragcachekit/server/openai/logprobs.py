@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class Logprobs(ScoreObserver):
     A token's entry is complete when the next one is chosen, the last one's at the end.
     """
 
-    def __init__(self, top: int, decode: Callable[[Sequence[int]], str]) -> None:
-        self._top, self._decode = top, decode
+    def __init__(self, top: int, tokenizer: Any) -> None:
+        self._top, self._tokenizer = top, tokenizer
         self._last: torch.Tensor | None = None
         self._taken = 0
         self.entries: list[TokenLogprob] = []
@@ -57,12 +57,13 @@ class Logprobs(ScoreObserver):
         """Complete the last token's entry; drop those behind ``text``, of an end token or a stop string."""
         if token_ids:
             self._complete(token_ids[-1])
-        length = 0
-        for count, entry in enumerate(self.entries):
-            if length >= len(text):
-                del self.entries[max(count, self._taken) :]
-                return
-            length += len(entry.token)
+        count = len(token_ids)
+        while count and len(self._decode(token_ids[: count - 1], skip_special_tokens=True)) >= len(text):
+            count -= 1
+        del self.entries[max(count, self._taken) :]
+
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False, **options))
 
     def _complete(self, token: int) -> None:
         if self._last is None:

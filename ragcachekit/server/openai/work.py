@@ -73,7 +73,7 @@ class Work:
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
             if self._top is not None:
-                choice.logprobs = Logprobs(self._top, self._rag.tokenizer.decode)
+                choice.logprobs = Logprobs(self._top, self._rag.tokenizer)
                 options["logits_processor"] = [choice.logprobs]
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
