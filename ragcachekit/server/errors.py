@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 
 class ApiError(Exception):
     """An error response: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status.
 
-    ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503.
+    ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503. ``headers``: further ones.
     """
 
     def __init__(
@@ -20,10 +22,14 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
 
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
