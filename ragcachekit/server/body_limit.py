@@ -71,7 +71,8 @@ class BodyLimit:
         except ApiError as error:
             if "expect" not in headers:  # else the client waits for a word before it sends the body
                 await self._drain(arriving)
-            return await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            form = error.google_body if scope["path"].startswith("/v1beta") else error.body
+            return await JSONResponse(form(), error.status, error.headers)(scope, receive, send)
         if arriving.gone:
             return None
         scope.setdefault("state", {})["tenant"] = tenant

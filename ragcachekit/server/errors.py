@@ -35,3 +35,14 @@ class ApiError(Exception):
         """The response's JSON."""
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields}
+
+    def google_body(self) -> dict[str, Any]:
+        """The response's JSON in the form of Google's APIs."""
+        name = _GOOGLE.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
+        return {"error": {"code": self.status, "message": str(self), "status": name}}
+
+
+_GOOGLE = {
+    **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
+    **{503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"},
+}
