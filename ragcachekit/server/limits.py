@@ -11,6 +11,7 @@ from ragcachekit.server.errors import ApiError
 from ragcachekit.server.tenants import Tenant
 
 MINUTE = 60.0
+_ROUNDING = 1e-6  # after the seconds that a refusal named, the request is admitted
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Usage:
         if amount > limit:
             message = f"Request too large for {tenant.name!r}: limit {limit} {kind} per minute, not {amount}."
             raise _refusal(message, kind, None, self._headers(tenant, used))
-        if bucket.level < amount:
+        if bucket.level < amount - _ROUNDING:
             wait = (amount - bucket.level) * MINUTE / limit
             message = (
                 f"Rate limit reached for {tenant.name!r} on {kind} per minute: limit {limit}, "

@@ -145,7 +145,7 @@ class ContextStore:
 
     async def expire(self) -> None:
         """Forget what has expired, of all tenants; what fails is logged and tried again the next time."""
-        for owner in await asyncio.to_thread(self._files.owners):
+        for owner in {*await asyncio.to_thread(self._files.owners), *self._failed}:
             async with self._locks[owner]:
                 try:
                     await asyncio.to_thread(self._sweep, owner)
