@@ -2,53 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from ragcachekit import RagCache
-from ragcachekit.engine.asyncio_api import to_thread
+from ragcachekit import RagCache, to_thread
 from ragcachekit.server import health
+from ragcachekit.server.body_limit import BodyLimit
 from ragcachekit.server.config import ServerConfig
+from ragcachekit.server.contexts import routes as contexts
+from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.keys import ApiKeys
 from ragcachekit.server.openai import routes as openai
 from ragcachekit.server.responses import add_handlers
-from ragcachekit.server.services import NoContexts, NoLimits, OneTenant, Services
+from ragcachekit.server.services import Services
+from ragcachekit.server.tenants import Tenant
 
 
-def create_app(rag: RagCache, config: ServerConfig | None = None) -> FastAPI:
-    """The server's application around an engine, for any ASGI server.
+def create_app(
+    rag: RagCache,
+    config: ServerConfig | None = None,
+    *,
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
+) -> FastAPI:
+    """The server's application around an engine, for any ASGI server, in one process.
 
     Parameters
     ----------
     rag : RagCache
         With a tokenizer. When the application stops, its background work is waited for; it is not closed.
     config : ServerConfig, optional
+    metrics : callable, optional
+        Makes the text of ``/metrics`` and its content type: ``PrometheusObserver(rag).render``.
 
     Raises
     ------
     ValueError
         For an engine without a tokenizer.
+    RagCacheError
+        For a file of keys, or a folder of contexts, that cannot be used.
 
     Examples
     --------
     >>> app = create_app(RagCache.from_pretrained("path/or/hub-id"))  # doctest: +SKIP
     >>> uvicorn.run(app, port=8000)  # doctest: +SKIP
     """
-    config = config or ServerConfig()
-    return build(Services(rag, config, OneTenant(rag.namespace), NoLimits(), NoContexts()))
-
-
-def build(services: Services) -> FastAPI:
-    """The application out of its parts."""
-    rag, config, activity = services.rag, services.config, health.Activity()
     if rag.tokenizer is None:
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
+    config, activity = config or ServerConfig(), health.Activity()
+    keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
+    services = Services(rag, config, ContextStore(rag, config.contexts))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        expiry = asyncio.create_task(services.contexts.run())
         yield
+        expiry.cancel()
+        with suppress(asyncio.CancelledError):
+            await expiry
         await to_thread(rag.flush)
 
     # Without the pages that would load scripts from elsewhere.
@@ -57,12 +71,13 @@ def build(services: Services) -> FastAPI:
     add_handlers(app, config.retry_after)
     app.include_router(health.router(rag, activity))
     app.include_router(openai.router(services))
-    if (render := services.metrics) is not None:
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            text, kind = await to_thread(render)
-            return Response(text, media_type=kind)
-
+    app.include_router(contexts.router(services.contexts, services.usage, services.model_name))
+    if metrics is not None:
+        app.add_api_route("/metrics", lambda: _metrics(*metrics()), include_in_schema=False)
+    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant)
     app.add_middleware(health.Gate, activity, config.retry_after)
     return app
+
+
+def _metrics(text: bytes, kind: str) -> Response:
+    return Response(text, media_type=kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from fastapi import FastAPI, Request
 from jinja2 import TemplateError
@@ -38,9 +37,7 @@ def api_error(error: Exception, retry_after: float) -> ApiError:
 
 def response(error: ApiError) -> JSONResponse:
     """The response of an error."""
-    after = error.retry_after
-    headers = None if after is None else {"Retry-After": str(max(1, math.ceil(after)))}
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status, error.headers)
 
 
 def add_handlers(app: FastAPI, retry_after: float) -> None:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from engine_kit import FOLDER
-from speaking import byte_level, speaker
 
+from engine_kit import FOLDER
 from ragcachekit import RagCache
+from speaking import byte_level, speaker
 
 MODEL = "tiny"
 DOCUMENTS = (

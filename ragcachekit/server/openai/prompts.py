@@ -8,8 +8,7 @@ from typing import Any
 
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.prompt.messages import marked
-from ragcachekit.server.errors import ApiError
-from ragcachekit.server.openai.parsing import unsupported
+from ragcachekit.server.errors import ApiError, unsupported
 from ragcachekit.server.openai.schemas import Document, Message, Part
 
 MARKER = "{documents}"

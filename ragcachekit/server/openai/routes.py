@@ -11,16 +11,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from ragcachekit import Answer
+from ragcachekit.server.connection import CLIENT_GONE, while_connected
 from ragcachekit.server.errors import ApiError
+from ragcachekit.server.limits import Grant
 from ragcachekit.server.openai.answers import usage_of
-from ragcachekit.server.openai.parsing import parse
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
-from ragcachekit.server.openai.streaming import ClientGone, EventStream, unless_gone
+from ragcachekit.server.openai.streaming import EventStream
 from ragcachekit.server.openai.work import Work
+from ragcachekit.server.parsing import parsed
 from ragcachekit.server.responses import api_error
-from ragcachekit.server.services import Grant, Services
-
-CLIENT_GONE = 499  # nobody reads it
+from ragcachekit.server.services import Services
 
 
 def router(services: Services) -> APIRouter:
@@ -29,13 +29,11 @@ def router(services: Services) -> APIRouter:
     model = {"id": services.model_name, "object": "model", "created": created, "owned_by": "ragcachekit"}
 
     @routes.get("/models")
-    async def models(request: Request) -> Mapping[str, Any]:
-        services.keys.authenticate(request.headers.get("authorization"))
+    async def models() -> Mapping[str, Any]:
         return {"object": "list", "data": [model]}
 
     @routes.get("/models/{name:path}")
-    async def one_model(request: Request, name: str) -> Mapping[str, Any]:
-        services.keys.authenticate(request.headers.get("authorization"))
+    async def one_model(name: str) -> Mapping[str, Any]:
         if name != model["id"]:
             message = f"The model '{name}' does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -53,20 +51,21 @@ def router(services: Services) -> APIRouter:
 
 
 async def _complete(services: Services, request: Request, kind: type[Completion]) -> Response:
-    tenant = services.keys.authenticate(request.headers.get("authorization"))
-    raw = await request.body()
-    body = parse(kind, raw)
+    tenant, body = request.state.tenant, await parsed(request, kind)
     work = Work(services, tenant, body)
-    expected = len(raw) // 4 + work.expected_tokens  # OpenAI's limits estimate by characters, too
+    expected = (
+        len(await request.body()) // 4 + work.expected_tokens
+    )  # OpenAI's limits estimate by characters, too
     async with AsyncExitStack() as stack:
         grant = await stack.enter_async_context(services.usage.admit(tenant, expected))
         if not body.stream:
-            try:
-                answers = await unless_gone(request.receive, work.answers())
-            except ClientGone:
+            answers = await while_connected(request.receive, work.answers())
+            if answers is None:
                 return Response(status_code=CLIENT_GONE)
             choices = [choice.whole(answer) for choice, answer in zip(work.choices, answers, strict=True)]
-            return JSONResponse(work.form.whole(choices, _counted(work, answers, grant)))
+            return JSONResponse(
+                work.form.whole(choices, _counted(work, answers, grant)), headers=grant.headers
+            )
         streams = [await stack.enter_async_context(stream) for stream in work.streams()]
         wanted = body.stream_options is not None and body.stream_options.include_usage
 
@@ -78,6 +77,7 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             work,
             streams,
             stack.pop_all(),
+            headers=grant.headers,
             heartbeat=services.config.heartbeat,
             ended=ended,
             error_body=lambda error: api_error(error, services.config.retry_after).body(),

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ragcachekit import Answer
 from ragcachekit.engine.asyncio_api import AsyncAnswerStream
+from ragcachekit.server.connection import while_connected
 from ragcachekit.server.openai.work import Work
 
-_T = TypeVar("_T")
 _HEARTBEAT = b": heartbeat\n\n"
-
-
-class ClientGone(Exception):
-    """The client closed its connection before its answer was complete."""
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The work's result; it is cancelled when the client disconnects, and ClientGone is raised."""
-    tasks = task, _ = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for one in tasks:
-            one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):
@@ -56,20 +33,19 @@ class EventStream(Response):
         streams: list[AsyncAnswerStream],
         stack: AsyncExitStack,
         *,
+        headers: Mapping[str, str],
         heartbeat: float,
         ended: Callable[[list[Answer]], dict[str, Any] | None],
         error_body: Callable[[Exception], dict[str, Any]],
     ) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers, media_type=self.media_type)
+        super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._work, self._streams, self._stack = work, streams, stack
         self._heartbeat, self._ended, self._error_body = heartbeat, ended, error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
-            with suppress(ClientGone, OSError):
-                await unless_gone(receive, self._send(send))
+            await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

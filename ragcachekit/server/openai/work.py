@@ -8,10 +8,9 @@ from typing import Any
 
 from ragcachekit import Answer, agenerate, astream
 from ragcachekit.engine.asyncio_api import AsyncAnswerStream
-from ragcachekit.server.errors import ApiError
+from ragcachekit.server.errors import ApiError, unsupported
 from ragcachekit.server.openai.answers import Choice, Form
 from ragcachekit.server.openai.logprobs import Logprobs
-from ragcachekit.server.openai.parsing import unsupported
 from ragcachekit.server.openai.prompts import chat_prompt, document_text, text_prompt
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.services import Services
@@ -127,8 +126,10 @@ class Work:
             **_sampling(body),
         }
         most = (isinstance(body, ChatRequest) and body.max_completion_tokens) or body.max_tokens
-        if most:
-            options["max_new_tokens"] = most
+        options["max_new_tokens"] = most or self._services.config.default_tokens
+        context = getattr(self._rag.model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None:
+            options["max_length"] = context
         if self.tools:
             options["tools"] = self.tools
         return options

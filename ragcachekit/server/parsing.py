@@ -6,6 +6,7 @@ import re
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from ragcachekit.server.errors import ApiError
 
@@ -14,10 +15,14 @@ _FIELD = re.compile(r"[a-z_]+")
 _TYPES = ("str", "int", "float", "bool")  # tags of a union's members
 
 
-def parse(kind: type[_Body], raw: bytes) -> _Body:
-    """Read a JSON body; ApiError 400 names the first parameter that is wrong."""
+async def parsed(request: Request, model: type[_Body]) -> _Body:
+    """The request's JSON body as a pydantic model.
+
+    ApiError 400 names what is wrong and where. JSON that is nested deeper than 200 levels, or is no UTF-8, is
+    such an error, too.
+    """
     try:
-        return kind.model_validate_json(raw)
+        return model.model_validate_json(await request.body())
     except ValidationError as error:
         raise _refused(error) from None
 
@@ -46,8 +51,3 @@ def _refused(error: ValidationError) -> ApiError:
     else:
         message = f"Invalid value for '{param}': {message}."
     return ApiError(400, message, param=param or None, code=code)
-
-
-def unsupported(param: str, message: str) -> ApiError:
-    """A parameter that cannot be followed here."""
-    return ApiError(400, message, param=param, code="unsupported_parameter")
