@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+_SECONDS = ("timeout", "heartbeat", "retry_after")
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """What :func:`create_app` serves, and its limits for every request.
 
     - ``model_name``: Name that clients ask for; None: the last part of the model's path or hub id.
-    - ``keys``: File of API keys (``ragcachekit keys add``); None: everybody may use the server, as one tenant.
+    - ``keys``: File of API keys (``ragcachekit keys add``); None: all requests are one tenant's.
     - ``contexts``: Folder of stored contexts, which then survive a restart.
     - ``timeout``: Seconds from a request to the end of its answer; then 504.
     - ``heartbeat``: Seconds of silence after which a stream gets an empty comment.
@@ -32,13 +35,6 @@ class ServerConfig:
     retry_after: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "timeout",
-            "heartbeat",
-            "max_body_bytes",
-            "max_choices",
-            "default_tokens",
-            "retry_after",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        for name in ("max_body_bytes", "max_choices", "default_tokens", *_SECONDS):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")

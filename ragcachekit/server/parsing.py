@@ -35,11 +35,11 @@ def _refused(error: ValidationError) -> ApiError:
             param += f"[{part}]"
         elif (_FIELD.fullmatch(part) and part not in _TYPES) or not param:
             param += f".{part}" if param else part
-    code: str | None = "invalid_value"
+    code = "invalid_value"
     if kind == "json_invalid":
         return ApiError(400, f"We could not parse the JSON body of your request: {message}")
     if kind == "extra_forbidden":
-        code, message = None, f"Unrecognized request argument supplied: {param}"
+        return ApiError(400, f"Unrecognized request argument supplied: {param}")
     elif kind == "missing":
         code, message = "missing_required_parameter", f"Missing required parameter: '{param}'."
     elif kind == "unsupported_parameter":

@@ -160,7 +160,7 @@ class Body(BaseModel):
         (b'{"model": "m", "x": 1}', "Unrecognized request argument supplied: x", None),
         (b"{}", "Missing required parameter: 'model'", "model"),
         (b'{"model": "m", "n": "x"}', "Invalid value for 'n'", "n"),
-        (b"3", "Invalid value for ''", None),
+        (b"3", "Invalid type for ''", None),
     ],
 )
 async def test_bodies_are_refused_as_openai_does(body, message, param):

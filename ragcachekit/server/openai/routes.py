@@ -63,9 +63,8 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             if answers is None:
                 return Response(status_code=CLIENT_GONE)
             choices = [choice.whole(answer) for choice, answer in zip(work.choices, answers, strict=True)]
-            return JSONResponse(
-                work.form.whole(choices, _counted(work, answers, grant)), headers=grant.headers
-            )
+            whole = work.form.whole(choices, _counted(work, answers, grant))
+            return JSONResponse(whole, headers=grant.headers)
         streams = [await stack.enter_async_context(stream) for stream in work.streams()]
         wanted = body.stream_options is not None and body.stream_options.include_usage
 
