@@ -40,7 +40,7 @@ def _refused(error: ValidationError) -> ApiError:
         return ApiError(400, f"We could not parse the JSON body of your request: {message}")
     if kind == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}")
-    elif kind == "missing":
+    if kind == "missing":
         code, message = "missing_required_parameter", f"Missing required parameter: '{param}'."
     elif kind == "unsupported_parameter":
         code, message = kind, f"Unsupported parameter: '{param}' is not supported with this model."
