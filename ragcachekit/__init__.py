@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.speculation import SpeculativePipeline
+    from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
@@ -107,6 +108,8 @@ __all__ = [
     "SpeculativePipeline",
     "StoreConfig",
     "Text",
+    "ToolCall",
+    "ToolCallReader",
     "TreeConfig",
     "TuneReport",
     "agenerate",
@@ -129,6 +132,7 @@ _LAZY = {
     "ragcachekit.engine.queue.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
+    "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),
