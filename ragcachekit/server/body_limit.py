@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Self
 
-from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,8 +22,6 @@ BODY_SECONDS = 60.0
 
 _DRAINED = 8
 _DRAIN_SECONDS = 5.0
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class BodyLimit:
@@ -131,29 +127,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
-
-
-async def parsed(request: Request, model: type[_Model]) -> _Model:
-    """The request's JSON body as a pydantic model.
-
-    ApiError 400 names what is wrong and where. JSON that is nested deeper than 200 levels, or is no UTF-8, is
-    such an error, too.
-    """
-    try:
-        return model.model_validate_json(await request.body())
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _invalid(found[0]) from None
-
-
-def _invalid(found: Mapping[str, Any]) -> ApiError:
-    where = ".".join(map(str, found["loc"]))
-    if found["type"] == "json_invalid":
-        return ApiError(400, f"We could not parse the JSON body of your request: {found['msg']}.")
-    if found["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {where}")
-    if found["type"] == "missing":
-        code = "missing_required_parameter"
-        return ApiError(400, f"Missing required parameter: '{where}'.", param=where, code=code)
-    message = f"Invalid value for '{where}': {found['msg']}."
-    return ApiError(400, message, param=where or None, code="invalid_value")

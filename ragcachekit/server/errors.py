@@ -46,3 +46,18 @@ _GOOGLE = {
     **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
     **{503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"},
 }
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A parameter that cannot be followed here."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def overloaded(message: str, retry_after: float) -> ApiError:
+    """The response while there is no room; ``retry_after`` in seconds."""
+    return ApiError(503, message, kind="server_error", code="overloaded", retry_after=retry_after)
+
+
+def stopping(retry_after: float = 1.0) -> ApiError:
+    """The response while the server stops."""
+    return overloaded("The server is stopping; please try again.", retry_after)

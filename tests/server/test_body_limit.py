@@ -13,8 +13,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 
-from ragcachekit.server.body_limit import HEADER_BYTES, BodyLimit, parsed
+from ragcachekit.server.body_limit import HEADER_BYTES, BodyLimit
 from ragcachekit.server.errors import ApiError
+from ragcachekit.server.parsing import parsed
 from ragcachekit.server.tenants import Limits, Tenant
 
 MOST = 10_000
@@ -159,7 +160,7 @@ class Body(BaseModel):
         (b'{"model": "m", "x": 1}', "Unrecognized request argument supplied: x", None),
         (b"{}", "Missing required parameter: 'model'", "model"),
         (b'{"model": "m", "n": "x"}', "Invalid value for 'n'", "n"),
-        (b"3", "Invalid value for ''", None),
+        (b"3", "Invalid type for ''", None),
     ],
 )
 async def test_bodies_are_refused_as_openai_does(body, message, param):

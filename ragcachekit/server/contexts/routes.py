@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ragcachekit.server.body_limit import parsed
+from ragcachekit.server.connection import CLIENT_GONE, while_connected
 from ragcachekit.server.contexts.context import PREFIX, Context
 from ragcachekit.server.contexts.store import ContextStore
 from ragcachekit.server.contexts.wire import Change, NewContext, described
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.limits import Usage
+from ragcachekit.server.parsing import parsed
 from ragcachekit.server.tenants import Tenant
 
-CLIENT_GONE = 499  # nobody reads it
 MOST_PER_PAGE = 1000
-
-_Result = TypeVar("_Result")
 
 
 class _Route(APIRoute):
@@ -68,7 +65,7 @@ def router(
                 lifetime=body,
                 charge=grant.used,
             )
-            made = await while_connected(request, work)
+            made = await while_connected(request.receive, work)
             if made is None:
                 return Response(status_code=CLIENT_GONE)
             return JSONResponse(_whole(made), headers=grant.headers)
@@ -103,24 +100,6 @@ def router(
             return JSONResponse({}, headers=grant.headers)
 
     return routes
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of work that is cancelled when the client goes away; None then. The body must be read."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for unfinished in (task, gone):
-            unfinished.cancel()
-        await asyncio.wait((task, gone))
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _whole(context: Context) -> dict[str, Any]:
