@@ -198,6 +198,7 @@ class ContextStore:
 
     def _sweep(self, owner: str) -> None:
         """Forget the chunks of contexts that have ended, then the contexts."""
+        self._files.remove_leftovers(owner)
         live = [*self._live(owner), *self._pending[owner]]
         kept = {text.strip() for context in live for text in context.chunks}
         names = {context.name for context in live}
