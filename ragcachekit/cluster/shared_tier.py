@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ragcachekit.config import DEFAULT_DISK_BYTES, StoreConfig
 
 KEY = "RAGCACHEKIT_KEY"
@@ -11,8 +13,8 @@ _PATIENCE = 60.0  # seconds; no request waits for a write in bulk
 _LARGEST = 512 << 20  # Redis' own limit of a value
 
 
-def shared_tier(url: str, nbytes: int | None = None, key: str = KEY) -> StoreConfig:
-    """The configuration for writing a corpus into a shared tier, without tiers of this process.
+def shared_tier(url: str, nbytes: int | None = None, key: str = KEY, *, host_bytes: int = 0) -> StoreConfig:
+    """The configuration of a tier that processes share.
 
     Parameters
     ----------
@@ -20,18 +22,19 @@ def shared_tier(url: str, nbytes: int | None = None, key: str = KEY) -> StoreCon
         ``redis://host:port/0`` (``rediss://``, ``unix://``), or a folder of any fsspec file system:
         ``s3://bucket/kv``, ``file:///mnt/kv``.
     nbytes : int, optional
-        Budget; by default 64 GiB.
+        Its budget; by default 64 GiB.
     key : str
         Environment variable with the key that signs entries, on every machine.
+    host_bytes : int
+        Budget of the process's own memory tier. Without one, the tier is for writing a corpus: no request
+        waits, and operations may take a minute.
     """
     budget = nbytes or DEFAULT_DISK_BYTES
     if url.startswith(("redis:", "rediss:", "unix:")):
-        return StoreConfig(
-            host_bytes=0,
-            redis_url=url,
-            redis_bytes=budget,
-            redis_entry_bytes=min(_LARGEST, budget),
-            remote_key=key,
-            remote_deadline=_PATIENCE,
-        )
-    return StoreConfig(host_bytes=0, bulk_url=url, bulk_bytes=budget, remote_key=key, bulk_deadline=_PATIENCE)
+        largest = min(_LARGEST, budget)
+        config = StoreConfig(redis_url=url, redis_bytes=budget, redis_entry_bytes=largest, remote_key=key)
+    else:
+        config = StoreConfig(bulk_url=url, bulk_bytes=budget, remote_key=key)
+    if host_bytes:
+        return replace(config, host_bytes=host_bytes)
+    return replace(config, host_bytes=0, remote_deadline=_PATIENCE, bulk_deadline=_PATIENCE)
