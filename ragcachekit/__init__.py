@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.speculation import SpeculativePipeline
+    from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
@@ -102,6 +103,8 @@ __all__ = [
     "SpeculativePipeline",
     "StoreConfig",
     "Text",
+    "ToolCall",
+    "ToolCallReader",
     "TreeConfig",
     "TuneReport",
     "agenerate",
@@ -123,6 +126,7 @@ _LAZY = {
     "ragcachekit.engine.queue.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
+    "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
     "ragcachekit.query.base": ("Partition",),

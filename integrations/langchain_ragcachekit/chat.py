@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from langchain_ragcachekit.messages import to_dicts
 from langchain_ragcachekit.settings import EngineSettings, together
 from langchain_ragcachekit.structured_output import parsed, parser_of, with_instructions
-from langchain_ragcachekit.tools import AnswerReader, as_schemas
-from ragcachekit import Answer, CancelScope, agenerate
+from langchain_ragcachekit.tools import as_schemas, tool_fields
+from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
@@ -158,20 +158,20 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         return schemas
 
     def _result(self, answer: Answer, options: dict[str, Any]) -> ChatResult:
-        reader = AnswerReader(options.get("tools", ()))
+        reader = ToolCallReader(options.get("tools", ()))
         message = AIMessage(**self._fields(reader.rest(answer.text), answer, reader))
         info = {"finish_reason": answer.report.finish_reason}
         return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
     def _chunk(
-        self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None
+        self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None
     ) -> ChatGenerationChunk:
         if answer is None or reader is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=text))
         message = AIMessageChunk(**self._fields(text, answer, reader), chunk_position="last")
         return ChatGenerationChunk(message=message)
 
-    def _fields(self, text: str, answer: Answer, reader: AnswerReader) -> dict[str, Any]:
+    def _fields(self, text: str, answer: Answer, reader: ToolCallReader) -> dict[str, Any]:
         link, output = answer.report.link, answer.report.output_tokens
         usage = UsageMetadata(
             input_tokens=link.prompt_tokens,
@@ -187,8 +187,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         }
         return {
             "content": text,
-            "tool_calls": reader.calls,
-            "invalid_tool_calls": reader.invalid,
+            **tool_fields(reader),
             "usage_metadata": usage,
             "response_metadata": response,
         }

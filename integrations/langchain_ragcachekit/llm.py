@@ -12,8 +12,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
 
 from langchain_ragcachekit.settings import EngineSettings
-from langchain_ragcachekit.tools import AnswerReader
-from ragcachekit import Answer, agenerate
+from ragcachekit import Answer, ToolCallReader, agenerate
 
 
 class RagCacheLLM(EngineSettings, BaseLLM):
@@ -79,7 +78,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
         return self._achunks(prompt, stop, run_manager, kwargs)
 
     def _chunk(
-        self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None
+        self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None
     ) -> GenerationChunk:
         return GenerationChunk(text=text, generation_info=_info(answer) if answer else None)
 

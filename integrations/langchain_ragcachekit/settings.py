@@ -11,8 +11,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
-from langchain_ragcachekit.tools import AnswerReader
-from ragcachekit import Answer, CancelScope, astream
+from ragcachekit import Answer, CancelScope, ToolCallReader, astream
 
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
@@ -124,7 +123,7 @@ class EngineSettings(BaseModel):
             **settings,
         }
 
-    def _chunk(self, text: str, answer: Answer | None = None, reader: AnswerReader | None = None) -> Any:
+    def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
         """A piece of an answer in LangChain's form; with the answer, the last one."""
         raise NotImplementedError
 
@@ -138,7 +137,7 @@ class EngineSettings(BaseModel):
         self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
     ) -> Iterator[Any]:
         options = {"wait": True, **self._call_options(stop, kwargs)}
-        reader = AnswerReader(options.get("tools", ()))
+        reader = ToolCallReader(options.get("tools", ()))
         request = self.rag.submit(prompt, **options)
         with closing(request.stream()) as stream:
             for piece in filter(None, map(reader.push, stream)):
@@ -152,7 +151,7 @@ class EngineSettings(BaseModel):
         self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
     ) -> AsyncIterator[Any]:
         options = self._call_options(stop, kwargs)
-        reader = AnswerReader(options.get("tools", ()))
+        reader = ToolCallReader(options.get("tools", ()))
         async with astream(self.rag, prompt, **options) as stream:
             async for raw in stream:
                 if not (piece := reader.push(raw)):

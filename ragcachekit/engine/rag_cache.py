@@ -151,6 +151,7 @@ class RagCache(InspectMethods):
             up to then. See also :class:`ragcachekit.CancelScope`.
         **options
             For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
+            ``seed`` makes sampled answers repeatable.
 
         Raises
         ------

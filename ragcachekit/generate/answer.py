@@ -21,6 +21,7 @@ _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
     """Add what generate needs for a prompt of ``tokens`` tokens; given options stay.
 
+    Of ``max_new_tokens`` and ``max_length``, the one that leaves less room counts.
     ValueError if there is nothing to generate, TypeError for a limit that is no number.
     """
     options = {k: v for k, v in options.items() if v is not None or k not in (*_LIMITS, "max_tokens")}
@@ -28,6 +29,7 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
         if "max_new_tokens" in options:
             raise ValueError("max_tokens is another name of max_new_tokens; give one of them")
         options["max_new_tokens"] = options.pop("max_tokens")
+    check_type("seed", options.get("seed"), (Integral, type(None)), WHOLE)
     for name in ("max_new_tokens", "max_length"):
         check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
     check_type("max_time", options.get("max_time", 1), Real, "a number of seconds")
@@ -40,8 +42,9 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
         options = {"pad_token_id": pad, **options}
     if not _LIMITS & options.keys():
         options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - tokens)
-    if "max_length" in options and "max_new_tokens" not in options:
-        options["max_new_tokens"] = options.pop("max_length") - tokens
+    if "max_length" in options:
+        room = options.pop("max_length") - tokens
+        options["max_new_tokens"] = min(options.get("max_new_tokens", room), room)
     if options.get("max_new_tokens", 1) < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
     return options

@@ -35,6 +35,13 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
+class ScoreObserver(LogitsProcessor):  # type: ignore[misc]
+    """Base of logits processors that read the scores, after penalties and before cuts, and change nothing.
+
+    The last of the ids that it is called with is the token before; the others may be missing.
+    """
+
+
 class _Watch(StoppingCriteria):  # type: ignore[misc]
     """A stopping criterion that records when the first token came and stops cancelled requests.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ragcachekit.errors import GenerationNotSupported
+from ragcachekit.generate.hooks import ScoreObserver
 
 REFUSED = {
     "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
@@ -73,8 +74,14 @@ def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
             raise GenerationNotSupported(f"{name}= does not work with a linked prompt: {reason}")
     if effective(options, None, "use_cache") is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
-    reads_order = any(_asks(name, effective(options, defaults, name)) for name in _READ_ORDER)
+    asked = {name: effective(options, defaults, name) for name in _READ_ORDER}
+    reads_order = any(_asks(name, value) and not only_observes(name, value) for name, value in asked.items())
     return reads_order or (effective(options, defaults, "num_beams") or 1) > 1
+
+
+def only_observes(name: str, value: Any) -> bool:
+    """Whether an option is a list of :class:`.ScoreObserver` processors, which read no ids but the last."""
+    return name == "logits_processor" and all(isinstance(one, ScoreObserver) for one in value)
 
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:

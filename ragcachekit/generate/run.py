@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,22 +71,25 @@ def run_generate(
 ) -> Generated:
     """Generate after a linked prompt.
 
-    ``options`` go to generate; ``decode`` is needed for ``stop`` strings. ``replan`` plans the prompt again
-    if entries could not be loaded. ``own`` observes rows of missing chunks, as they are to be stored.
-    ``whole`` returns a cache with all rows, whatever the model drops outside its windows.
+    ``options`` go to generate, ``seed`` to its sampling. ``decode`` is needed for ``stop`` strings.
+    ``replan`` plans the prompt again if entries could not be loaded. ``own`` observes rows of missing chunks,
+    as they are to be stored. ``whole`` returns a cache with all rows, whatever the model drops outside its
+    windows.
     ``cancel``, or a scope around the call, ends the prefill between two layers and the answer between two
     tokens.
     """
     # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
     ahead = rope.depends_on_length or links_ahead(options, model.generation_config)
     options = without_refused_defaults(options, model.generation_config)
+    seed = options.pop("seed", None)
     beams = effective(options, model.generation_config, "num_beams") or 1
     with CancelScope(cancel) as scope:
         hooks = Hooks(options, plan.token_ids, scope, first, stop, decode)
         while True:
             try:
                 linked = _linked(model, rope, plan, ahead, beams, own, whole)
-                return _generated(model, linked, hooks, beams)
+                with _seeded(model, seed):
+                    return _generated(model, linked, hooks, beams)
             except Cancelled:
                 return _cancelled(plan, hooks)
             except LoadFailed as failed:
@@ -93,6 +97,17 @@ def run_generate(
                 plan = replanned(plan, failed, replan)
                 if hooks.streamer is not None:
                     hooks.streamer.restart()
+
+
+@contextmanager
+def _seeded(model: Any, seed: int | None) -> Iterator[None]:
+    """Draw from random numbers of their own, where a seed is given."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _cancelled(plan: LinkPlan, hooks: Hooks) -> Generated:

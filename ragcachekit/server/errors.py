@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 
 class ApiError(Exception):
     """An error response: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status.
 
-    ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503.
+    ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503. ``headers``: further ones.
     """
 
     def __init__(
@@ -20,12 +22,42 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
 
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields}
+
+    def google_body(self) -> dict[str, Any]:
+        """The response's JSON in the form of Google's APIs."""
+        name = _GOOGLE.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
+        return {"error": {"code": self.status, "message": str(self), "status": name}}
+
+
+_GOOGLE = {
+    **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
+    **{503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"},
+}
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A parameter that cannot be followed here."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def overloaded(message: str, retry_after: float) -> ApiError:
+    """The response while there is no room; ``retry_after`` in seconds."""
+    return ApiError(503, message, kind="server_error", code="overloaded", retry_after=retry_after)
+
+
+def stopping(retry_after: float = 1.0) -> ApiError:
+    """The response while the server stops."""
+    return overloaded("The server is stopping; please try again.", retry_after)

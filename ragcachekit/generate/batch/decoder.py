@@ -105,7 +105,7 @@ class BatchDecoder:
         if streamer is not None:
             one["streamer"] = OpenStreamer(streamer)
         prefilled = self._run(plan, one, cancel=cancel, first=first, own=own, replan=replan, whole=True)
-        sampling = Sampling.of(without_refused_defaults(options, defaults), defaults)
+        sampling = Sampling.of(without_refused_defaults(options, defaults), defaults, self._model.device)
         stops = StopStrings(stop, self._decode, 0)
         decoding = Decoding(prefilled, sampling, stops, streamer, cancel, begun)
         if not decoding.finished:

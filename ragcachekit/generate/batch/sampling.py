@@ -16,12 +16,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ragcachekit.generate.options import REFUSED, effective, end_tokens
+from ragcachekit.generate.options import REFUSED, effective, end_tokens, only_observes
 
 DEFAULT_TOP_K = 50  # of generate, where neither options nor model say otherwise
 
 _DECODED = {
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("max_new_tokens", "max_time", "eos_token_id", "pad_token_id", "bos_token_id", "streamer", "use_cache"),
 }
 # What greedy decoding and sampling do not read, whatever its value.
@@ -43,7 +43,7 @@ def not_decoded(options: Mapping[str, Any], defaults: Any) -> str | None:
     known = vars(GenerationConfig()).keys() - options.keys() - REFUSED.keys()
     given: dict[str, Any] = {name: getattr(defaults, name, None) for name in known} | dict(options)
     for name, value in given.items():
-        if name not in _DECODED | _UNREAD and _says_something(name, value):
+        if name not in _DECODED | _UNREAD and _says_something(name, value) and not only_observes(name, value):
             return name
     return None if effective(options, defaults, "max_new_tokens") else "an answer without max_new_tokens"
 
@@ -69,13 +69,15 @@ class Sampling:
     draws: bool
     processors: LogitsProcessorList
     reads_ids: bool
+    generator: torch.Generator | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], defaults: Any) -> Sampling:
+    def of(cls, options: Mapping[str, Any], defaults: Any, device: torch.device) -> Sampling:
         """Settings of generate with ``options`` over the model's generation config ``defaults``."""
         processors, penalty = LogitsProcessorList(), effective(options, defaults, "repetition_penalty")
         if reads_ids := penalty not in (None, 1.0):
             processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+        processors.extend(options.get("logits_processor") or ())
         if draws := bool(effective(options, defaults, "do_sample")):
             processors.extend(_cuts(options, defaults))
         return cls(
@@ -85,6 +87,8 @@ class Sampling:
             draws,
             processors,
             reads_ids,
+            # Not the seed itself, from which generate has drawn the first token.
+            None if (seed := options.get("seed")) is None else torch.Generator(device).manual_seed(seed ^ 1),
         )
 
     def choose(self, ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -92,7 +96,7 @@ class Sampling:
         read = torch.tensor([ids if self.reads_ids else ids[-1:]], device=logits.device)
         scores: torch.Tensor = self.processors(read, logits)
         if self.draws:
-            return torch.multinomial(scores.softmax(-1), 1)[0]
+            return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[0]
         return scores.argmax(-1)
 
 

@@ -1,0 +1,119 @@
+"""The routes of contexts, ``/v1beta/cachedContents``, with requests, responses and errors as Gemini's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ragcachekit.server.connection import CLIENT_GONE, while_connected
+from ragcachekit.server.contexts.context import PREFIX, Context
+from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.contexts.wire import Change, NewContext, described
+from ragcachekit.server.errors import ApiError
+from ragcachekit.server.limits import Usage
+from ragcachekit.server.parsing import parsed
+from ragcachekit.server.tenants import Tenant
+
+MOST_PER_PAGE = 1000
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def in_googles_form(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return JSONResponse(error.google_body(), error.status, error.headers)
+
+        return in_googles_form
+
+
+def router(
+    store: ContextStore,
+    usage: Usage,
+    model: str,
+    tenant: Callable[[Request], Tenant] = lambda request: request.state.tenant,
+) -> APIRouter:
+    """The routes of the contexts in ``store``.
+
+    ``model`` is the name that requests must give, with or without ``models/``. ``tenant`` finds who asks, or
+    raises ApiError; by default it is who :class:`.BodyLimit` found.
+    """
+    routes = APIRouter(prefix="/v1beta/cachedContents", route_class=_Route)
+
+    @routes.post("")
+    async def create(request: Request) -> Response:
+        owner, body = tenant(request), await parsed(request, NewContext)
+        if body.model.removeprefix("models/") != model:
+            message = f"The model {body.model[:100]!r} does not exist; it is 'models/{model}'."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        estimate = sum(map(len, body.chunks())) // 4
+        async with usage.admit(owner, estimate) as grant:
+            work = store.create(
+                owner,
+                body.chunks(),
+                model=model,
+                system=body.system(),
+                display_name=body.display_name,
+                lifetime=body,
+                charge=grant.used,
+            )
+            made = await while_connected(request.receive, work)
+            if made is None:
+                return Response(status_code=CLIENT_GONE)
+            return JSONResponse(_whole(made), headers=grant.headers)
+
+    @routes.get("")
+    async def all_of_them(request: Request) -> Response:
+        async with usage.admit(tenant(request)) as grant:
+            page = _page(store.all(tenant(request)), request)
+            return JSONResponse(page, headers=grant.headers)
+
+    @routes.get("/{key}")
+    async def one(request: Request, key: str) -> Response:
+        async with usage.admit(tenant(request)) as grant:
+            return JSONResponse(_whole(store.get(tenant(request), PREFIX + key)), headers=grant.headers)
+
+    @routes.patch("/{key}")
+    async def update(request: Request, key: str) -> Response:
+        change = await parsed(request, Change)
+        mask = request.query_params.get("updateMask", "ttl")
+        if {name.strip() for name in mask.split(",")} - {"ttl", "expireTime", "expire_time"}:
+            raise ApiError(400, "Only 'ttl' or 'expireTime' can be changed.", param="updateMask")
+        if change.ttl is None and change.expire_time is None:
+            raise ApiError(400, "Missing required parameter: 'ttl' or 'expireTime'.", param="ttl")
+        async with usage.admit(tenant(request)) as grant:
+            changed = await store.update(tenant(request), PREFIX + key, change)
+            return JSONResponse(_whole(changed), headers=grant.headers)
+
+    @routes.delete("/{key}")
+    async def delete(request: Request, key: str) -> Response:
+        async with usage.admit(tenant(request)) as grant:
+            await store.delete(tenant(request), PREFIX + key)
+            return JSONResponse({}, headers=grant.headers)
+
+    return routes
+
+
+def _whole(context: Context) -> dict[str, Any]:
+    return {**described(context), "chunkIds": context.chunk_ids}
+
+
+def _page(contexts: list[Context], request: Request) -> dict[str, Any]:
+    size, token = request.query_params.get("pageSize", "100"), request.query_params.get("pageToken", "")
+    if not size.isdecimal() or not 0 < int(size[:9]) <= MOST_PER_PAGE:
+        message = f"Invalid value for 'pageSize': 1 to {MOST_PER_PAGE}."
+        raise ApiError(400, message, param="pageSize", code="invalid_value")
+    places = {
+        f"{context.created:017.6f}-{context.name.removeprefix(PREFIX)}": context for context in contexts
+    }
+    after = sorted(place for place in places if place > token)
+    page: dict[str, Any] = {"cachedContents": [described(places[place]) for place in after[: int(size)]]}
+    return {**page, "nextPageToken": after[int(size) - 1]} if len(after) > int(size) else page

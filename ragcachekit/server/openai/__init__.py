@@ -1,0 +1,1 @@
+"""The routes of OpenAI's API: chat and text completions, models."""

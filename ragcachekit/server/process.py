@@ -1,0 +1,39 @@
+"""The application in a process of its own, which a signal stops without losing answers."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from ragcachekit.server.health import Activity
+
+
+class GracefulServer(uvicorn.Server):
+    """Refuses new requests with 503 after SIGTERM or SIGINT, and exits with 0 when none runs any more.
+
+    A second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, activity: Activity) -> None:
+        super().__init__(config)
+        self._activity = activity
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop."""
+        if self._activity.stopping:
+            super().handle_exit(sig, frame)
+            self.force_exit = True
+        self._activity.stopping = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to exit; asked every tenth of a second."""
+        idle = self._activity.stopping and not self._activity.running
+        return idle or await super().on_tick(counter)
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serve an application of :func:`.create_app` until a signal comes; blocks."""
+    config = uvicorn.Config(app, host=host, port=port, log_level="info", server_header=False)
+    GracefulServer(config, app.state.activity).run()

@@ -1,0 +1,53 @@
+"""A server on a free port in a thread, around an engine that speaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from engine_kit import FOLDER
+from ragcachekit import RagCache
+from speaking import byte_level, speaker
+
+MODEL = "tiny"
+DOCUMENTS = (
+    "Berlin is the capital of Germany. The river Spree flows in Berlin.",
+    "Paris is the capital of France; the river Seine flows in Paris.",
+    "Rome is the town of the Tiber, and the answer is from the river.",
+)
+QUESTION = "Where does the river flow?"
+LONG = 60.0
+
+
+def engine(tokenizer: Any = None, **options: Any) -> RagCache:
+    """A tiny engine whose chunks are warm at their second use."""
+    own = {"policy": "reuse", "encoder": "standalone", "cold": "now", "cache_dir": FOLDER.name}
+    return RagCache(speaker(), tokenizer or byte_level(), **{**own, **options})
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Serve an application in a thread; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=10))
+    thread = threading.Thread(target=server.run, name="served")
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

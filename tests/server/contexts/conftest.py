@@ -1,0 +1,92 @@
+"""A tiny engine, and an application of nothing but contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from ragcachekit import RagCache
+from ragcachekit.server.body_limit import BodyLimit
+from ragcachekit.server.contexts.routes import router
+from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.keys import ApiKeys, add_key
+from ragcachekit.server.limits import Usage
+from ragcachekit.server.tenants import Limits, Tenant
+from speaking import byte_level, speaker
+
+NOW = 1_700_000_000.0
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    with RagCache(speaker(), byte_level(), cache_dir=folder, cold="never", policy="lego:4") as rag:
+        yield rag
+
+
+@pytest.fixture
+def rag(engine):
+    """The session's engine, without anything stored."""
+    for namespace in ("ada", "bob"):
+        engine.forget(namespace=namespace)
+    return engine
+
+
+@pytest.fixture
+def store(rag, clock):
+    return ContextStore(rag, clock=clock)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A file with the keys of two tenants, and the keys."""
+    file = tmp_path / "keys.json"
+    given = {"ada": add_key(file, "ada", limits=Limits(contexts=3)), "bob": add_key(file, "bob")}
+    return file, given
+
+
+@pytest.fixture
+def client_of(store, keys):
+    """An HTTP client of a tenant."""
+    file, given = keys
+    app = FastAPI()
+    app.include_router(router(store, Usage(), "tiny"))
+    app.add_middleware(BodyLimit, most=100_000, tenant=ApiKeys(file).tenant)
+
+    def client(name: str, key: str | None = None) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app)
+        return httpx.AsyncClient(
+            transport=transport,
+            base_url="http://test/v1beta",
+            headers={"x-goog-api-key": key or given[name]},
+        )
+
+    return client
+
+
+@pytest.fixture
+def ada():
+    return Tenant("ada", "ada")
+
+
+@pytest.fixture
+def bob(ada):
+    return replace(ada, name="bob", namespace="bob")

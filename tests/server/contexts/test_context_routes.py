@@ -1,0 +1,230 @@
+"""Contexts over HTTP, as Gemini's clients use them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ragcachekit import Chunk, Prompt, Text
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+BODY = {
+    "model": "models/tiny",
+    "contents": [{"role": "user", "parts": [{"text": ONE}, {"text": TWO}]}],
+    "systemInstruction": {"parts": [{"text": "answer from the context"}]},
+    "ttl": "300s",
+    "displayName": "rivers",
+}
+
+
+def reused(rag, namespace, text):
+    """Tokens of a chunk that a prompt of the namespace takes from the cache."""
+    prompt = Prompt([Text("Answer from the context."), Chunk(text), Text("Where?")])
+    return rag.generate(prompt, namespace=namespace, max_new_tokens=1).report.link.reused_tokens
+
+
+async def made(client, **changes):
+    response = await client.post("/cachedContents", json={**BODY, **changes})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_creation_encodes_the_chunks_and_answers_as_gemini(client_of, rag, clock):
+    async with client_of("ada") as ada:
+        context = await made(ada)
+        tokens = sum(map(rag.count_tokens, (ONE, TWO, "answer from the context")))
+        assert context == {
+            "name": context["name"],
+            "model": "models/tiny",
+            "displayName": "rivers",
+            "createTime": "2023-11-14T22:13:20Z",
+            "updateTime": "2023-11-14T22:13:20Z",
+            "expireTime": "2023-11-14T22:18:20Z",
+            "usageMetadata": {"totalTokenCount": tokens},
+            "chunkIds": context["chunkIds"],
+        }
+        assert len(context["name"].removeprefix("cachedContents/")) == 32
+        assert context["chunkIds"] == rag.encode([ONE, TWO], namespace="ada")
+        assert (await ada.get(context["name"])).json() == context
+    assert reused(rag, "ada", ONE) > 0
+    assert reused(rag, "bob", ONE) == 0
+
+
+async def test_only_the_time_of_expiry_changes(client_of, clock):
+    async with client_of("ada") as ada:
+        context = await made(ada, ttl=None)
+        assert context["expireTime"] == "2023-11-14T23:13:20Z", "an hour by default"
+        clock.now += 10
+        changed = (await ada.patch(context["name"], json={"ttl": "60.5s"})).json()
+        assert changed == {
+            **context,
+            "updateTime": "2023-11-14T22:13:30Z",
+            "expireTime": "2023-11-14T22:14:30.500000Z",
+        }
+        later = "2023-11-15T00:00:00+01:00"
+        path = f"{context['name']}?updateMask=expireTime"
+        assert (await ada.patch(path, json={"expireTime": later})).json()["expireTime"] == (
+            "2023-11-14T23:00:00Z"
+        )
+        for body, query in (
+            ({"displayName": "x"}, ""),
+            ({"ttl": "5s"}, "?updateMask=displayName"),
+            ({}, ""),
+        ):
+            assert (await ada.patch(context["name"] + query, json=body)).status_code == 400
+        assert (await ada.get(context["name"])).json()["displayName"] == "rivers"
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"ttl": "300"},
+        {"ttl": "-5s"},
+        {"ttl": "0s"},
+        {"ttl": 300},
+        {"ttl": "9999999999s"},
+        {"ttl": "٣s"},
+        {"ttl": None, "expireTime": "2023-11-14T22:00:00Z"},
+        {"ttl": None, "expireTime": "2099-11-14T22:00:00"},
+        {"ttl": None, "expireTime": "9999-12-31T23:59:59-14:00"},
+        {"ttl": None, "expireTime": "tomorrow"},
+        {"ttl": "5s", "expireTime": "2099-11-14T22:00:00Z"},
+    ],
+)
+async def test_times_that_cannot_be(client_of, rag, times):
+    async with client_of("ada") as ada:
+        answer = await ada.post("/cachedContents", json={**BODY, **times})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["status"] == "INVALID_ARGUMENT"
+        assert (await ada.get("/cachedContents")).json() == {"cachedContents": []}
+    assert reused(rag, "ada", ONE) == 0
+
+
+async def test_deleting_forgets_what_no_other_context_has(client_of, rag):
+    async with client_of("ada") as ada:
+        both = await made(ada)
+        one = await made(ada, contents=[{"parts": [{"text": f" {ONE}\n"}]}])
+        assert (await ada.delete(both["name"])).json() == {}
+        assert (await ada.get(both["name"])).status_code == 404
+        assert (await ada.delete(both["name"])).status_code == 404
+        assert reused(rag, "ada", TWO) == 0
+        assert reused(rag, "ada", ONE) > 0
+        await ada.delete(one["name"])
+        assert reused(rag, "ada", ONE) == 0
+
+
+async def test_expired_contexts_are_unknown_and_then_forgotten(client_of, store, rag, clock):
+    async with client_of("ada") as ada:
+        context = await made(ada)
+        clock.now += 299
+        await store.expire()
+        assert reused(rag, "ada", ONE) > 0
+        clock.now += 1
+        assert (await ada.get(context["name"])).status_code == 404
+        assert (await ada.get("/cachedContents")).json() == {"cachedContents": []}
+        await store.expire()
+    assert reused(rag, "ada", ONE) == 0
+
+
+async def test_another_tenants_context_is_like_none(client_of, rag):
+    async with client_of("ada") as ada, client_of("bob") as bob:
+        context = await made(ada)
+        unknown = "cachedContents/" + "0" * 32
+        for name in (context["name"], unknown):
+            answers = [await bob.get(name), await bob.patch(name, json={"ttl": "5s"}), await bob.delete(name)]
+            for answer in answers:
+                assert answer.status_code == 404
+                assert answer.json() == {
+                    "error": {
+                        "code": 404,
+                        "message": f"CachedContent not found (or permission denied): '{name}'.",
+                        "status": "NOT_FOUND",
+                    }
+                }
+        assert (await bob.get("/cachedContents")).json() == {"cachedContents": []}
+        assert (await ada.get(context["name"])).json() == context
+    assert reused(rag, "ada", ONE) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "%2e%2e", "../ada", "a" * 5000, "A" * 32, "0" * 31, "%00", "0" * 31 + "%0a"]
+)
+async def test_names_that_are_no_names(client_of, name):
+    async with client_of("ada") as ada:
+        for call in (ada.get, ada.delete):
+            answer = await call(f"/cachedContents/{name}")
+            assert answer.status_code == 404
+            assert len(answer.content) < 1000
+
+
+async def test_pages_of_the_list(client_of, clock):
+    async with client_of("bob") as bob:
+        names = []
+        for number in range(5):
+            names.append((await made(bob, displayName=str(number)))["name"])
+            clock.now += number % 2  # two are made at the same time
+        found, token, pages = [], "", 0
+        while pages == 0 or token:
+            page = (await bob.get("/cachedContents", params={"pageSize": 2, "pageToken": token})).json()
+            found += [context["name"] for context in page["cachedContents"]]
+            token, pages = page.get("nextPageToken", ""), pages + 1
+            assert "chunkIds" not in page["cachedContents"][0]
+        assert sorted(found) == sorted(names)
+        assert pages == 3
+        for size in ("0", "-1", "x", "1001"):
+            assert (await bob.get("/cachedContents", params={"pageSize": size})).status_code == 400
+
+
+async def test_a_key_has_so_many_contexts(client_of, clock):
+    async with client_of("ada") as ada, client_of("bob") as bob:
+        answers = await asyncio.gather(*(ada.post("/cachedContents", json=BODY) for _ in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["error"]["status"] == "RESOURCE_EXHAUSTED"
+        await made(bob)
+        clock.now += 300
+        await made(ada)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "models/other"},
+        {"contents": []},
+        {"contents": [{"parts": []}]},
+        {"contents": [{"parts": [{"text": " "}]}]},
+        {"contents": [{"parts": [{"inlineData": {"data": "aGk=", "mimeType": "text/plain"}}]}]},
+        {"contents": [{"parts": [{"text": "a b " * 2000}]}]},
+        {"contents": [{"parts": [{"text": "a"}] * 4097}]},
+        {"contents": "text"},
+        {"tools": []},
+        {"displayName": "x" * 129},
+    ],
+)
+async def test_bodies_that_cannot_be(client_of, rag, change):
+    async with client_of("ada") as ada:
+        answer = await ada.post("/cachedContents", json={**BODY, **change})
+        assert answer.status_code == (404 if "model" in change else 400)
+        assert set(answer.json()["error"]) == {"code", "message", "status"}
+        assert (await ada.get("/cachedContents")).json() == {"cachedContents": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[" * 50_000, b'{"contents":' * 300, b'{"model": "\xff"}', b'{"model": "\\ud800"}'],
+)
+async def test_json_that_is_none(client_of, content):
+    async with client_of("ada") as ada:
+        answer = await ada.post("/cachedContents", content=content)
+        assert answer.status_code == 400
+
+
+async def test_strangers_and_large_bodies(client_of):
+    async with client_of("ada", key="rck-wrong") as stranger:
+        answer = await stranger.post("/cachedContents", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
+    async with client_of("ada") as ada:
+        answer = await ada.post("/cachedContents", content=b" " * 100_001)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, 413)

@@ -1,0 +1,215 @@
+"""Contexts in files, and what remains when a step fails, is cancelled, or two happen at once."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ragcachekit.errors import StoreError
+from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.errors import ApiError
+
+ONE, TWO, THREE = (f"The text of chunk {number}." for number in range(3))
+
+
+class Engine:
+    """Notes what is encoded and forgotten; chunk ids are the texts' lengths."""
+
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.encoded: set[tuple[str, str]] = set()
+        self.fails: Exception | None = None
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def count_tokens(self, text):
+        return len(text)
+
+    def encode(self, texts, *, namespace, system):
+        self.encoded |= {(namespace, text) for text in texts}
+        self.begun.set()
+        assert self.go_on.wait(10)
+        if self.fails:
+            raise self.fails
+        return [f"{namespace}-{text}" for text in texts]
+
+    def forget(self, *, texts, namespace):
+        if self.fails:
+            raise self.fails
+        self.encoded -= {(namespace, text) for text in texts}
+
+
+@pytest.fixture
+def rag():
+    return Engine()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "contexts"
+
+
+async def make(store, tenant, *chunks, seconds=60.0, **options):
+    lifetime = lambda now: now + seconds  # noqa: E731
+    return await store.create(tenant, chunks, model="m", lifetime=lifetime, **options)
+
+
+def modes(folder):
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
+    made = await make(ContextStore(rag, folder, clock), ada, ONE, TWO, system="Zürich 😀")
+    again = ContextStore(rag, folder, clock)
+    assert again.get(ada, made.name) == made
+    assert again.all(ada) == [made]
+    assert again.all(bob) == []
+    assert made.texts_of([f"ada-{TWO}", f"ada-{ONE}", f"ada-{TWO}"]) == (TWO, ONE, TWO)
+    with pytest.raises(ApiError, match="no chunk 'bob"):
+        made.texts_of([f"bob-{ONE}"])
+    clock.now += 60
+    await again.expire()
+    assert rag.encoded == set()
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+async def test_others_cannot_read_the_files(rag, folder, clock, ada):
+    folder.mkdir(mode=0o755)
+    await make(ContextStore(rag, folder, clock), ada, ONE)
+    assert modes(folder) == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())} == {0o700}
+
+
+def test_a_folder_that_others_may_write_to_is_refused(rag, folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(StoreError, match="chmod 700"):
+        ContextStore(rag, folder)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": 3}', "[" * 100_000])
+async def test_a_damaged_file_is_no_context(rag, folder, clock, ada, caplog, damage):
+    store = ContextStore(rag, folder, clock)
+    made, other = await make(store, ada, ONE), await make(store, ada, TWO)
+    next(folder.rglob(f"{made.name.rpartition('/')[2]}.json")).write_text(damage)
+    assert store.all(ada) == [other]
+    with pytest.raises(ApiError):
+        store.get(ada, made.name)
+    assert "cannot be read" in caplog.text
+
+
+async def test_two_processes_see_what_the_other_does(folder, clock, ada):
+    mine, theirs = Engine(), Engine()
+    here, there = ContextStore(mine, folder, clock), ContextStore(theirs, folder, clock)
+    made = await make(here, ada, ONE)
+    theirs.encode(there.get(ada, made.name).chunks, namespace="ada", system=None)
+    changed = await there.update(ada, made.name, lambda now: now + 90)
+    assert here.get(ada, made.name) == changed
+    await there.delete(ada, made.name)
+    with pytest.raises(ApiError):
+        here.get(ada, made.name)
+    assert mine.encoded == {("ada", ONE)}
+    await here.expire()
+    assert mine.encoded == theirs.encoded == set()
+
+
+@pytest.mark.parametrize("kept_in", ["memory", "files"])
+async def test_a_deletion_that_fails_is_tried_again(rag, folder, clock, ada, kept_in):
+    store = ContextStore(rag, folder if kept_in == "files" else None, clock)
+    made = await make(store, ada, ONE)
+    rag.fails = StoreError("the disk is gone")
+    with pytest.raises(ApiError, match="could not confirm") as error:
+        await store.delete(ada, made.name)
+    assert error.value.status == 500
+    assert store.all(ada) == []
+    await store.expire()
+    assert rag.encoded == {("ada", ONE)}
+    rag.fails = None
+    if kept_in == "files":
+        store = ContextStore(rag, folder, clock)  # also after a restart
+    await store.expire()
+    assert rag.encoded == set()
+
+
+@pytest.mark.parametrize("error", [ValueError("a chunk is too long"), RuntimeError("a bug")])
+async def test_a_creation_that_fails_leaves_nothing(rag, clock, ada, error):
+    store = ContextStore(rag, clock=clock)
+    kept = await make(store, ada, ONE)
+    rag.fails = error
+    with pytest.raises(ApiError if isinstance(error, ValueError) else RuntimeError, match=str(error)):
+        await make(store, ada, ONE, TWO)
+    rag.fails = None
+    await store.expire()
+    assert store.all(ada) == [kept]
+    assert rag.encoded == {("ada", ONE)}
+
+
+async def test_a_creation_that_is_cancelled_leaves_nothing(rag, clock, ada):
+    store = ContextStore(rag, clock=clock)
+    rag.go_on.clear()
+    task = asyncio.create_task(make(store, ada, ONE))
+    await asyncio.to_thread(rag.begun.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    rag.go_on.set()
+    await store.expire()
+    assert store.all(ada) == []
+    assert rag.encoded == set()
+
+
+async def test_a_context_in_the_making_keeps_its_chunks_and_counts(rag, clock, ada):
+    store = ContextStore(rag, clock=clock)
+    old = await make(store, ada, ONE)
+    rag.begun.clear()
+    rag.go_on.clear()
+    task = asyncio.create_task(make(store, ada, ONE, THREE))
+    await asyncio.to_thread(rag.begun.wait, 10)
+    await store.delete(ada, old.name)
+    assert ("ada", ONE) in rag.encoded
+    assert store.all(ada) == [], "it is not there before it is whole"
+    rag.go_on.set()
+    made = await task
+    assert store.all(ada) == [made]
+
+
+async def test_tokens_of_all_contexts_are_limited_and_charged_before_they_are_computed(rag, clock, ada):
+    store = ContextStore(rag, clock=clock)
+    ada = replace(ada, limits=replace(ada.limits, context_tokens=len(ONE) + len(TWO)))
+    charged: list[int] = []
+    await make(store, ada, ONE, charge=charged.append)
+    with pytest.raises(ApiError, match="tokens in them") as error:
+        await make(store, ada, THREE, system="a", charge=charged.append)
+    assert error.value.status == 429
+    assert charged == [len(ONE)]
+    assert rag.encoded == {("ada", ONE)}
+
+    def refuse(tokens):
+        raise ApiError(429, "too many")
+
+    with pytest.raises(ApiError, match="too many"):
+        await make(store, ada, TWO, charge=refuse)
+    assert rag.encoded == {("ada", ONE)}
+    await make(store, ada, TWO)
+
+
+async def test_expiring_goes_on_by_itself_and_after_an_error(rag, clock, ada, bob):
+    store = ContextStore(rag, clock=clock)
+    await make(store, ada, ONE)
+    await make(store, bob, TWO, seconds=120)
+    clock.now += 60
+    rag.fails = StoreError("busy")
+    sweeping = asyncio.create_task(store.run(every=0.001))
+    await asyncio.sleep(0.02)
+    assert not sweeping.done()
+    rag.fails = None
+    async with asyncio.timeout(10):
+        while rag.encoded != {("bob", TWO)}:
+            await asyncio.sleep(0.001)
+    sweeping.cancel()
+    assert len(store.all(bob)) == 1
