@@ -66,6 +66,17 @@ def precompute(
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     disk_gb: opt.DiskGb = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(help="Store the KV here, not in the cache folder: redis://..., s3://..., file:///..."),
+    ] = None,
+    shared_key: Annotated[
+        str, typer.Option(help="Environment variable with the key that signs shared entries.")
+    ] = "RAGCACHEKIT_KEY",
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Encode with Ray, on the cluster of RAY_ADDRESS or here.")
+    ] = False,
+    actors: Annotated[int, typer.Option(min=1, help="Models that encode, with --ray.")] = 2,
 ) -> None:
     """Encode and embed a corpus now, so that the first question about it is as quick as the others.
 

@@ -1,1 +1,25 @@
-"""Several processes and machines, by Ray."""
+"""Ray: encoding a corpus on many machines, and serving with requests routed by their chunks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragcachekit.cluster.precompute import EncodingJob, encode_chunks
+
+_WHERE = {"EncodingJob": "precompute", "encode_chunks": "precompute"}
+
+__all__ = ["EncodingJob", "encode_chunks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "ragcachekit.cluster needs Ray: pip install 'ray[data,serve]' (the extra 'ray')"
+        ) from error
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

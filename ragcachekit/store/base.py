@@ -152,6 +152,10 @@ class KVStore:
         """Keys of all readable entries, the latest first; by default none are listed."""
         return iter(())
 
+    def memory_keys(self) -> Iterator[KVKey]:
+        """Keys of the entries that :meth:`in_memory` finds; by default none."""
+        return iter(())
+
     def evict(self, key: KVKey) -> None:
         """Drop the entry under ``key``, if there is one, and count an eviction; by default nothing."""
         return

@@ -130,7 +130,12 @@ class QuantisedStore(Tier):
 
     def keys(self) -> Iterator[KVKey]:
         """As the tier, for entries of this kind."""
-        keys = self._tier.keys()
+        return self._own(self._tier.keys())
+
+    def memory_keys(self) -> Iterator[KVKey]:
+        return self._own(self._tier.memory_keys())
+
+    def _own(self, keys: Iterator[KVKey]) -> Iterator[KVKey]:
         return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def evict(self, key: KVKey) -> None:

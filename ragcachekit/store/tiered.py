@@ -128,6 +128,9 @@ class TieredStore(KVStore):
         """Keys of all tiers that list theirs, the slowest first; each once."""
         return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in reversed(self._tiers))))
 
+    def memory_keys(self) -> Iterator[KVKey]:
+        return iter(dict.fromkeys(chain.from_iterable(tier.memory_keys() for tier in self._tiers)))
+
     def evict(self, key: KVKey) -> None:
         for tier in reversed(self._tiers):
             tier.evict(key)

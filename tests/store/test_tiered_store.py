@@ -39,6 +39,19 @@ def test_a_disk_hit_moves_up_to_the_host(tmp_path: Path) -> None:
     store.close()
 
 
+def test_memory_keys_are_those_in_memory(tmp_path: Path) -> None:
+    """Whatever tier rounds, and although a slow tier lists more."""
+    host = QuantisedStore(HostStore(2 * ONE), "int8")
+    store = TieredStore([host, DiskStore(tmp_path / "kv", 1 << 20)])
+    for number in range(12):
+        store.put(key_of(number), kv_of(number))
+    listed = set(store.memory_keys())
+    every = list(store.keys())
+    assert listed == {key for key in every if store.in_memory(key)}
+    assert 0 < len(listed) < len(every) == 12
+    store.close()
+
+
 def test_what_one_tier_refuses_another_keeps(tmp_path: Path) -> None:
     store = TieredStore([HostStore(ONE - 1), DiskStore(tmp_path / "kv", 1 << 20)])
     assert store.put(KEY, kv_of(1)) is True

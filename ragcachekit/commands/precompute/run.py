@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands.ask import Say, corpus_index
 from ragcachekit.commands.corpus import Corpus
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.own_files import OwnFiles, one_token
+from ragcachekit.commands.own_files import OwnFiles, at_least_1, one_token
 from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.workspace import CacheFolder
@@ -24,6 +27,7 @@ from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.base import KVStore
 from ragcachekit.store.entry.file import entry_name
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.null import NullStore
@@ -34,10 +38,36 @@ class PrecomputeSettings(OwnFiles):
     """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
 
     ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
-    :class:`~ragcachekit.commands.ask.AskSettings` for the KV to be found.
+    :class:`~ragcachekit.commands.ask.AskSettings` for the KV to be found. ``shared`` is the url of a tier to
+    store the KV in instead of the cache folder, ``shared_key`` the environment variable with its key. With
+    ``ray``, ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
     """
 
     keep_gone: bool = False
+    shared: str | None = None
+    shared_key: str = KEY
+    ray: bool = False
+    actors: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_1(self, "actors")
+        if self.ray and str(self.chunk_encoder).startswith(("average", "in-prompt")):
+            raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
+
+    @property
+    def store(self) -> StoreConfig:
+        """The tier that is written: the shared one, or the cache folder."""
+        if self.shared is None:
+            return StoreConfig(host_bytes=0, disk_path=self.folder.kv, disk_bytes=self.disk_bytes)
+        return shared_tier(self.shared, self.disk_bytes, self.shared_key)
+
+    @property
+    def lists(self) -> Path:
+        """Folder of the manifests; those of each shared tier are apart."""
+        if self.shared is None:
+            return self.folder.manifests
+        return self.folder.path / "shared" / hashlib.sha256(self.shared.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -75,8 +105,11 @@ def estimate(settings: PrecomputeSettings) -> Work:
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
         settings.open_engine(NullStore(), corpus, cache_dir=Path(scratch), cold="never") as rag,
     ):
-        run = PrecomputeRun(settings, rag, corpus)
-        return replace(run.work, seconds=run.estimated_seconds()) if run.todo else run.work
+        with closing(open_store(settings.store)) if settings.shared else nullcontext() as tier:
+            run = PrecomputeRun(settings, rag, corpus, tier)
+        if not run.todo:
+            return run.work
+        return replace(run.work, seconds=run.estimated_seconds() / (settings.actors if settings.ray else 1))
 
 
 @contextmanager
@@ -88,11 +121,12 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     longer than the model's context.
     """
     corpus = settings.checked_corpus()
-    disk = open_store(StoreConfig(host_bytes=0, disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes))
-    with closing(disk), settings.open_engine(disk, corpus, cold="never") as rag:
-        run = PrecomputeRun(settings, rag, corpus, say)
+    tier = open_store(settings.store)
+    with closing(tier), settings.open_engine(tier, corpus, cold="never") as rag:
+        run = PrecomputeRun(settings, rag, corpus, tier if settings.shared else None, say)
         needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
-        _check_room(needed, sum(tier.budget - tier.nbytes for tier in disk.stats()), settings.folder)
+        room = sum(record.budget - record.nbytes for record in tier.stats())
+        _check_room(needed, room, None if settings.shared else settings.folder)
         yield run
 
 
@@ -100,13 +134,19 @@ class PrecomputeRun:
     """A corpus ready to be encoded.
 
     ``work`` is how much there is to do, ``todo`` the chunks to encode, ``gone`` the ids of chunks to forget,
-    with their tokens.
+    with their tokens. ``shared`` is the tier to look in, by default the cache folder.
     """
 
     def __init__(
-        self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, say: Say = lambda _: None
+        self,
+        settings: PrecomputeSettings,
+        rag: RagCache,
+        corpus: Corpus,
+        shared: KVStore | None = None,
+        say: Say = lambda _: None,
     ) -> None:
         self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
+        self._shared = shared
         self._system = prompt_for(rag.tokenizer).before
         planner = settings.planner(rag.model, rag.tokenizer, rag.fingerprint, corpus)
         policy = open_policy(settings.policy)
@@ -120,7 +160,7 @@ class PrecomputeRun:
             settings.chunk_tokens,
         )
         self._present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self._chunks}
-        earlier = read_manifests(settings.folder.manifests, self._scope)
+        earlier = read_manifests(settings.lists, self._scope)
         keep = settings.keep_gone or earlier.notes
         self.gone = {} if keep else {i: n for i, n in earlier.chunks.items() if i not in self._present}
         # What is not forgotten stays listed.
@@ -147,8 +187,11 @@ class PrecomputeRun:
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        write_manifest(self._settings.folder.manifests, self._scope, self._listed)
-        self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
+        write_manifest(self._settings.lists, self._scope, self._listed)
+        if self._settings.ray:
+            self._encode_on_ray(progress)
+        else:
+            self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
         if lost := sum(not self._is_stored(chunk) for chunk in self._chunks):
             raise StoreError(
                 f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
@@ -164,16 +207,36 @@ class PrecomputeRun:
         profile = measure_profile(model, context=describe_rope(model).context)
         return sum(profile.seconds(0, len(one.encoding.behind) + len(one.token_ids)) for one in self.todo)
 
+    def _encode_on_ray(self, progress: bool) -> None:
+        from ragcachekit.cluster import EncodingJob, encode_chunks  # Ray is an extra
+
+        settings, todo = self._settings, {chunk.key.chunk_id for chunk in self.todo}
+        ids = [chunk.key.chunk_id for chunk in self._chunks]
+        encode_chunks(
+            EncodingJob(
+                partial(settings.open_engine, corpus=self._corpus, cold="never"), settings.store, self._system
+            ),
+            list(dict(zip(ids, self._corpus.texts, strict=True)).items()),
+            stored=set(ids) - todo,
+            actors=settings.actors,
+            checkpoint=settings.lists / "ray" / self._scope.name.removesuffix(".json"),
+            progress=progress,
+        )
+
     def _is_stored(self, chunk: Missing) -> bool:
+        if self._shared is not None:
+            return chunk.key in self._shared
         return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
 
 
-def _check_room(needed: int, room: int, folder: CacheFolder) -> None:
+def _check_room(needed: int, room: int, folder: CacheFolder | None) -> None:
     if needed > room:
         raise ValueError(
             f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB left; "
             "raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache clear)"
         )
+    if folder is None:
+        return
     free = shutil.disk_usage(folder.kv).free
     if needed > free:
         raise StoreError(

@@ -93,6 +93,10 @@ class InspectMethods(QueueMethods):
         """
         return diagnose(self._prompts, prompt, documents, self._checked(namespace))
 
+    def chunks_in_memory(self) -> frozenset[str]:
+        """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""
+        return frozenset(key.chunk_id for key in self._components.store.memory_keys())
+
     def __repr__(self) -> str:
         return f"RagCache({', '.join(f'{name}: {value}' for name, value in self._about())})"
 

@@ -121,6 +121,9 @@ class MemoryStore(Tier):
         with self._lock:
             return reversed(list(self._entries))
 
+    def memory_keys(self) -> Iterator[KVKey]:
+        return self.keys()
+
     def evict(self, key: KVKey) -> None:
         """Drop the entry under ``key`` and count an eviction."""
         with self._lock:

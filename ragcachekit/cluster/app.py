@@ -1,0 +1,112 @@
+"""The application for Ray Serve: ``serve run ragcachekit.cluster.app:build_app model=...``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from transformers import AutoTokenizer
+
+from ragcachekit.cluster.chunk_reader import ChunkReader, Fields, Headers
+from ragcachekit.cluster.ingress import Ingress
+from ragcachekit.cluster.replica import Opened, Replica
+from ragcachekit.cluster.shared_tier import KEY, shared_tier
+from ragcachekit.config import StoreConfig
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.tenants import Tenant
+
+MAX_BODY_BYTES = 32 << 20
+
+
+class AppSettings(BaseModel):
+    """What :func:`build_app` serves.
+
+    - ``model``: Folder or hub id, the same on every machine; ``model_name`` is what clients call it.
+    - ``replicas``, ``ingresses``: Engines, and processes that read and route requests.
+    - ``shared``, ``shared_key``: Url of a tier that the engines share, and the environment variable with the
+      key that signs its entries.
+    - ``host_gb``: Memory tier of each engine.
+    - ``policy``, ``encoder``: As for :class:`ragcachekit.RagCache`. ``auto`` would choose for each replica
+      alone, which then could not read each other's entries.
+    - ``cpus``, ``gpus``: Of each engine.
+    - ``max_ongoing``: Requests that an engine takes at once; further ones wait in the ingress.
+    - ``publish_seconds``: How often replicas say what they hold.
+    - ``bound``: Most requests of a replica, as a multiple of the mean.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    model_name: str | None = None
+    replicas: int = Field(2, ge=1)
+    ingresses: int = Field(1, ge=1)
+    shared: str | None = None
+    shared_key: str = KEY
+    host_gb: float = Field(4.0, gt=0)
+    policy: str = "impact:0.1"
+    encoder: str | None = "system"
+    namespace: str = "default"
+    dtype: str = "auto"
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    max_ongoing: int = Field(64, ge=1)
+    publish_seconds: float = Field(2.0, gt=0)
+    bound: float = Field(1.2, gt=1)
+
+
+def build_app(settings: AppSettings) -> serve.Application:
+    """The deployments of one model, for ``serve run``, ``serve.run`` and config files.
+
+    >>> serve.run(build_app(AppSettings(model="path/or/hub-id")))  # doctest: +SKIP
+    """
+    replicas = serve.deployment(
+        name="replicas",
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.max_ongoing,
+        graceful_shutdown_timeout_s=60.0,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        request_router_config={
+            "request_router_class": "ragcachekit.cluster.router:ChunkRouter",
+            "request_router_kwargs": {"bound": settings.bound},
+            "request_routing_stats_period_s": settings.publish_seconds,
+        },
+    )(Replica)
+    ingress = serve.deployment(
+        name="ingress",
+        num_replicas=settings.ingresses,
+        max_ongoing_requests=4 * settings.max_ongoing * settings.replicas,
+        ray_actor_options={"num_cpus": 0.1},
+    )(Ingress)
+    engines = replicas.bind(partial(open_replica, settings))
+    return ingress.bind(engines, partial(open_reader, settings), MAX_BODY_BYTES)
+
+
+def open_replica(settings: AppSettings) -> Opened:
+    """An engine and the server's application around it."""
+    host = int(settings.host_gb * 1e9)
+    store = StoreConfig(host_bytes=host)
+    if settings.shared is not None:
+        store = shared_tier(settings.shared, key=settings.shared_key, host_bytes=host)
+    rag = RagCache.from_pretrained(
+        settings.model,
+        policy=settings.policy,
+        encoder=settings.encoder,
+        namespace=settings.namespace,
+        store=store,
+        dtype=settings.dtype,
+    )
+    return rag, create_app(rag, ServerConfig(model_name=settings.model_name))
+
+
+def open_reader(settings: AppSettings) -> ChunkReader:
+    """The reader of requests' chunks, with the model's tokenizer alone."""
+    tenant = Tenant("everybody", settings.namespace)
+
+    def namespace(_: Headers, fields: Fields) -> str:
+        return tenant.partition(fields.get("cache_salt"), fields.get("prompt_cache_key"))
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
+    return ChunkReader(tokenizer, namespace)

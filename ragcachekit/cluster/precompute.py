@@ -1,0 +1,190 @@
+"""Encoding chunks with Ray Data: one model per actor, checkpoints by chunk id, a shared tier."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+from ray.data.checkpoint import CheckpointConfig
+
+from ragcachekit.cluster.slices import RowCount, Slices
+from ragcachekit.config import StoreConfig
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import StoreError
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.factory import open_store
+from ragcachekit.store.memory.host import HostStore
+from ragcachekit.types import KVKey
+
+BATCH = 16
+"""Chunks that an actor encodes and stores together: what its death loses at most."""
+
+_PUTS = 3  # attempts to store one entry
+_WARM_UP = "One chunk ahead of the others."
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """What actors need to encode chunks of one namespace.
+
+    - ``open_engine``: Opens the engine over the given store; it is sent to the actors.
+    - ``store``: The tier that all actors write into: :func:`~ragcachekit.cluster.shared_tier.shared_tier`, or
+      a folder on this machine.
+    - ``system``: Text before a prompt's first chunk, as for :meth:`ragcachekit.RagCache.encode`.
+    """
+
+    open_engine: Callable[[KVStore], RagCache]
+    store: StoreConfig
+    system: str | None = None
+
+
+def encode_chunks(
+    job: EncodingJob,
+    chunks: Sequence[tuple[str, str]],
+    *,
+    actors: int,
+    checkpoint: str | Path,
+    stored: Container[str] = frozenset(),
+    batch: int = BATCH,
+    cpus: float | None = None,
+    gpus: float | None = None,
+    progress: bool = False,
+) -> int:
+    """Encode ``(chunk id, text)`` pairs with a pool of actors; returns how many were encoded in this run.
+
+    Batches are the same slices of ``chunks`` in every run, and each is encoded as a whole. So a run that was
+    interrupted, or whose actors died, stores the same bytes as one that was not. A dead actor is replaced and
+    its batch encoded again.
+
+    Parameters
+    ----------
+    chunks : sequence of (str, str)
+        Ids, each once, and texts.
+    actors : int
+        Models that are loaded.
+    checkpoint : str or Path
+        Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
+        It is deleted when the run succeeds.
+    stored : container of str
+        Ids of chunks that the tier has: batches of such chunks alone are left out.
+    cpus, gpus : float, optional
+        Of each actor. By default the cluster's, shared evenly, with one CPU left for reading and writing.
+
+    Raises
+    ------
+    StoreError
+        If the shared tier does not take an entry.
+    ValueError
+        For numbers below 1.
+    """
+    if min(actors, batch) < 1:
+        raise ValueError(f"actors and batch must be at least 1, got {actors} and {batch}")
+    slices = (chunks[start : start + batch] for start in range(0, len(chunks), batch))
+    todo = [part for part in slices if not all(one in stored for one, _ in part)]
+    if not todo:
+        return 0
+    with _session(), _context(checkpoint, progress):
+        data = ray.data.read_datasource(
+            Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
+        )
+        return _run(data, job, actors, _resources(actors, cpus, gpus))
+
+
+def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]) -> int:
+    encoded = data.map_batches(
+        EncodingActor,
+        fn_constructor_args=(job,),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=actors),
+        **resources,
+    )
+    sink = RowCount()
+    with warnings.catch_warnings():
+        # Ray warns of sinks that may get a row twice, which ours takes.
+        warnings.filterwarnings("ignore", message="Checkpointing with non-file datasink")
+        try:
+            encoded.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=1)
+        except StoreError as error:
+            raise StoreError(str(getattr(error, "cause", error))) from error
+    return sink.rows
+
+
+class EncodingActor:
+    """Holds one model, and encodes batches of chunks into the shared tier."""
+
+    def __init__(self, job: EncodingJob) -> None:
+        self._job = job
+        self._own = HostStore(1 << 62)  # one batch, so that it is encoded whole whatever is stored already
+        self._shared = open_store(job.store)
+        self._rag = job.open_engine(self._own)
+        # An engine's first batch is smaller than later ones, whose sums have another order.
+        self._rag.encode([_WARM_UP], system=job.system)
+        self._own.forget(self._rag.namespace)
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        """Encode and store the column ``text``; returned are the ids."""
+        self._rag.encode(rows["text"].to_pylist(), system=self._job.system)
+        for key in list(self._own.keys()):
+            found = self._own.get(key)
+            if found is not None:
+                self._store(key, found.kv)
+            self._own.evict(key)
+        return rows.select(["chunk_id"])
+
+    def _store(self, key: KVKey, kv: ChunkKV) -> None:
+        if key not in self._shared and not any(self._shared.put(key, kv) for _ in range(_PUTS)):
+            raise StoreError(
+                "the shared tier does not take the KV of a chunk: look at its budget, its key and whether "
+                "all machines reach it; then run the same command again"
+            )
+
+
+def _resources(actors: int, cpus: float | None, gpus: float | None) -> dict[str, Any]:
+    """CPUs and GPUs of one actor."""
+    here = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    share = max(here.get("CPU", 1.0) - 1, 0.5) / actors
+    largest = max(float(node["Resources"].get("CPU", 1)) for node in ray.nodes())  # type: ignore[no-untyped-call]
+    whole = float(int(min(share, largest))) or min(share, 0.5)
+    return {
+        "num_cpus": whole if cpus is None else cpus,
+        "num_gpus": min(1.0, here.get("GPU", 0.0) / actors) if gpus is None else gpus,
+    }
+
+
+@contextmanager
+def _session() -> Iterator[None]:
+    """The cluster that ``RAY_ADDRESS`` names or that is running, else one of this machine for this run."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _context(checkpoint: str | Path, progress: bool) -> Iterator[None]:
+    """Ray Data's settings for one run."""
+    where = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
+    context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
+    before = context.checkpoint_config, context.enable_progress_bars, log.level
+    context.checkpoint_config = CheckpointConfig("chunk_id", where, delete_checkpoint_on_success=True)
+    context.enable_progress_bars = progress
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        context.checkpoint_config, context.enable_progress_bars = before[:2]
+        log.setLevel(before[2])

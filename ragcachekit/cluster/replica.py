@@ -1,0 +1,86 @@
+"""Replicas of Ray Serve: an engine each, which pass requests through the server's application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import Message, Scope
+
+from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.engine.asyncio_api import to_thread
+from ragcachekit.engine.rag_cache import RagCache
+
+Opened = tuple[RagCache, FastAPI]
+"""An engine and the server's application around it."""
+
+_CONTEXTS = 4096  # names of contexts that a replica remembers
+
+
+class Replica:
+    """One engine and the server's application around it.
+
+    ``open`` is called once, in the replica's process.
+    """
+
+    async def __init__(self, open: Callable[[], Opened]) -> None:  # type: ignore[misc]
+        self._rag, self._app = await to_thread(open)
+        self._names: dict[str, None] = {}
+        self._life = self._app.router.lifespan_context(self._app)
+        await self._life.__aenter__()  # the process ends with it
+
+    async def answer(self, scope: Scope, body: bytes, chunks: Mapping[str, int]) -> AsyncIterator[Message]:
+        """Run one HTTP request through the application; yields its ASGI messages.
+
+        Ended early, as when the client goes away, it tells the application so.
+        """
+        self._note(chunks)
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        bodies = iter([body])
+
+        async def receive() -> Message:
+            for content in bodies:
+                return {"type": "http.request", "body": content, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app({**scope, "app": self._app}, receive, sent.put)
+            finally:
+                sent.put_nowait(None)
+
+        task = asyncio.ensure_future(run())
+        try:
+            while (message := await sent.get()) is not None:
+                yield message
+            await task
+        finally:
+            gone.set()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the replica holds, for the router."""
+        return ChunkFilter.of([*self._rag.chunks_in_memory(), *self._names]).stats()
+
+    def __del__(self) -> None:
+        """Write what is to be kept, and close the engine; Serve calls this after the last answer."""
+        if (rag := self.__dict__.pop("_rag", None)) is not None:
+            rag.flush()
+            rag.close()
+
+    def _note(self, chunks: Mapping[str, int]) -> None:
+        """Remember names of contexts, which the engine does not know."""
+        for name in chunks:
+            if "/" in name:
+                self._names.pop(name, None)
+                self._names[name] = None
+        while len(self._names) > _CONTEXTS:
+            del self._names[next(iter(self._names))]

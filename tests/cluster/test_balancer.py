@@ -1,0 +1,144 @@
+"""Which replica gets a request: what it holds, what waits there, its share of the load."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.route_simulation import Setting, requests, simulate
+from ragcachekit.cluster.balancer import Balancer, Weights
+from ragcachekit.cluster.chunk_filter import ChunkFilter
+
+NAMES = ("a", "b", "c", "d")
+
+
+def stats(**held):
+    return {name: ChunkFilter.of(held.get(name, ())).stats() for name in NAMES}
+
+
+def balancer(**held):
+    one = Balancer(seed=1)
+    one.update(stats(**held))
+    return one
+
+
+def request(*chunks, tokens=100):
+    return dict.fromkeys(chunks, tokens)
+
+
+def test_most_cached_tokens_win():
+    one = balancer(a=["x"], b=["x", "y"], c=["y", "z"])
+    assert one.rank({"x": 100, "y": 100, "z": 1}, {})[0] == ["b"]
+    assert one.rank({"x": 1, "y": 100, "z": 100}, {})[0] == ["c"]
+
+
+def test_the_order_of_the_chunks_does_not_matter():
+    one = balancer(a=["x", "y"], b=["y"])
+    assert one.rank(request("x", "y"), {})[0] == one.rank(request("y", "x"), {})[0] == ["a"]
+
+
+def test_a_long_queue_outweighs_the_cache():
+    one = balancer(a=["x"], b=[])
+    for _ in range(4):
+        one.sent("b", request("w"))
+    assert one.rank(request("x", "y"), {"a": 1})[0] == ["a"]
+    assert one.rank(request("x", "y"), dict.fromkeys(NAMES, 50))[0] == ["a"]
+    assert one.rank(request("x", "y"), {"a": 50})[0] != ["a"]
+
+
+def test_what_nobody_holds_goes_to_two_random_replicas():
+    one = balancer(a=["x"])
+    seen = Counter(name for _ in range(200) for name in one.rank(request("new"), {})[0])
+    assert set(seen) == set(NAMES)
+    assert all(len(one.rank(request("new"), {})[0]) == 2 for _ in range(10))
+    assert len(set(one.rank({}, {})[0])) == 2
+
+
+def test_every_replica_is_somewhere_in_the_ranks():
+    for chunks in ({}, request("x")):
+        assert {name for group in balancer(a=["x"]).rank(chunks, {}) for name in group} == set(NAMES)
+
+
+def test_what_was_sent_counts_until_the_second_filter():
+    one = balancer()
+    one.sent("c", request("x"))
+    assert one.rank(request("x"), {})[0] == ["c"]
+    one.update(stats(a=["other"]) | {"c": ChunkFilter.of(["1"]).stats()})
+    assert one.rank(request("x"), {})[0] == ["c"]
+    one.update(stats(a=["other"]) | {"c": ChunkFilter.of(["1", "2"]).stats()})
+    assert len(one.rank(request("x"), {})[0]) == 2
+
+
+def test_the_same_stats_again_are_no_new_filter():
+    one = balancer()
+    one.sent("c", request("x"))
+    for _ in range(5):
+        one.update(stats())
+    assert one.rank(request("x"), {})[0] == ["c"]
+
+
+def test_no_replica_gets_more_than_its_bounded_share():
+    one, seen = balancer(a=["x"]), Counter()
+    for _ in range(2000):
+        name = one.rank(request("x"), {})[0][0]
+        one.sent(name, request("x"))
+        seen[name] += 1
+    assert max(seen.values()) / (2000 / len(NAMES)) < 1.3
+
+
+def test_a_new_replica_is_not_flooded():
+    one = balancer()
+    for n in range(400):
+        one.sent(NAMES[n % 4], request("x"))
+    one.update(stats() | {"e": ChunkFilter.of([]).stats()})
+    seen = Counter()
+    for n in range(100):
+        group = one.rank(request(f"new {n}"), {})[0]
+        one.sent(group[0], request(f"new {n}"))
+        seen[group[0]] += 1
+    assert seen["e"] < 50
+
+
+def test_replicas_that_are_gone_are_not_chosen():
+    one = balancer(a=["x"])
+    one.update({name: found for name, found in stats().items() if name != "a"})
+    assert all("a" not in group for group in one.rank(request("x"), {}))
+    one.sent("a", request("x"))
+
+
+def test_notes_are_bounded():
+    one = Balancer(Weights(noted=10, bound=1e9), seed=1)
+    one.update(stats())
+    for n in range(100):
+        one.sent("a", request(f"chunk {n}"))
+    assert one.rank(request("chunk 99"), {})[0] == ["a"]
+    assert len(one.rank(request("chunk 1"), {})[0]) == 2
+
+
+@pytest.mark.parametrize("workload", ["topics", "questions"])
+def test_eight_replicas_reuse_more_than_with_other_routers(workload):
+    """The issue's bounds, on Zipf requests of shuffled chunks."""
+    setting = Setting(workload, requests=6000)
+    names = ("round robin", "first chunk", "prefix affinity", "chunk sets")
+    found = {name: simulate(setting, name) for name in names}
+    ours = found["chunk sets"]
+    assert ours["hit_rate"] >= 1.5 * found["round robin"]["hit_rate"]
+    assert ours["hit_rate"] >= 1.2 * found["first chunk"]["hit_rate"]
+    assert ours["hit_rate"] >= 1.2 * found["prefix affinity"]["hit_rate"]
+    assert max(ours["requests"], ours["work"]) <= 1.3
+    assert ours["ttft_s"] < min(found[name]["ttft_s"] for name in names[:3])
+
+
+def test_requests_of_a_workload_are_shuffled_and_skewed():
+    found = list(requests(Setting("questions", requests=3000)))
+    sets = Counter(frozenset(one) for one in found)
+    assert len({tuple(one) for one in found}) > 2 * len(sets)
+    assert sets.most_common(1)[0][1] > 10 * 3000 / 600
+
+
+def test_an_even_workload_gains_nothing_from_routing():
+    """With caches that hold everything, all routers are alike after the first requests."""
+    setting = Setting("topics", requests=6000, topics=20, cache=1.0)
+    even, ours = (simulate(setting, name)["hit_rate"] for name in ("round robin", "chunk sets"))
+    assert abs(even - ours) < 0.02

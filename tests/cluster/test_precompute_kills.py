@@ -1,0 +1,128 @@
+"""Actors and drivers that are killed while a corpus is encoded: whole, the same bytes, little done twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster_kit import actors, batches, begun, corpus, job, stored
+from ragcachekit.cluster.precompute import BATCH, EncodingActor, encode_chunks
+from ragcachekit.cluster.slices import Slices
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
+
+CHUNKS = 2000
+KILLS = 10
+DRIVER = """
+import sys
+from pathlib import Path
+import ray
+from cluster_kit import corpus, job
+from ragcachekit.cluster.precompute import encode_chunks
+folder = Path(sys.argv[1])
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+encode_chunks(job(folder, folder / "notes", 0.3), corpus(400), actors=2, checkpoint=folder / "checkpoint")
+ray.shutdown()
+"""
+
+
+@contextmanager
+def local_ray():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def undisturbed(folder, chunks):
+    """Entries of one actor in this process that nothing disturbs."""
+    folder.mkdir()
+    actor = EncodingActor(job(folder, folder / "notes"))
+    slices = [chunks[start : start + BATCH] for start in range(0, len(chunks), BATCH)]
+    for task in Slices(slices).get_read_tasks(1):
+        actor(*task())
+    return stored(folder)
+
+
+def done_again(notes, chunks):
+    """Batches that were begun more than once, each time counted."""
+    counts = Counter(batches(notes))
+    slices = [
+        tuple(one for one, _ in chunks[start : start + BATCH]) for start in range(0, len(chunks), BATCH)
+    ]
+    return sum(counts[ids] - 1 for ids in slices)
+
+
+class Killer(threading.Thread):
+    """Kills actors at random moments, ``KILLS`` times."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__(daemon=True)
+        self._notes, self._draw = notes, random.Random(7)
+        self.kills, self.done = 0, threading.Event()
+
+    def run(self) -> None:
+        while self.kills < KILLS and not self.done.wait(self._draw.uniform(0.5, 8)):
+            if alive := actors(self._notes):
+                os.kill(self._draw.choice(alive), signal.SIGKILL)
+                self.kills += 1
+
+
+def test_ten_killed_actors_lose_nothing(tmp_path):
+    chunks, notes = corpus(CHUNKS), tmp_path / "notes"
+    assert len({one for one, _ in chunks}) == CHUNKS
+    killer = Killer(notes)
+    with local_ray():
+        killer.start()
+        begin = time.perf_counter()
+        encoded = encode_chunks(
+            job(tmp_path, notes, 0.8), chunks, actors=2, checkpoint=tmp_path / "checkpoint"
+        )
+        seconds = time.perf_counter() - begin
+        killer.done.set()
+        killer.join()
+    assert killer.kills == KILLS
+    assert encoded == CHUNKS
+    counts = begun(notes)
+    assert {one for one, _ in chunks} <= counts.keys()
+    repeated = done_again(notes, chunks)
+    sys.stdout.write(f"{KILLS} kills: {repeated} batches of {BATCH} done again, {seconds:.0f} s\n")
+    assert repeated <= KILLS
+    assert stored(tmp_path) == undisturbed(tmp_path / "undisturbed", chunks)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_run_whose_driver_was_killed_goes_on(tmp_path):
+    chunks, notes = corpus(400), tmp_path / "notes"
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], start_new_session=True)
+    limit = time.monotonic() + 300
+    while not notes.exists() or len(batches(notes)) < 12:
+        assert driver.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    while actors(notes):
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    before = len(stored(tmp_path))
+    assert 0 < before < 400
+    kept = len(list((tmp_path / "checkpoint").glob("*.parquet")))
+    with local_ray():
+        encode_chunks(job(tmp_path, notes), chunks, actors=2, checkpoint=tmp_path / "checkpoint")
+    repeated = done_again(notes, chunks)
+    sys.stdout.write(f"killed with {before} stored, {kept} checkpoint files: {repeated} batches done again\n")
+    assert stored(tmp_path) == undisturbed(tmp_path / "undisturbed", chunks)
+    assert not (tmp_path / "checkpoint").exists()

@@ -1,0 +1,136 @@
+"""A replica without Serve around it: ASGI both ways, clients that go away, what it says it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+
+from ragcachekit import RagCache
+from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.cluster.replica import Replica
+from speaking import byte_level, speaker
+
+SCOPE = {
+    "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/echo",
+    "raw_path": b"/echo", "query_string": b"a=1", "headers": [(b"x-one", b"1")], "client": None,
+}  # fmt: skip
+
+
+def opened(folder, events):
+    rag = RagCache(
+        speaker(), byte_level(), encoder="standalone", policy="lego:4", cold="never", cache_dir=folder
+    )
+
+    @asynccontextmanager
+    async def life(_):
+        events.append("begun")
+        yield
+
+    app = FastAPI(lifespan=life)
+
+    @app.post("/echo")
+    async def echo(request: Request):
+        body = await request.body()
+        return {"body": body.decode(), "query": request.url.query, "one": request.headers["x-one"]}
+
+    @app.post("/endless")
+    async def endless(request: Request):
+        async def parts():
+            try:
+                while True:
+                    yield b"more "
+                    await asyncio.sleep(0.001)
+            finally:
+                events.append("stream ended")
+
+        return StreamingResponse(parts())
+
+    @app.post("/slow")
+    async def slow(request: Request):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("cancelled")
+
+    @app.post("/broken")
+    async def broken():
+        raise RuntimeError("broken on purpose")
+
+    return rag, app
+
+
+@pytest.fixture
+async def replica(tmp_path):
+    events = []
+    one = Replica.__new__(Replica)
+    await one.__init__(lambda: opened(tmp_path, events))
+    one.events = events
+    yield one
+    one.__del__()
+
+
+async def collect(replica, path="/echo", body=b"text", chunks=()):
+    return [m async for m in replica.answer({**SCOPE, "path": path}, body, dict.fromkeys(chunks, 1))]
+
+
+async def test_a_request_goes_through_the_application(replica):
+    start, *bodies = await collect(replica)
+    assert start["status"] == 200
+    assert b"".join(m["body"] for m in bodies) == b'{"body":"text","query":"a=1","one":"1"}'
+    assert replica.events == ["begun"]
+
+
+async def test_errors_of_routes_are_responses(replica):
+    start, *_ = await collect(replica, "/nowhere")
+    assert start["status"] == 404
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        await collect(replica, "/broken")
+
+
+async def test_a_stream_that_nobody_reads_ends(replica):
+    async with aclosing(replica.answer({**SCOPE, "path": "/endless"}, b"", {})) as messages:
+        assert (await anext(messages))["status"] == 200
+        assert (await anext(messages))["body"] == b"more "
+    assert replica.events[-1] == "stream ended"
+
+
+async def test_a_request_that_nobody_waits_for_is_cancelled(replica):
+    waiting = asyncio.ensure_future(collect(replica, "/slow"))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert replica.events[-1] == "cancelled"
+    before = len(asyncio.all_tasks())
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) <= before
+
+
+async def test_it_publishes_the_chunks_in_memory(replica):
+    (one,) = replica._rag.encode(["The river Spree flows in Berlin."])
+    held = ChunkFilter.from_stats(replica.record_routing_stats())
+    assert one in held
+    replica._rag.forget([one])
+    assert one not in ChunkFilter.from_stats(replica.record_routing_stats())
+
+
+async def test_it_publishes_the_contexts_that_it_served(replica):
+    await collect(replica, chunks=["cachedContents/x", "chunk"])
+    held = ChunkFilter.from_stats(replica.record_routing_stats())
+    assert "cachedContents/x" in held
+    assert "chunk" not in held
+
+
+async def test_the_engine_is_closed_once(tmp_path):
+    one = Replica.__new__(Replica)
+    await one.__init__(lambda: opened(tmp_path, []))
+    rag = one._rag
+    one.__del__()
+    assert rag._closed
+    del one
+    gc.collect()
