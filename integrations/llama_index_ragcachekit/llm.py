@@ -125,8 +125,8 @@ class RagCacheLLM(NotPickled, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """:meth:`complete` without blocking the loop."""
-        prompt = self._completion(prompt, formatted)
-        return as_completion(await agenerate(self.cache, prompt, **self._options(kwargs)))
+        asked = self._completion(prompt, formatted)
+        return as_completion(await agenerate(self.cache, asked, **self._options(kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
