@@ -19,6 +19,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
@@ -47,7 +48,9 @@ class RagCacheLLM(NotPickled, CustomLLM):
     ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
     ``max_new_tokens`` is another name of ``max_tokens``, here and in calls. ``generate_kwargs`` is anything
     else for transformers' ``generate``. ``context_window`` (tokens of prompt and answer) and
-    ``is_chat_model`` (whether query engines send messages) come from the model if None.
+    ``is_chat_model`` (whether query engines send messages) come from the model if None. A chat model gets
+    the prompt of ``complete`` as a user's message, unless it is ``formatted``, or ``completion_to_prompt`` is
+    given.
 
     Examples
     --------
@@ -122,8 +125,8 @@ class RagCacheLLM(NotPickled, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """:meth:`complete` without blocking the loop."""
-        prompt = self._completion(prompt, formatted)
-        return as_completion(await agenerate(self.cache, prompt, **self._options(kwargs)))
+        asked = self._completion(prompt, formatted)
+        return as_completion(await agenerate(self.cache, asked, **self._options(kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
@@ -159,10 +162,13 @@ class RagCacheLLM(NotPickled, CustomLLM):
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         return super()._get_prompt(prompt, **_as_text(prompt_args))
 
-    def _completion(self, prompt: str, formatted: bool) -> str:
-        if formatted or self.completion_to_prompt is None:
+    def _completion(self, prompt: str, formatted: bool) -> str | list[dict[str, Any]]:
+        convert = self.completion_to_prompt
+        if not formatted and convert not in (None, default_completion_to_prompt):
+            return convert(prompt)
+        if formatted or not self.metadata.is_chat_model:
             return prompt
-        return self.completion_to_prompt(prompt)
+        return [{"role": "user", "content": prompt}]
 
     def _chat(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, Any]]:
         if self.metadata.is_chat_model:

@@ -13,6 +13,10 @@ from ragcachekit import Answer, GenerateReport
 dispatcher = get_dispatcher(__name__)
 
 ADVICE = {
+    "no chunk is registered": (  # of the engine's note where nobody told it what the chunks are
+        "LlamaIndex: RagCacheRetriever(retriever, embed_model=..., cache=rag), or "
+        "RagCachePostprocessor(cache=rag) in the node_postprocessors of any engine, registers the nodes"
+    ),
     "stands verbatim in the prompt": (  # of the engine's note where the prompt has none of the chunks
         "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers "
         "them as postprocessors left them and puts them whole into the prompt; in chat engines, "

@@ -74,7 +74,7 @@ BATCHES = {
     "stream_complete": lambda rag: in_threads(
         lambda question: [*llama_index(rag).stream_complete(question)][-1].text
     ),
-    "stream": lambda rag: in_threads(lambda question: "".join(completions(rag).stream(question))),
+    "llm.stream": lambda rag: in_threads(lambda question: "".join(completions(rag).stream(question))),
 }
 ALONE = {
     "stream": lambda rag: [llama_index(rag).complete(question).text for question in QUESTIONS],

@@ -95,6 +95,16 @@ async def test_every_way_to_ask_gives_the_same_answer():
         assert (response.message.content, response.raw) == (chatted.message.content, chatted.raw)
 
 
+async def test_a_completion_of_a_chat_model_is_a_user_s_message_unless_it_is_formatted():
+    engine = FakeEngine()
+    llm, own = RagCacheLLM(cache=engine), RagCacheLLM(cache=engine, completion_to_prompt="<{}>".format)
+    plain = RagCacheLLM(cache=engine, is_chat_model=False)
+    llm.complete("hi"), list(llm.stream_complete("hi")), await llm.acomplete("hi")
+    llm.complete("hi", formatted=True), own.complete("hi"), plain.complete("hi")
+    message = [{"role": "user", "content": "hi"}]
+    assert [call["prompt"] for call in engine.calls] == [message] * 3 + ["hi", "<hi>", "hi"]
+
+
 def test_deltas_add_up_to_the_text():
     pieces = list(RagCacheLLM(cache=FakeEngine()).stream_chat([chat()]))
     assert "".join(piece.delta for piece in pieces) == pieces[-1].message.content == TEXT
