@@ -47,7 +47,6 @@ _add(app, serve.serve, doctor.doctor, measure.sample_model)
 _add(_bench, measure.ttft, measure.query_cache, measure.fidelity, bench_serve.serve)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 _add(_keys, keys.add, keys.remove)
-_keys.command("list")(keys.list_)
 
 app.add_typer(_bench, name="bench")
 app.add_typer(_cache, name="cache")

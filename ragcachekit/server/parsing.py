@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ragcachekit.server.errors import ApiError
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_FIELD = re.compile(r"[a-z_]+")
+_FIELD = re.compile(r"[a-z_][A-Za-z_]*")
 _TYPES = ("str", "int", "float", "bool")  # tags of a union's members
 
 

@@ -78,6 +78,11 @@ class Work:
         """Rows of the prompt and of the longest answer."""
         return self.estimator.tokens + self.new_tokens
 
+    @property
+    def share(self) -> str:
+        """Whose share of the queue this takes: partitions ``NAME/...`` of a namespace have one together."""
+        return self.prompt.namespace.partition("/")[0]
+
 
 class Request:
     """One submitted prompt; :meth:`ragcachekit.RagCache.submit` returns it. Thread safe.
