@@ -26,8 +26,8 @@ class AppSettings(BaseModel):
 
     - ``model``: Folder or hub id, the same on every machine; ``model_name`` is what clients call it.
     - ``replicas``, ``ingresses``: Engines, and processes that read and route requests.
-    - ``shared``, ``shared_key``: Url of a tier that the engines share, and the environment variable with the
-      key that signs its entries.
+    - ``shared``, ``shared_key``, ``shared_gb``: Url of a tier that the engines share, the environment
+      variable with the key that signs its entries, and its budget, which every engine keeps by itself.
     - ``host_gb``: Memory tier of each engine.
     - ``keys``, ``contexts``: File of API keys and folder of contexts, as for
       :class:`~ragcachekit.server.ServerConfig`; all machines must see them.
@@ -48,6 +48,7 @@ class AppSettings(BaseModel):
     ingresses: int = Field(1, ge=1)
     shared: str | None = None
     shared_key: str = KEY
+    shared_gb: float = Field(64.0, gt=0)
     host_gb: float = Field(4.0, gt=0)
     policy: str = "impact:0.1"
     encoder: str | None = "system"
@@ -63,11 +64,14 @@ class AppSettings(BaseModel):
     router_options: dict[str, float] = {}
 
 
-def build_app(settings: AppSettings) -> serve.Application:
+def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
     """The deployments of one model, for ``serve run``, ``serve.run`` and config files.
+
+    ValueError for settings that are unknown, missing or out of range.
 
     >>> serve.run(build_app(AppSettings(model="path/or/hub-id")))  # doctest: +SKIP
     """
+    settings = AppSettings.model_validate(settings)
     replicas = serve.deployment(
         name="replicas",
         num_replicas=settings.replicas,
@@ -95,7 +99,8 @@ def open_replica(settings: AppSettings) -> Opened:
     host = int(settings.host_gb * 1e9)
     store = StoreConfig(host_bytes=host)
     if settings.shared is not None:
-        store = shared_tier(settings.shared, key=settings.shared_key, host_bytes=host)
+        shared = int(settings.shared_gb * 1e9)
+        store = shared_tier(settings.shared, shared, settings.shared_key, host_bytes=host)
     rag = RagCache.from_pretrained(
         settings.model,
         policy=settings.policy,
