@@ -6,11 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ragcachekit.cluster.app import AppSettings, build_app
     from ragcachekit.cluster.precompute import EncodingJob, encode_chunks
+    from ragcachekit.cluster.router import ChunkRouter
+    from ragcachekit.cluster.shared_tier import shared_tier
 
-_WHERE = {"EncodingJob": "precompute", "encode_chunks": "precompute"}
+_WHERE = {
+    "AppSettings": "app",
+    "ChunkRouter": "router",
+    "EncodingJob": "precompute",
+    "build_app": "app",
+    "encode_chunks": "precompute",
+    "shared_tier": "shared_tier",
+}
 
-__all__ = ["EncodingJob", "encode_chunks"]
+__all__ = ["AppSettings", "ChunkRouter", "EncodingJob", "build_app", "encode_chunks", "shared_tier"]
 
 
 def __getattr__(name: str) -> Any:

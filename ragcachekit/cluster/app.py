@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,9 +17,8 @@ from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.keys import ApiKeys
 from ragcachekit.server.tenants import Tenant
-
-MAX_BODY_BYTES = 32 << 20
 
 
 class AppSettings(BaseModel):
@@ -26,15 +26,18 @@ class AppSettings(BaseModel):
 
     - ``model``: Folder or hub id, the same on every machine; ``model_name`` is what clients call it.
     - ``replicas``, ``ingresses``: Engines, and processes that read and route requests.
-    - ``shared``, ``shared_key``: Url of a tier that the engines share, and the environment variable with the
-      key that signs its entries.
+    - ``shared``, ``shared_key``, ``shared_gb``: Url of a tier that the engines share, the environment
+      variable with the key that signs its entries, and its budget, which every engine keeps by itself.
     - ``host_gb``: Memory tier of each engine.
+    - ``keys``, ``contexts``: File of API keys and folder of contexts, as for
+      :class:`~ragcachekit.server.ServerConfig`; all machines must see them.
     - ``policy``, ``encoder``: As for :class:`ragcachekit.RagCache`. ``auto`` would choose for each replica
       alone, which then could not read each other's entries.
     - ``cpus``, ``gpus``: Of each engine.
     - ``max_ongoing``: Requests that an engine takes at once; further ones wait in the ingress.
     - ``publish_seconds``: How often replicas say what they hold.
-    - ``bound``: Most requests of a replica, as a multiple of the mean.
+    - ``router``, ``router_options``: Ray's request router, and its arguments; of ours the fields of
+      :class:`~ragcachekit.cluster.balancer.Weights`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,23 +48,30 @@ class AppSettings(BaseModel):
     ingresses: int = Field(1, ge=1)
     shared: str | None = None
     shared_key: str = KEY
+    shared_gb: float = Field(64.0, gt=0)
     host_gb: float = Field(4.0, gt=0)
     policy: str = "impact:0.1"
     encoder: str | None = "system"
     namespace: str = "default"
+    keys: Path | None = None
+    contexts: Path | None = None
     dtype: str = "auto"
     cpus: float = Field(1.0, ge=0)
     gpus: float = Field(0.0, ge=0)
     max_ongoing: int = Field(64, ge=1)
     publish_seconds: float = Field(2.0, gt=0)
-    bound: float = Field(1.2, gt=1)
+    router: str = "ragcachekit.cluster.router:ChunkRouter"
+    router_options: dict[str, float] = {}
 
 
-def build_app(settings: AppSettings) -> serve.Application:
+def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
     """The deployments of one model, for ``serve run``, ``serve.run`` and config files.
+
+    ValueError for settings that are unknown, missing or out of range.
 
     >>> serve.run(build_app(AppSettings(model="path/or/hub-id")))  # doctest: +SKIP
     """
+    settings = AppSettings.model_validate(settings)
     replicas = serve.deployment(
         name="replicas",
         num_replicas=settings.replicas,
@@ -69,8 +79,8 @@ def build_app(settings: AppSettings) -> serve.Application:
         graceful_shutdown_timeout_s=60.0,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         request_router_config={
-            "request_router_class": "ragcachekit.cluster.router:ChunkRouter",
-            "request_router_kwargs": {"bound": settings.bound},
+            "request_router_class": settings.router,
+            "request_router_kwargs": settings.router_options,
             "request_routing_stats_period_s": settings.publish_seconds,
         },
     )(Replica)
@@ -81,7 +91,7 @@ def build_app(settings: AppSettings) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1},
     )(Ingress)
     engines = replicas.bind(partial(open_replica, settings))
-    return ingress.bind(engines, partial(open_reader, settings), MAX_BODY_BYTES)
+    return ingress.bind(engines, partial(open_reader, settings), ServerConfig().max_body_bytes)
 
 
 def open_replica(settings: AppSettings) -> Opened:
@@ -89,7 +99,8 @@ def open_replica(settings: AppSettings) -> Opened:
     host = int(settings.host_gb * 1e9)
     store = StoreConfig(host_bytes=host)
     if settings.shared is not None:
-        store = shared_tier(settings.shared, key=settings.shared_key, host_bytes=host)
+        shared = int(settings.shared_gb * 1e9)
+        store = shared_tier(settings.shared, shared, settings.shared_key, host_bytes=host)
     rag = RagCache.from_pretrained(
         settings.model,
         policy=settings.policy,
@@ -98,15 +109,16 @@ def open_replica(settings: AppSettings) -> Opened:
         store=store,
         dtype=settings.dtype,
     )
-    return rag, create_app(rag, ServerConfig(model_name=settings.model_name))
+    config = ServerConfig(model_name=settings.model_name, keys=settings.keys, contexts=settings.contexts)
+    return rag, create_app(rag, config)
 
 
-def open_reader(settings: AppSettings) -> ChunkReader:
-    """The reader of requests' chunks, with the model's tokenizer alone."""
-    tenant = Tenant("everybody", settings.namespace)
+def open_reader(settings: AppSettings) -> tuple[ChunkReader, ApiKeys]:
+    """The reader of requests' chunks, with the model's tokenizer alone, and the API keys."""
+    keys = ApiKeys(settings.keys, Tenant("open", settings.namespace))
 
-    def namespace(_: Headers, fields: Fields) -> str:
-        return tenant.partition(fields.get("cache_salt"), fields.get("prompt_cache_key"))
+    def namespace(headers: Headers, fields: Fields) -> str:
+        return keys.tenant(headers).partition(fields.get("cache_salt"), fields.get("prompt_cache_key"))
 
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-    return ChunkReader(tokenizer, namespace)
+    return ChunkReader(tokenizer, namespace), keys

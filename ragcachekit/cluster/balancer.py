@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from ragcachekit.cluster.chunk_filter import ChunkFilter, Hashed, hashed
 
+_FEW = 4  # requests that a replica may always be ahead
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -120,5 +122,5 @@ class Balancer:
     def _within_bound(self) -> Sequence[str]:
         """Replicas that may get another request; at least the one with the least load."""
         mean = sum(one.load for one in self._replicas.values()) / max(len(self._replicas), 1)
-        most = self._weights.bound * mean + 1
+        most = self._weights.bound * mean + _FEW
         return [name for name, one in self._replicas.items() if one.load <= most]

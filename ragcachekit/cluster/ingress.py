@@ -2,59 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from fastapi import FastAPI, Request
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from ragcachekit.cluster.chunk_reader import ChunkReader
 from ragcachekit.engine.asyncio_api import to_thread
+from ragcachekit.server.body_limit import BodyLimit
+from ragcachekit.server.errors import overloaded
+from ragcachekit.server.keys import ApiKeys
+from ragcachekit.server.responses import response
 
-_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
+log = logging.getLogger(__name__)
 
-front = FastAPI(openapi_url=None)
+_FIELDS = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
+    *("query_string", "headers", "client", "server"),
+)
 
 
-@serve.ingress(front)
+class Front:
+    """The ASGI application of an :class:`Ingress`; a function would be taken for one that makes it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an HTTP request to the ingress of this process."""
+        if scope["type"] == "http":
+            ingress: Any = serve.get_replica_context().servable_object
+            await ingress.answer(scope, receive, send)
+
+
+@serve.ingress(Front())
 class Ingress:
-    """Reads the chunks of each request, and passes it on to the replica that the router chooses.
+    """Authenticates requests, reads the chunks of each, and passes it on.
 
-    ``reader`` is called once, in the ingress's process. Bodies of more than ``max_body_bytes`` are refused.
+    Parameters
+    ----------
+    replicas : DeploymentHandle
+        Of :class:`~ragcachekit.cluster.replica.Replica`.
+    open : callable
+        Opens the reader of chunks and the API keys in the ingress's process.
+    max_body_bytes : int
+        Larger bodies are refused with 413.
     """
 
     def __init__(
-        self, replicas: DeploymentHandle[Any], reader: Callable[[], ChunkReader], max_body_bytes: int
+        self,
+        replicas: DeploymentHandle[Any],
+        open: Callable[[], tuple[ChunkReader, ApiKeys]],
+        max_body_bytes: int,
     ) -> None:
         self._replicas = replicas.options(method_name="answer", stream=True)
-        self._reader, self._most = reader(), max_body_bytes
+        self._reader, keys = open()
+        self.answer = BodyLimit(self._forward, max_body_bytes, keys.tenant)
 
-    @front.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
-    async def forward(self, request: Request) -> Response:
-        """The replica's response, as it comes."""
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._most:
-                return _too_large(self._most)
-        chunks = await to_thread(self._reader.chunks, request.headers, bytes(body))
-        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
-        messages: Any = self._replicas.remote(scope, bytes(body), chunks=chunks)
-        start = await anext(messages)
-        response = StreamingResponse(_bodies(messages), start["status"])
-        response.raw_headers = list(start["headers"])
-        return response
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the replica's response as it comes; a client that goes away cancels its request."""
+        body = b""
+        if scope["path"].startswith("/v1"):  # where the body is bounded
+            body = (await receive()).get("body", b"")
+        chunks = await to_thread(self._reader.chunks, Headers(scope=scope), body)
+        fields = {name: scope[name] for name in _FIELDS if name in scope}
+        messages: Any = self._replicas.remote(fields, body, chunks=chunks)
+        gone = asyncio.ensure_future(_gone(receive))
+        gone.add_done_callback(lambda task: None if task.cancelled() else messages.cancel())
+        started = False
+        try:
+            async for message in messages:
+                started = True
+                await send(message)
+        except RequestCancelledError:
+            if not gone.done():
+                raise
+        except (RayError, RayServeException) as error:
+            log.error("a replica failed", exc_info=error)
+            if started:
+                raise
+            await response(overloaded("The engine is gone; please try again.", 1.0))(scope, receive, send)
+        finally:
+            gone.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
 
 
-async def _bodies(messages: AsyncIterator[Message]) -> AsyncIterator[bytes]:
-    async for message in messages:
-        yield message.get("body", b"")
-
-
-def _too_large(most: int) -> Response:
-    error = {"message": f"The body is larger than {most} bytes.", "type": "invalid_request_error"}
-    return JSONResponse({"error": {**error, "param": None, "code": "request_too_large"}}, 413)
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

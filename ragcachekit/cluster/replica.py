@@ -29,6 +29,7 @@ class Replica:
     async def __init__(self, open: Callable[[], Opened]) -> None:  # type: ignore[misc]
         self._rag, self._app = await to_thread(open)
         self._names: dict[str, None] = {}
+        self._answered = 0
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()  # the process ends with it
 
@@ -37,6 +38,7 @@ class Replica:
 
         Ended early, as when the client goes away, it tells the application so.
         """
+        self._answered += 1
         self._note(chunks)
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -67,8 +69,9 @@ class Replica:
                     await task
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the replica holds, for the router."""
-        return ChunkFilter.of([*self._rag.chunks_in_memory(), *self._names]).stats()
+        """What the replica holds, for the router, and how many requests it has had."""
+        held = ChunkFilter.of([*self._rag.chunks_in_memory(), *self._names])
+        return {**held.stats(), "answered": self._answered}
 
     def __del__(self) -> None:
         """Write what is to be kept, and close the engine; Serve calls this after the last answer."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from ragcachekit.cluster.shared_tier import KEY, shared_tier
@@ -22,7 +23,7 @@ from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.errors import StoreError
+from ragcachekit.errors import RagCacheError, StoreError
 from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
@@ -52,6 +53,8 @@ class PrecomputeSettings(OwnFiles):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least_1(self, "actors")
+        if self.ray and find_spec("ray") is None:
+            raise RagCacheError("--ray needs Ray: pip install 'ray[data,serve]' (the extra 'ray')")
         if self.ray and str(self.chunk_encoder).startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 

@@ -1,0 +1,70 @@
+"""Settings of the Serve application, and what its ingress opens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ray.serve import Application
+
+from ragcachekit.cluster import AppSettings, build_app
+from ragcachekit.cluster.app import open_reader
+from ragcachekit.server.errors import ApiError
+from ragcachekit.server.keys import ApiKeys, add_key
+from ragcachekit.types import chunk_id
+from speaking import byte_level
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+def test_config_files_give_a_dictionary():
+    assert isinstance(build_app({"model": "x", "replicas": "3", "gpus": "0.5"}), Application)
+    assert isinstance(build_app(AppSettings(model="x")), Application)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({}, "model"), ({"model": "x", "replica": 2}, "replica"), ({"model": "x", "replicas": 0}, "replicas")],
+)
+def test_wrong_settings_are_named(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        build_app(wrong)
+
+
+def test_keys_give_the_namespace_of_chunk_ids(tokenizer, tmp_path):
+    file = tmp_path / "keys.json"
+    key = add_key(file, "one")
+    reader, keys = open_reader(AppSettings(model=tokenizer, keys=file))
+    headers = {"authorization": f"Bearer {key}"}
+    tenant = ApiKeys(file).tenant(headers)
+    text = "Berlin is the capital of Germany."
+    body = {"documents": [text], "prompt_cache_key": "user"}
+    ids = tuple(byte_level()(text, add_special_tokens=False)["input_ids"])
+    expected = chunk_id(ids, tenant.partition(None, "user"))
+    assert reader.chunks(headers, json.dumps(body).encode()) == {expected: len(ids)}
+    assert reader.chunks({}, json.dumps(body).encode()) == {}
+    with pytest.raises(ApiError):
+        keys.tenant({"authorization": "Bearer wrong"})
+
+
+def test_without_keys_the_namespace_is_the_setting_s(tokenizer):
+    reader, _ = open_reader(AppSettings(model=tokenizer, namespace="mine"))
+    ids = tuple(byte_level()("Rome", add_special_tokens=False)["input_ids"])
+    assert list(reader.chunks({}, b'{"documents": ["Rome"]}')) == [chunk_id(ids, "mine")]
+
+
+def test_missing_ray_says_what_to_install(monkeypatch):
+    import sys
+
+    import ragcachekit.cluster as cluster
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'ray\[data,serve\]'"):
+        cluster.__getattr__("build_app")
+    with pytest.raises(AttributeError, match="nothing"):
+        cluster.__getattr__("nothing")
