@@ -31,11 +31,12 @@ async def test_what_is_cached_is_what_is_stored(tmp_path, kept_in, steps):
         store = ContextStore(rag, folder)
 
         async def make(tenant):
-            seconds, chunks = draw.choice([0.05, 60.0]), draw.sample(texts, 3)
+            seconds = draw.choice([0.05, 60.0])
+            chunks = [*draw.sample(texts, 2), f"of its own {draw.random()}"]
             work = store.create(tenant, chunks, model="m", lifetime=lambda now: now + seconds)
             task = asyncio.create_task(work)
-            if draw.random() < 0.3:
-                await asyncio.sleep(draw.random() * 0.01)
+            if draw.random() < 0.4:
+                await asyncio.sleep(draw.random() * 0.03)
                 task.cancel()
             await asyncio.wait([task])
             assert task.cancelled() or task.exception() is None
