@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
-from ragcachekit.commands.workspace import CacheFolder, explained, resolve_model
+from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.commands.workspace import CacheFolder, explained
 from ragcachekit.errors import RagCacheError
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.keys import ApiKeys, check_exposure
@@ -60,7 +61,7 @@ class ServeSettings:
         folder = None if self.cache is None else CacheFolder.at(self.cache)
         store = StoreConfig(
             host_bytes=int(self.host_gb * 1e9),
-            disk_path=folder and folder.kv,
+            disk_path=folder.kv if folder else None,
             disk_bytes=None if self.disk_gb is None else int(self.disk_gb * 1e9),
         )
         tree = TreeConfig(host_bytes=int(self.tree_gb * 1e9)) if self.tree_gb else None
@@ -75,7 +76,7 @@ class ServeSettings:
                 namespace=self.namespace,
                 encode_after=1,  # what a request marks as a chunk is meant to come again
                 queue=QueueConfig(max_batch=self.max_batch, max_waiting=self.max_waiting),
-                cache_dir=folder and folder.path,
+                cache_dir=folder.path if folder else None,
                 dtype=self.dtype,
             )
 

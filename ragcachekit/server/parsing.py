@@ -28,7 +28,10 @@ async def parsed(request: Request, model: type[_Body]) -> _Body:
 
 
 def _refused(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union's errors, that of the member which fits best.
+    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    first = max(same, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     kind, message, param = first["type"], first["msg"], ""
     for part in first["loc"]:
         if isinstance(part, int):

@@ -261,4 +261,5 @@ class RequestQueue:
     ) -> None:
         with self._changed:
             self._counts[outcome] += 1
+        request.work.watch.end(None if answer is None else answer.report, error)
         request.resolve(answer, error)
