@@ -168,7 +168,11 @@ class ContextStore:
             ids = await to_thread(self._rag.encode, new.chunks, namespace=new.namespace, system=before)
         now = self._clock()
         new = replace(new, chunk_ids=tuple(ids), created=now, updated=now, expires=lifetime(now))
-        await asyncio.to_thread(self._files.put, owner, new)
+        storing = asyncio.ensure_future(asyncio.to_thread(self._files.put, owner, new))
+        try:
+            await asyncio.shield(storing)
+        finally:  # also where this is cancelled: what a thread stores must not appear after a sweep
+            await asyncio.wait((storing,))
         return new
 
     def _before(self, system: str | None) -> str | None:
@@ -202,12 +206,13 @@ class ContextStore:
         """Forget the chunks of contexts that have ended, then the contexts."""
         self._files.remove_leftovers(owner)
         # In this order: a context that is being made goes from pending to the files, or to the failed ones.
-        failed, pending = list(self._failed[owner].values()), list(self._pending[owner])
-        stored, now = self._files.all(owner), self._clock()
-        live = [*pending, *(context for context in stored if context.expires > now)]
-        kept = {text.strip() for context in live for text in context.chunks}
-        ended = [context for context in stored if context.expires <= now]
-        for context in (*ended, *self._files.vanished(owner), *failed):
+        ended, live = dict(self._failed[owner]), {c.name: c for c in list(self._pending[owner])}
+        now = self._clock()
+        for context in self._files.all(owner):
+            if context.name not in ended and context.name not in live:
+                (ended if context.expires <= now else live)[context.name] = context
+        kept = {text.strip() for context in live.values() for text in context.chunks}
+        for context in (*ended.values(), *self._files.vanished(owner)):
             texts = [text for text in context.chunks if text.strip() not in kept]
             if texts:
                 self._rag.forget(texts=texts, namespace=context.namespace)

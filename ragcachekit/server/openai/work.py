@@ -26,7 +26,10 @@ class Work:
                 404, f"The model `{body.model}` does not exist.", param="model", code="model_not_found"
             )
         self._rag, self._services = services.rag, services
-        self.copies = body.n or 1
+        self.copies, most = body.n or 1, services.config.max_choices
+        given = _given_prompts(body.prompt) if isinstance(body, TextRequest) else [""]
+        if self.copies * len(given) > most:
+            raise ApiError(400, f"Invalid 'n': at most {most} answers.", param="n", code="invalid_value")
         documents, system = self._documents(tenant, body)
         self.tools: list[dict[str, Any]] = []
         if isinstance(body, ChatRequest):
@@ -34,9 +37,6 @@ class Work:
         else:
             assert isinstance(body, TextRequest)
             self._prompts = self._texts(body, [*([system] if system else []), *documents])
-        most = services.config.max_choices
-        if self.copies * len(self._prompts) > most:
-            raise ApiError(400, f"Invalid 'n': at most {most} answers.", param="n", code="invalid_value")
         self._options = self._shared_options(tenant, body)
         self._top = _top_logprobs(body)
         form = Form(isinstance(body, ChatRequest), body.model)
@@ -53,7 +53,7 @@ class Work:
                     group.create_task(agenerate(self._rag, prompt, **options))
                     for prompt, options in self._submissions()
                 ]
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -109,8 +109,7 @@ class Work:
         return [{"role": "system", "content": system}, *messages]
 
     def _texts(self, body: TextRequest, documents: Sequence[str]) -> list[Any]:
-        given: Any = body.prompt
-        prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        prompts = _given_prompts(body.prompt)
         vocab = self._rag.model.config.get_text_config().vocab_size
         if not prompts or not all(_is_prompt(prompt, vocab) for prompt in prompts):
             message = f"Invalid prompt: it needs text, or token ids below {vocab}."
@@ -133,6 +132,10 @@ class Work:
         if self.tools:
             options["tools"] = self.tools
         return options
+
+
+def _given_prompts(prompt: Any) -> list[Any]:
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 def _is_prompt(prompt: str | Sequence[int], vocab: int) -> bool:
