@@ -140,9 +140,10 @@ def run(given: argparse.Namespace) -> BenchReport:
     budget = int(given.budget * tokens * KVLayout.of(model).token_bytes)
     names = list(dict.fromkeys([FULL, *given.policies.split(",")]))
     with ExitStack() as opened:
-        engines = {}
+        engines: dict[str, RagCache] = {}
+        # One for all: the model is checked and timed once.
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
         for name in tqdm(names, unit="policy", desc="warm-up"):
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
             tree = TreeConfig(host_bytes=budget) if name == PREFIX else None
             store = StoreConfig(host_bytes=budget)
             options: dict[str, Any] = {"store": store, "tree": tree, "encode_after": 1, "cache_dir": folder}
