@@ -14,6 +14,7 @@ from ragcachekit.errors import (
     QueueFull,
     RagCacheError,
 )
+from ragcachekit.observers import Observer, QueryLookup, RequestStart
 from ragcachekit.reports import (
     Answer,
     EncodingStats,
@@ -80,6 +81,7 @@ __all__ = [
     "ModelNotSupported",
     "Neighbours",
     "NotedOrder",
+    "Observer",
     "OwnSearch",
     "Partition",
     "Partitioner",
@@ -87,12 +89,14 @@ __all__ = [
     "Prompt",
     "PromptView",
     "ProximityCache",
+    "QueryLookup",
     "QueueConfig",
     "QueueFull",
     "QueueStats",
     "RagCache",
     "RagCacheError",
     "Request",
+    "RequestStart",
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",

@@ -7,6 +7,11 @@ Bad arguments raise :class:`ValueError` or :class:`TypeError`; a bad state raise
 from __future__ import annotations
 
 
+def missing_extra(name: str, packages: str) -> str:
+    """End of a message about missing packages: the command for pip that installs them, and their extra."""
+    return f"pip install {packages} (the extra {name!r})"
+
+
 class RagCacheError(Exception):
     """Base of all errors of this library about state."""
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FREE = (
     *("types", "errors", "config", "files", "forks", "threads", "cancellation", "background", "json_store"),
-    "reports",
+    *("reports", "observers"),
 )
 CHAIN = (
     *("model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),

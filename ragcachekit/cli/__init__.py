@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ragcachekit
-from ragcachekit.cli import cache, corpus, doctor, keys, measure, serve
+from ragcachekit.cli import bench_serve, cache, corpus, doctor, keys, measure, serve
 from ragcachekit.cli.console import Commands
 
 
@@ -43,11 +43,10 @@ _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; ch
 _keys = typer.Typer(no_args_is_help=True, help="API keys of the server.")
 
 _add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
-_add(app, doctor.doctor, measure.sample_model)
-_add(_bench, measure.ttft, measure.query_cache, measure.fidelity, serve.serve)
+_add(app, serve.serve, doctor.doctor, measure.sample_model)
+_add(_bench, measure.ttft, measure.query_cache, measure.fidelity, bench_serve.serve)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 _add(_keys, keys.add, keys.remove)
-_keys.command("list")(keys.list_)
 
 app.add_typer(_bench, name="bench")
 app.add_typer(_cache, name="cache")

@@ -1,4 +1,4 @@
-"""keys add, list and remove: API keys of the server."""
+"""keys add and keys remove: API keys of the server."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import note, show
+from ragcachekit.cli.console import note
 
 KeysFile = Annotated[Path, typer.Option("--file", help="JSON; holds hashes of the keys, never the keys.")]
 Name = Annotated[str, typer.Argument(help="Of the key; appears in logs and errors.")]
@@ -36,21 +34,6 @@ def add(
     key = add_key(file, name, namespace, opt.settings_of(Limits, locals()))
     typer.echo(key)
     note(f"the key of {name} is shown this once: {file} has only its hash")
-
-
-def list_(file: KeysFile) -> None:
-    """Names, namespaces and limits."""
-    from dataclasses import asdict
-
-    from ragcachekit.server.keys import list_keys
-
-    table = Table()
-    for column in ("name", "namespace", "limits"):
-        table.add_column(column)
-    for tenant in list_keys(file):
-        limits = ", ".join(f"{name} {value}" for name, value in asdict(tenant.limits).items() if value)
-        table.add_row(escape(tenant.name), escape(tenant.namespace), limits)
-    show(table)
 
 
 def remove(name: Name, file: KeysFile) -> None:

@@ -1,100 +1,53 @@
-"""bench serve: many requests at once."""
+"""serve: the model and its caches behind OpenAI's HTTP interface."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import quiet_loading, show, written
-
-COLUMNS = (
-    *("system", "cache", "order", "rate", "ttft_ms", "ttft_ms_p50", "ttft_ms_p99"),
-    *("tbt_ms_p50", "tbt_ms_p99", "throughput", "speedup", "goodput", "hit_rate", "refused", "same"),
-)
+from ragcachekit.cli.console import note, quiet_loading
 
 
 def serve(
-    shape: Annotated[
+    model: opt.Model = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine with --keys.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    model_name: Annotated[
+        str | None, typer.Option(help="That clients ask for; default: the last part of --model.")
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="File of API keys (ragcachekit keys add); each names a tenant.")
+    ] = None,
+    no_keys: Annotated[bool, typer.Option("--no-keys", help="Let everybody use it, on any --host.")] = False,
+    policy: opt.Policy = "auto",
+    encoder: opt.Encoder = None,
+    namespace: opt.Namespace = "default",
+    cache: Annotated[
         str | None,
-        typer.Option(help="Random weights: smollm2-135m (default), qwen2.5-0.5b; tiny, to try it out."),
+        typer.Option(help="Folder that keeps KV and contexts on disk; default: both in memory alone."),
     ] = None,
-    model: opt.OptionalModel = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Cut documents from squad:FILE, musique:FILE, ...; needs --model.")
-    ] = None,
-    corpus: Annotated[
-        str | None,
-        typer.Option(
-            callback=opt.check_corpus, help="Cut documents from this folder; else they are random tokens."
-        ),
-    ] = None,
-    systems: Annotated[
-        str,
-        typer.Option(
-            help="With commas: sequential (generate, one after the other; also measured where rates come "
-            "from it or it checks an exact system), batching (transformers' continuous batching), sharing "
-            "(that with shared prefixes), and policies, which run through rag.submit."
-        ),
-    ] = "sequential,batching,sharing,full,prefix,auto",
-    caches: Annotated[
-        str, typer.Option(help="Of policies, with commas: warm (holds all documents), half (half of them).")
-    ] = "warm",
-    orders: Annotated[
-        str, typer.Option(help="Of waiting requests, with commas: cache-aware, fifo.")
-    ] = "cache-aware",
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Requests per second, with commas; default: 0.5, 1 and 2 times what sequential answers. "
-            "All at once is always measured; none: only that."
-        ),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="At each rate.")] = 24,
-    documents: Annotated[int, typer.Option(min=1, help="That requests draw from.")] = 64,
-    chunks: Annotated[int, typer.Option(min=1, help="Documents per request.")] = 5,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each document.")] = 190,
-    max_new_tokens: opt.MaxNewTokens = 32,
-    alpha: Annotated[float, typer.Option(min=0.0, help="Zipf exponent: how unequal documents are.")] = 1.0,
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests before the measured ones.")] = 8,
+    host_gb: Annotated[float, typer.Option(min=0, help="Budget of the KV in host memory.")] = 4.0,
+    disk_gb: opt.DiskGb = None,
+    tree_gb: Annotated[
+        float, typer.Option(min=0, help="Budget of exact KV of past prompts' beginnings; 0: off.")
+    ] = 1.0,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Our queue refuses requests beyond these.")] = 256,
-    deadline: Annotated[
-        float | None,
-        typer.Option(help="Seconds to a first token that count as in time; default: 5 times sequential's."),
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Repeats, each with requests of its own.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: opt.DeviceOrCpu = "cpu",
-    seed: opt.Seed = 0,
-    json: opt.Json = None,
-    plot: opt.Plot = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Further requests get 503.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer; then 504.")] = 600.0,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request; else 413.")] = 32,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
 ) -> None:
-    """Many requests at once: latency and throughput over request rates, beside transformers' own batching.
+    """Serve a model over HTTP as OpenAI does: chat and text completions, and stored contexts.
 
-    Requests arrive at random (Poisson) and draw their documents by Zipf's law. Every system gets the same
-    ones. ttft is the time to the first token, tbt that between tokens (ms); throughput and goodput (first
-    token within the deadline) are answers per second. A missing rate is "all at once": the greatest
-    throughput. Exact systems must give the answers of sequential, or no figure is shown.
-
-    Takes about an hour on one core with the sample model. To try it out:
-
-        ragcachekit bench serve --shape tiny --requests 8 --documents 10 --chunk-tokens 20
+    SIGTERM and Ctrl-C let running answers end. A second signal ends them.
     """
-    from ragcachekit.commands.bench.serve import plot as picture
-    from ragcachekit.commands.bench.serve import run as module
-    from ragcachekit.commands.bench.serve.settings import ServeSettings
+    from ragcachekit.commands import serve as module
 
     quiet_loading()
-    lists = {"systems": opt.names(systems), "caches": opt.names(caches), "orders": opt.names(orders)}
-    settings = opt.settings_of(
-        ServeSettings,
-        locals(),
-        **lists,
-        rates=() if rates == "none" else opt.numbers("--rates", rates) if rates else None,
-        new_tokens=max_new_tokens,
-    )
-    report = module.run(settings, progress=True)
-    show(report.table(f"Serving: {report.model}", COLUMNS))
-    written(report, json, plot, picture.plot)
+    module.run(opt.settings_of(module.ServeSettings, locals()), note)

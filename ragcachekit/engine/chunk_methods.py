@@ -17,6 +17,7 @@ from ragcachekit.engine.options import checked_namespace
 from ragcachekit.engine.prompt_planner import MODEL_CHANGED
 from ragcachekit.engine.request_path import NOT_KEPT
 from ragcachekit.errors import Closed, ModelChanged
+from ragcachekit.observers import Observers
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
@@ -35,15 +36,16 @@ class ChunkMethods:
         self._components, self.namespace = components, namespace
         self._prompts, self._policy = components.prompts, components.policy
         self._query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
-        self._registering = Lock()
+        self._registering, self._observers = Lock(), Observers()
         self._warned = self._closed = False
 
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
 
-        The cache is referenced weakly.
+        The cache is referenced weakly. The engine's observers are called at its lookups.
         """
         self._query_caches.add(cache)
+        cache.observers = self._observers
 
     def register(self, texts: Iterable[str], *, namespace: str | None = None) -> int:
         """Search prompts for these texts as chunks; costs no model work.

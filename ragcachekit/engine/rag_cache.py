@@ -157,10 +157,10 @@ class RagCache(InspectMethods):
         ------
         PromptTooLong, GenerationNotSupported
         """
-        stop, parts, path = stop_strings(stop), self._components, self._path
-        raise_if_cancelled()
-        with parts.active:
-            begun, prompt = time.perf_counter(), self._prompts.with_tools(prompt, tools)
+        begun, parts, path = time.perf_counter(), self._components, self._path
+        with self._watch(begun, prompt, namespace, options) as watch, parts.active:
+            raise_if_cancelled()
+            stop, prompt = stop_strings(stop), self._prompts.with_tools(prompt, tools)
             request = self._asked(prompt, namespace, policy)
             plan = path.begin(request)
             asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
@@ -170,6 +170,7 @@ class RagCache(InspectMethods):
             )
             answer = path.finish(generated, asked, first, begun)
             path.reports.append(answer.report)
+            watch.end(answer.report)
         path.check_auto(generated.plan)
         raise_if_cancelled()
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,13 +67,15 @@ class RequestPath:
 
     def begin(self, request: PromptRequest) -> LinkPlan:
         """The plan of a request, by what is cached now."""
-        return self.plan(self._components.prompts.look_up(request))
+        begun = time.perf_counter()
+        return _since(begun, self.plan(self._components.prompts.look_up(request)))
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The plan of a request whose look-ups have begun; also a :data:`.Replan`."""
+        begun = time.perf_counter()
         plan = self._components.prompts.plan(request, without)
         note = self._not_kept(plan.missing)
-        return plan if note is None else plan.with_note(note)
+        return _since(begun, plan if note is None else plan.with_note(note))
 
     def finish(
         self,
@@ -140,3 +143,8 @@ class RequestPath:
         if not lost or isinstance(self._components.store, NullStore):
             return None
         return f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}"
+
+
+def _since(begun: float, plan: LinkPlan) -> LinkPlan:
+    """The plan, whose report says how long it took; ``begun`` in seconds of :func:`time.perf_counter`."""
+    return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))

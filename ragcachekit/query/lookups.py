@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from numpy.typing import ArrayLike
 
+from ragcachekit.observers import QueryLookup, epoch_ns
 from ragcachekit.query.base import ResultId
 from ragcachekit.query.near_misses.parsing import ParsedQuestion
 
@@ -36,7 +37,10 @@ class Retrieved(Generic[Document]):
 
 
 class Lookup(NamedTuple, Generic[Document]):
-    """A finished lookup: its result, and what an insert after a miss or a check after a hit needs."""
+    """A finished lookup: its result, and what an insert after a miss or a check after a hit needs.
+
+    ``begun`` is in seconds of :func:`time.perf_counter`.
+    """
 
     result: Retrieved[Document]
     embedding: ArrayLike
@@ -46,6 +50,23 @@ class Lookup(NamedTuple, Generic[Document]):
     k: int | None = None
     ids: tuple[ResultId, ...] = ()
     replaces: ResultId | None = None
+    begun: float = 0.0
+
+    def seen(self, searched: int | None = None) -> QueryLookup:
+        """The lookup for observers; after a search, with how many documents it ``searched`` out."""
+        result, now = self.result, time.perf_counter()
+        found: Literal["hit", "miss", "refused", "failed"] = "hit" if result.hit else "miss"
+        if not result.hit and (result.note or result.refused):
+            found = "failed" if result.note else "refused"
+        lookup = result.lookup_us / 1e6
+        return QueryLookup(
+            found,
+            epoch_ns(self.begun),
+            lookup,
+            result.distance,
+            len(result.documents) if searched is None else searched,
+            None if searched is None else now - self.begun - lookup,
+        )
 
 
 class Held(NamedTuple, Generic[Document]):

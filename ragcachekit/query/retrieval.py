@@ -11,6 +11,7 @@ from typing import TypeVar
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
+from ragcachekit.observers import Observers
 from ragcachekit.query.adaptive import AdaptiveTolerance
 from ragcachekit.query.base import Entry, Hit, LogOnce, ResultId
 from ragcachekit.query.entries import Entries
@@ -55,6 +56,11 @@ class CachedRetrieval(RevocableEntries[Document]):
         first lookup after the poll interval; until then its documents may be returned.
     adaptive : AdaptiveTolerance, optional
         Tolerances per region, at most that of the cache.
+
+    Attributes
+    ----------
+    observers : Observers
+        Called at lookups and after searches; those of an engine, if the cache was added to one.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class CachedRetrieval(RevocableEntries[Document]):
     ) -> None:
         super().__init__(Entries(cache, saved), text)
         self._guard, self._adaptive = guard and cache.tolerance > 0, adaptive
-        self._warn = LogOnce(log)
+        self._warn, self.observers = LogOnce(log), Observers()
 
     def get(
         self,
@@ -103,7 +109,7 @@ class CachedRetrieval(RevocableEntries[Document]):
         ``question`` is its text, for the guard. Of an entry that was searched with a larger ``k``, the first
         k documents are returned; one with a smaller k is a miss, and replaced by the insert.
         """
-        start = time.perf_counter_ns()
+        start = time.perf_counter()
         hit, epoch, refused, replaces, note = None, _NO_EPOCH, None, None, None
         pairs: Found[Document] = ()
         try:
@@ -116,9 +122,12 @@ class CachedRetrieval(RevocableEntries[Document]):
             hit, note = None, self._note(error)
         documents = tuple([document for _, document in pairs])
         ids = tuple([one for one, _ in pairs]) if self._adaptive is not None else ()
-        distance, lookup_us = None if hit is None else hit.distance, (time.perf_counter_ns() - start) / 1e3
+        distance, lookup_us = None if hit is None else hit.distance, (time.perf_counter() - start) * 1e6
         result = Retrieved(documents, hit is not None, distance, lookup_us, note, refused)
-        return Lookup(result, embedding, partition, epoch, question, k, ids, replaces)
+        asked = Lookup(result, embedding, partition, epoch, question, k, ids, replaces, start)
+        if self.observers:
+            self.observers.looked_up(asked.seen())
+        return asked
 
     def insert(
         self, asked: Lookup[Document], found: Found[Document], radius: float | None = None
@@ -129,6 +138,8 @@ class CachedRetrieval(RevocableEntries[Document]):
         squared), 1 - cosine, or minus the inner product. See :meth:`invalidate_near`.
         """
         pairs, note = tuple(found), asked.result.note
+        if self.observers:
+            self.observers.searched(asked.seen(len(pairs)))
         try:
             parsed = parse(asked.question) if self._guard and asked.question is not None else None
             with self._lock:

@@ -41,6 +41,7 @@ class LinkReport(Report):
     - ``chunks``: How each chunk was served, in order.
     - ``prefix``: How the text before the first chunk was served, if there is one.
     - ``link_ms``: Milliseconds to assemble the linked cache, including waits.
+    - ``plan_ms``: Of these, milliseconds to look entries up and to choose rows.
     - ``load_ms``, ``wait_ms``: Milliseconds of look-ups and reads from slow tiers, and how many of them the
       request waited for.
     - ``loaded_bytes``: Bytes from slow tiers.
@@ -77,6 +78,7 @@ class LinkReport(Report):
     kernels: str = ""
     prefix: ChunkUse | None = None
     neighbours: str = ""
+    plan_ms: float = 0.0
 
     @property
     def reused_tokens(self) -> int:

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.tenants import Tenant
 
@@ -53,7 +54,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1"):
+        if (path := api_path(scope)) is None:
             return await self._app(scope, receive, send)
         headers, arriving = Headers(scope=scope), _Arriving(receive)
         try:
@@ -67,7 +68,7 @@ class BodyLimit:
         except ApiError as error:
             if "expect" not in headers:  # else the client waits for a word before it sends the body
                 await self._drain(arriving)
-            form = error.google_body if scope["path"].startswith("/v1beta") else error.body
+            form = error.google_body if path.startswith("/v1beta") else error.body
             return await JSONResponse(form(), error.status, error.headers)(scope, receive, send)
         if arriving.gone:
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-
 _SECONDS = ("timeout", "heartbeat", "retry_after")
 
 

@@ -1,4 +1,4 @@
-"""Work that ends when its client goes away."""
+"""Where a request goes, and work that ends when its client goes away."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 CLIENT_GONE = 499
 """Status of a response that nobody reads."""
 
 _Result = TypeVar("_Result")
+
+
+def api_path(scope: Scope) -> str | None:
+    """The path of a request to the API, ``/v1...``, without where the application is mounted; else None."""
+    if scope["type"] != "http":
+        return None
+    path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+    return path if path.startswith("/v1") else None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcachekit import RagCache
+from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import stopping
 from ragcachekit.server.responses import response
 
@@ -28,7 +29,7 @@ class Gate:
         self._app, self._activity, self._retry_after = app, activity, retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1"):
+        if api_path(scope) is None:
             await self._app(scope, receive, send)
             return
         if self._activity.stopping:

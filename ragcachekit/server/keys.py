@@ -105,11 +105,6 @@ class ApiKeys:
                 log.error("the API keys stay those that were read before: %s", error)
 
 
-def new_key() -> str:
-    """A random key of 256 bits; its prefix lets scanners for secrets find it."""
-    return f"rck-{secrets.token_urlsafe(32)}"
-
-
 def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits | None = None) -> str:
     """Add a key to a file, which is made with mode 0600 if it is missing, and return it.
 
@@ -117,7 +112,7 @@ def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits 
 
     ``namespace`` defaults to ``name``. RagCacheError for a name that exists, a bad name, namespace or file.
     """
-    key = new_key()
+    key = f"rck-{secrets.token_urlsafe(32)}"  # the prefix lets scanners for secrets find it
     entry: dict[str, Any] = {"name": name, "namespace": namespace or name, "sha256": _digest(key).hex()}
     given = asdict(limits or Limits())
     entry["limits"] = {k: v for k, v in given.items() if v != getattr(Limits(), k)}
@@ -136,11 +131,6 @@ def remove_key(file: Path, name: str) -> None:
         if not any(entry["name"] == name for entry in entries):
             raise RagCacheError(f"{file} has no key named {name!r}")
         _write(file, [entry for entry in entries if entry["name"] != name])
-
-
-def list_keys(file: Path) -> list[Tenant]:
-    """The tenants of a file's keys, in its order; RagCacheError as for :class:`ApiKeys`."""
-    return list(_tenants(_read(file)).values())
 
 
 def check_exposure(host: str, keys: Path | None, no_keys: bool) -> None:

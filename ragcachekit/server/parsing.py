@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ragcachekit.server.errors import ApiError
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_FIELD = re.compile(r"[a-z_]+")
+_FIELD = re.compile(r"[a-z_][A-Za-z_]*")
 _TYPES = ("str", "int", "float", "bool")  # tags of a union's members
 
 
@@ -28,7 +28,10 @@ async def parsed(request: Request, model: type[_Body]) -> _Body:
 
 
 def _refused(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union's errors, that of the member which fits best.
+    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    first = max(same, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     kind, message, param = first["type"], first["msg"], ""
     for part in first["loc"]:
         if isinstance(part, int):
@@ -40,7 +43,7 @@ def _refused(error: ValidationError) -> ApiError:
         return ApiError(400, f"We could not parse the JSON body of your request: {message}")
     if kind == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}")
-    elif kind == "missing":
+    if kind == "missing":
         code, message = "missing_required_parameter", f"Missing required parameter: '{param}'."
     elif kind == "unsupported_parameter":
         code, message = kind, f"Unsupported parameter: '{param}' is not supported with this model."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import FrameType
 
 import uvicorn
@@ -33,7 +34,7 @@ class GracefulServer(uvicorn.Server):
         return idle or await super().on_tick(counter)
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve an application of :func:`.create_app` until a signal comes; blocks."""
-    config = uvicorn.Config(app, host=host, port=port, log_level="info", server_header=False)
-    GracefulServer(config, app.state.activity).run()
+def serve(app: FastAPI, bound: socket.socket) -> None:
+    """Serve an application of :func:`.create_app` at a bound socket until a signal comes; blocks."""
+    config = uvicorn.Config(app, log_level="warning", server_header=False)
+    GracefulServer(config, app.state.activity).run([bound])

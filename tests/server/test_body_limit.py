@@ -114,6 +114,17 @@ def test_other_paths_need_no_key(client):
     assert client.get("/health").json() == "well"
 
 
+@pytest.mark.parametrize("mounted", ["", "/llm"])
+async def test_no_path_leads_around_the_door(mounted):
+    app = httpx.ASGITransport(application(), root_path=mounted)
+    async with httpx.AsyncClient(transport=app, base_url="http://test") as client:
+        for path in ("/v1/echo", "//v1/echo", "/V1/echo", "/x/../v1/echo", "/%76%31/echo"):
+            answer = await client.post(mounted + path)
+            assert answer.status_code in (401, 404), path
+        assert (await client.post(f"{mounted}/v1/echo", headers=GOOD)).json()["tenant"] == "good"
+        assert (await client.get(f"{mounted}/health")).json() == "well"
+
+
 def test_who_waits_for_a_word_before_sending_gets_the_answer_at_once(address):
     head = f"POST /v1/echo HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {MOST + 1}\r\n"
     with socket.create_connection(address, 10) as connection:

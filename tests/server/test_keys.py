@@ -169,13 +169,9 @@ def test_the_command_shows_a_key_once(file):
     key = added.stdout.strip()
     assert ApiKeys(file).authenticate(bearer(key)) == Tenant("ada", "team", Limits(tokens_per_minute=1000))
     assert "shown this once" in added.stderr
-    listed = run("list").stdout
-    assert "ada" in listed
-    assert "1000" in listed
-    assert key not in listed
     assert run("add", "ada").exit_code == 2
     assert run("remove", "ada").exit_code == 0
-    assert "ada" not in run("list").stdout
+    assert json.loads(file.read_text()) == {"keys": []}
 
 
 def test_a_server_without_keys_stays_on_its_machine(file):

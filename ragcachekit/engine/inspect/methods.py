@@ -10,6 +10,7 @@ from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.inspect.view import PromptView, prompt_view
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.queue.methods import QueueMethods
+from ragcachekit.observers import Observer
 from ragcachekit.plot.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.reports import GenerateReport, Records
@@ -44,6 +45,19 @@ class InspectMethods(QueueMethods):
     def stats(self) -> Records[StoreStats]:
         """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
         return Records(self._components.stats())
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call an observer at every request and at every lookup of this engine's query caches.
+
+        Requests are those of :meth:`generate`, :meth:`stream`, :meth:`submit` and :meth:`generate_batch`, and
+        of what is built on them. An observer that was added before is not added again. TypeError for another
+        type.
+        """
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Call an observer at no further request; no error if it was not added."""
+        self._observers.remove(observer)
 
     def inspect(
         self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None

@@ -23,6 +23,7 @@ from ragcachekit.engine.queue.runner import Runner
 from ragcachekit.engine.request_path import Asked, RequestPath
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue, stop_strings
 from ragcachekit.generate.options import effective, links_ahead
+from ragcachekit.observers import Watch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.reports import Answer
@@ -70,12 +71,14 @@ class QueueMethods(TuneMethods):
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        begun, stop = time.perf_counter(), stop_strings(stop)
-        request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
+        begun = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
-        filled = self._components.generator.options(options, len(request.token_ids), stop)
-        return self._queued(request, filled, stop, begun, wait, deadline=deadline)
+        with self._watch(begun, prompt, namespace, options) as watch:
+            stop = stop_strings(stop)
+            request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
+            filled = self._components.generator.options(options, len(request.token_ids), stop)
+            return self._queued(request, filled, stop, begun, wait, watch, deadline=deadline)
 
     def generate_batch(
         self,
@@ -104,14 +107,21 @@ class QueueMethods(TuneMethods):
         longest = max((len(request.token_ids) for request in asked), default=0)
         requests: list[Request] = []
         try:
-            for prompt in asked:
+            for given_prompt, prompt in zip(prompts, asked, strict=True):
                 filled = self._components.generator.options(options, longest, stop)
-                requests.append(self._queued(prompt, filled, stop, begun, wait, cancel, deadline))
+                with self._watch(begun, given_prompt, namespace, options) as watch:
+                    queued = self._queued(prompt, filled, stop, begun, wait, watch, cancel, deadline)
+                requests.append(queued)
             return [request.result() for request in requests]
         except BaseException:
             for request in requests:
                 request.cancel()
             raise
+
+    def _watch(
+        self, begun: float, prompt: object, namespace: str | None, options: Mapping[str, Any]
+    ) -> Watch:
+        return self._observers.begin(begun, prompt, namespace or self.namespace, options)
 
     def _request(
         self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
@@ -139,6 +149,7 @@ class QueueMethods(TuneMethods):
         stop: Sequence[str],
         begun: float,
         wait: bool | float,
+        watch: Watch,
         cancel: Event | None = None,
         deadline: float | None = None,
     ) -> Request:
@@ -164,6 +175,7 @@ class QueueMethods(TuneMethods):
             CancelScope(cancel),
             cancelled,
             counted,
+            watch,
         )
         request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
         try:

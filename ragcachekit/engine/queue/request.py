@@ -16,6 +16,7 @@ from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
+from ragcachekit.observers import Watch
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
@@ -70,11 +71,17 @@ class Work:
     scope: CancelScope
     cancel: Event
     streamer: TokenCounter | None
+    watch: Watch
 
     @property
     def tokens(self) -> int:
         """Rows of the prompt and of the longest answer."""
         return self.estimator.tokens + self.new_tokens
+
+    @property
+    def share(self) -> str:
+        """Whose share of the queue this takes: partitions ``NAME/...`` of a namespace have one together."""
+        return self.prompt.namespace.partition("/")[0]
 
 
 class Request:

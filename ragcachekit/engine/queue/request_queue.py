@@ -119,7 +119,7 @@ class RequestQueue:
                 raise Closed("this RagCache is closed; make a new one, or close it after its last use")
             if not self.has_room():
                 return False
-            self._order.add(request, request.work.prompt.namespace)
+            self._order.add(request, request.work.share)
             if request.work.deadline < inf or request.work.scope.has_others:
                 self._watched[request] = None
             self._runner.note_waiting(request)
@@ -131,7 +131,7 @@ class RequestQueue:
             return True
 
     def _discard(self, request: Request) -> bool:
-        found = self._order.discard(request, request.work.prompt.namespace)
+        found = self._order.discard(request, request.work.share)
         if found:
             self._left(request)
         return found
@@ -182,7 +182,7 @@ class RequestQueue:
         with self._changed:
             best = self._order.best(self._runner.is_ready)
             if best is not None and self._runner.has_room(best):
-                self._order.take(best, best.work.prompt.namespace)
+                self._order.take(best, best.work.share)
                 self._turns = [best]
                 self._left(best)
                 best.start()
@@ -261,4 +261,5 @@ class RequestQueue:
     ) -> None:
         with self._changed:
             self._counts[outcome] += 1
+        request.work.watch.end(None if answer is None else answer.report, error)
         request.resolve(answer, error)

@@ -204,6 +204,8 @@ class RetrieverCache(FollowingCache[Document]):
         if self.partitioner.is_unchanged(asked.partition, partition):
             named = self._text or str
             return self.insert(asked, [(named(document), document) for document in documents])
+        if self.observers:
+            self.observers.searched(asked.seen(len(documents)))
         return replace(asked.result, documents=documents)
 
     def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:

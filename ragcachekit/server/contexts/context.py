@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from ragcachekit.store.disk.folder import claim_folder
 log = logging.getLogger(__name__)
 
 PREFIX = "cachedContents/"
+LEFTOVER_AGE = 3600.0
+"""Seconds after which an unfinished file has no writer any more."""
+
 _LISTS = ("chunks", "chunk_ids")
 
 
@@ -117,6 +122,14 @@ class ContextFiles:
         if self._folder is not None:
             self._path(self._folder, owner, name).unlink(missing_ok=True)
         self._known.get(owner, {}).pop(name, None)
+
+    def remove_leftovers(self, owner: str) -> None:
+        """Remove what writers left that were killed an hour ago or earlier: it holds texts."""
+        if self._folder is not None and (folder := self._folder / owner).is_dir():
+            for path in folder.glob(".*"):
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < time.time() - LEFTOVER_AGE:
+                        path.unlink()
 
     def vanished(self, owner: str) -> list[Context]:
         """Contexts that this process has used and another one has removed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -73,8 +74,8 @@ def router(
     @routes.get("")
     async def all_of_them(request: Request) -> Response:
         async with usage.admit(tenant(request)) as grant:
-            page = _page(store.all(tenant(request)), request)
-            return JSONResponse(page, headers=grant.headers)
+            contexts = await asyncio.to_thread(store.all, tenant(request))
+            return JSONResponse(_page(contexts, request), headers=grant.headers)
 
     @routes.get("/{key}")
     async def one(request: Request, key: str) -> Response:

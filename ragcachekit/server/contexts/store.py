@@ -53,7 +53,7 @@ class ContextStore:
         self._rag, self._files, self._clock = rag, ContextFiles(folder), clock
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by owner: no tenant waits for another
         self._pending = defaultdict[str, list[Context]](list)
-        self._failed = defaultdict[str, list[Context]](list)
+        self._failed = defaultdict[str, dict[str, Context]](dict)
         self._encoding = asyncio.Semaphore(1)
 
     async def create(
@@ -89,20 +89,22 @@ class ContextStore:
         name, at = PREFIX + secrets.token_hex(16), (0.0, 0.0, 0.0)
         new = Context(name, tenant.namespace, model, display_name, system, tuple(chunks), (), tokens, *at)
         async with self._locks[owner]:
-            stored = await asyncio.to_thread(self._live, owner)
-            self._check(tenant, [*stored, *self._pending[owner], new])
+            pending = {context.name: context for context in self._pending[owner]}
+            stored = {context.name: context for context in await asyncio.to_thread(self._live, owner)}
+            self._check(tenant, [*(pending | stored).values(), new])
             self._pending[owner].append(new)
         try:
             if charge is not None:
                 charge(tokens)
-            return await self._encoded(owner, new, lifetime)
+            made = await self._encoded(owner, new, lifetime)
         except BaseException as error:
-            self._failed[owner].append(new)
+            self._pending[owner].remove(new)
+            self._failed[owner][name] = new
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error), param="contents", code="invalid_value") from error
             raise
-        finally:
-            self._pending[owner].remove(new)
+        self._pending[owner].remove(new)
+        return made
 
     def get(self, tenant: Tenant, name: str) -> Context:
         """The context of that name; ApiError 404 if it is unknown, expired or another tenant's."""
@@ -198,16 +200,19 @@ class ContextStore:
 
     def _sweep(self, owner: str) -> None:
         """Forget the chunks of contexts that have ended, then the contexts."""
-        live = [*self._live(owner), *self._pending[owner]]
+        self._files.remove_leftovers(owner)
+        # In this order: a context that is being made goes from pending to the files, or to the failed ones.
+        failed, pending = list(self._failed[owner].values()), list(self._pending[owner])
+        stored, now = self._files.all(owner), self._clock()
+        live = [*pending, *(context for context in stored if context.expires > now)]
         kept = {text.strip() for context in live for text in context.chunks}
-        names = {context.name for context in live}
-        ended = [context for context in self._files.all(owner) if context.name not in names]
-        for context in (*ended, *self._files.vanished(owner), *self._failed[owner]):
+        ended = [context for context in stored if context.expires <= now]
+        for context in (*ended, *self._files.vanished(owner), *failed):
             texts = [text for text in context.chunks if text.strip() not in kept]
             if texts:
                 self._rag.forget(texts=texts, namespace=context.namespace)
             self._files.remove(owner, context.name)
-        self._failed[owner].clear()
+            self._failed[owner].pop(context.name, None)
 
 
 def _owner(tenant: Tenant) -> str:

@@ -112,6 +112,17 @@ def test_the_cached_come_first_and_a_tenants_own_order_is_fair():
         assert max(turns.index(request) for request in few) <= 4
 
 
+def test_partitions_of_a_tenant_have_one_share():
+    cold = [Prompt([text(9, 1), chunk(60, 50 + i), text(6, 5)]) for i in range(2)]
+    with warmed("llama", PROMPT, policy="reuse", cold="now") as rag:
+        with held(rag) as turns:
+            many = [rag.submit(p, namespace=f"many/{i}", **ASKED) for p in cold for i in range(8)]
+            few = [rag.submit(prompt, namespace="few", **ASKED) for prompt in cold]
+        for request in [*many, *few]:
+            request.result(LONG)
+        assert max(turns.index(request) for request in few) <= 3
+
+
 def test_a_full_queue_says_what_to_do_and_waits_where_asked():
     with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=2)) as rag:
         with held(rag):

@@ -64,12 +64,18 @@ def keys(tmp_path):
 
 
 @pytest.fixture
-def client_of(store, keys):
-    """An HTTP client of a tenant."""
-    file, given = keys
+def app(store, keys):
+    """The application."""
     app = FastAPI()
     app.include_router(router(store, Usage(), "tiny"))
-    app.add_middleware(BodyLimit, most=100_000, tenant=ApiKeys(file).tenant)
+    app.add_middleware(BodyLimit, most=100_000, tenant=ApiKeys(keys[0]).tenant)
+    return app
+
+
+@pytest.fixture
+def client_of(app, keys):
+    """An HTTP client of a tenant."""
+    given = keys[1]
 
     def client(name: str, key: str | None = None) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app)

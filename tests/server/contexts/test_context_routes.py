@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
-from ragcachekit import Chunk, Prompt, Text
+from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit.cancellation import raise_if_cancelled
+from ragcachekit.prompt.messages import marked
+from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.tenants import Tenant
+from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 TWO = "Paris is the capital of France; the river Seine flows in Paris."
@@ -50,6 +59,53 @@ async def test_creation_encodes_the_chunks_and_answers_as_gemini(client_of, rag,
         assert (await ada.get(context["name"])).json() == context
     assert reused(rag, "ada", ONE) > 0
     assert reused(rag, "bob", ONE) == 0
+
+
+async def test_chunks_are_encoded_behind_the_text_that_the_template_puts_before_them(clock, tmp_path, ada):
+    with RagCache(
+        speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="reuse", encoder="system"
+    ) as rag:
+        for number, system in enumerate(("answer from the context", None)):
+            who = replace(ada, namespace=f"tenant-{number}")
+            body = {"model": "tiny", "lifetime": lambda now: now + 9, "system": system}
+            context = await ContextStore(rag, clock=clock).create(who, [ONE], **body)
+            messages = [{"role": "system", "content": context.system}] if system else []
+            messages.append({"role": "user", "content": [marked(ONE), "Where?"]})
+            link = rag.generate(messages, namespace=who.namespace, max_new_tokens=1).report.link
+            assert link.approximate_tokens == 0
+            assert link.exact_tokens >= rag.count_tokens(ONE)
+
+
+async def test_a_client_that_goes_away_leaves_no_context(app, store, keys, rag, monkeypatch):
+    begun, left = threading.Event(), asyncio.Event()
+
+    def encode(texts, **options):
+        begun.set()
+        while True:  # as long as forwards between layers
+            raise_if_cancelled()
+            time.sleep(0.001)
+
+    monkeypatch.setattr(rag, "encode", encode)
+    messages = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.to_thread(begun.wait, 10)
+        left.set()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        assert message.get("status", 499) == 499
+
+    path = "/v1beta/cachedContents"
+    headers = [(b"x-goog-api-key", keys[1]["ada"].encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    scope |= {"query_string": b"", "root_path": "", "http_version": "1.1", "scheme": "http"}
+    await asyncio.wait_for(app(scope, receive, send), 10)
+    assert left.is_set()
+    await store.expire()
+    assert store.all(Tenant("ada", "ada")) == []
 
 
 async def test_only_the_time_of_expiry_changes(client_of, clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
 import threading
 from dataclasses import replace
@@ -76,6 +77,19 @@ async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
     await again.expire()
     assert rag.encoded == set()
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+async def test_what_a_killed_writer_left_goes_after_a_while(rag, folder, clock, ada):
+    store = ContextStore(rag, folder, clock)
+    made = await make(store, ada, ONE)
+    (owner,) = folder.iterdir()
+    old, new = owner / ".a.json.1.x", owner / ".b.json.1.x"
+    for path in (old, new):
+        path.write_text(ONE)
+    os.utime(old, (1, 1))
+    await store.expire()
+    assert sorted(path.name for path in owner.glob(".*")) == [new.name]
+    assert store.all(ada) == [made]
 
 
 async def test_others_cannot_read_the_files(rag, folder, clock, ada):

@@ -1,0 +1,191 @@
+"""OpenTelemetry traces and metrics of one engine, by the semantic conventions for generative AI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+import ragcachekit
+from ragcachekit.observers import Observer, QueryLookup, RequestStart
+from ragcachekit.reports import GenerateReport
+from ragcachekit.telemetry.names import model_name
+from ragcachekit.telemetry.request_metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.rag_cache import RagCache
+
+_SOURCES = ("exact", "approximate", "recomputed", "computed")
+_ASKED = {
+    "max_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+}
+
+
+class _Open(NamedTuple):
+    span: Span
+    start: RequestStart
+
+
+class OpenTelemetryObserver(Observer):
+    """Traces an engine's requests and searches; adds itself to the engine's observers.
+
+    A request is a span ``chat`` or ``text_completion`` under the caller's current one, with the children
+    ``queue``, ``link`` (with ``plan`` and ``load``), ``prefill`` and ``decode``. These are laid end to end
+    from the report's times; waits of single layers are summed. A question of a caching retriever is a span
+    ``retrieval``. No text of a prompt, question, document or answer is recorded, nor an error's message.
+
+    Parameters
+    ----------
+    rag : RagCache
+    tracer_provider, meter_provider : optional
+        Default is OpenTelemetry's global ones; without an SDK they record nothing.
+    model : str, optional
+        Name of the model in spans; default is its hub id or folder's name.
+
+    Examples
+    --------
+    >>> OpenTelemetryObserver(rag)                                 # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        rag: RagCache,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+        *,
+        model: str | None = None,
+    ) -> None:
+        named = "ragcachekit", ragcachekit.__version__
+        self._tracer = trace.get_tracer(*named, tracer_provider)
+        self._metrics = RequestMetrics(metrics.get_meter(*named, meter_provider))
+        self._model, self._rag = model or model_name(rag), rag
+        rag.add_observer(self)
+
+    def close(self) -> None:
+        """Leave the engine; idempotent. Spans of running requests are ended."""
+        self._rag.remove_observer(self)
+
+    def request_started(self, start: RequestStart) -> _Open:
+        """Begin a span under the caller's."""
+        known = {
+            f"gen_ai.request.{name}": start.options[option]
+            for option, name in _ASKED.items()
+            if isinstance(start.options.get(option), int | float)
+        }
+        attributes = {
+            **self._common(start.operation),
+            **known,
+            "gen_ai.request.stream": start.options.get("streamer") is not None,
+            "ragcachekit.namespace": start.namespace,
+        }
+        name = f"{start.operation} {self._model}"
+        span = self._tracer.start_span(
+            name, kind=SpanKind.INTERNAL, attributes=attributes, start_time=start.started_ns
+        )
+        return _Open(span, start)
+
+    def request_ended(
+        self, token: _Open | None, report: GenerateReport | None, error: BaseException | None
+    ) -> None:
+        """End the span, with its children."""
+        if token is None:
+            return
+        span, start = token
+        common = self._common(start.operation)
+        if report is None:
+            common["error.type"] = type(error).__name__
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR))
+            span.end()
+        else:
+            span.set_attributes(_outcome(report))
+            if span.is_recording():
+                self._children(span, start.started_ns, report)
+            span.end(start.started_ns + _ns(report.total_ms))
+        self._metrics.record(report, common, start.started_ns)
+
+    def looked_up(self, lookup: QueryLookup) -> None:
+        """Count a lookup; a hit is a span."""
+        self._metrics.lookups.add(1, {"ragcachekit.query_cache.result": lookup.result})
+        if lookup.result == "hit":
+            self._retrieval(lookup)
+
+    def searched(self, lookup: QueryLookup) -> None:
+        """A lookup and the search after it are a span."""
+        self._retrieval(lookup)
+
+    def _common(self, operation: str) -> dict[str, Any]:
+        return {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "ragcachekit",
+            "gen_ai.request.model": self._model,
+        }
+
+    def _retrieval(self, lookup: QueryLookup) -> None:
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": "retrieval",
+            "gen_ai.provider.name": "ragcachekit",
+            "ragcachekit.query_cache.result": lookup.result,
+            "ragcachekit.retrieval.documents": lookup.documents,
+        }
+        if lookup.distance is not None:
+            attributes["ragcachekit.query_cache.distance"] = lookup.distance
+        seconds = lookup.lookup_seconds + (lookup.search_seconds or 0.0)
+        span = self._tracer.start_span("retrieval", attributes=attributes, start_time=lookup.started_ns)
+        span.end(lookup.started_ns + _ns(seconds * 1e3))
+
+    def _children(self, span: Span, begun: int, report: GenerateReport) -> None:
+        link, turn = report.link, report.queue_ms
+        if report.batch or turn:
+            self._child(span, "queue", begun, 0.0, turn)
+        if not report.output_tokens:  # cancelled before its first token
+            return
+        linked = turn + link.link_ms
+        linking = self._child(span, "link", begun, turn, linked, end=False)
+        self._child(linking, "plan", begun, turn, turn + link.plan_ms)
+        if link.loaded_bytes:
+            load = self._child(linking, "load", begun, max(turn, linked - link.wait_ms), linked, end=False)
+            load.set_attribute("ragcachekit.load.bytes", link.loaded_bytes)
+            load.set_attribute("ragcachekit.load.duration", link.load_ms / 1e3)
+            load.end(begun + _ns(linked))
+        linking.end(begun + _ns(linked))
+        self._child(span, "prefill", begun, linked, report.ttft_ms)
+        self._child(span, "decode", begun, report.ttft_ms, report.total_ms)
+
+    def _child(
+        self, parent: Span, name: str, begun: int, start: float, stop: float, end: bool = True
+    ) -> Span:
+        """A span from ``start`` to ``stop`` milliseconds after ``begun``."""
+        context = trace.set_span_in_context(parent)
+        span = self._tracer.start_span(name, context=context, start_time=begun + _ns(start))
+        if end:
+            span.end(begun + _ns(stop))
+        return span
+
+
+def _outcome(report: GenerateReport) -> dict[str, Any]:
+    link = report.link
+    attributes: dict[str, Any] = {
+        "gen_ai.response.finish_reasons": (report.finish_reason,),
+        "gen_ai.usage.input_tokens": link.prompt_tokens,
+        "gen_ai.usage.output_tokens": report.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": link.reused_tokens,
+        "ragcachekit.policy": link.policy,
+        "ragcachekit.encoder": link.encoder,
+        "ragcachekit.chunks": len(link.chunks),
+        "ragcachekit.fell_back": link.fallback is not None,
+        "ragcachekit.batch": report.batch,
+        **{f"ragcachekit.tokens.{source}": getattr(link, f"{source}_tokens") for source in _SOURCES},
+    }
+    if report.output_tokens:
+        attributes["gen_ai.server.time_to_first_token"] = report.ttft_ms / 1e3
+    return attributes
+
+
+def _ns(milliseconds: float) -> int:
+    return int(milliseconds * 1e6)

@@ -1,0 +1,139 @@
+"""The whole application with keys: contexts in chats, and tenants that share nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+import openai
+import pytest
+
+from ragcachekit import RagCache
+from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.keys import add_key
+from ragcachekit.server.tenants import Limits
+from ragcachekit.types import chunk_id
+from speaking import WORDS, byte_level, speaker
+
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+URL = "http://test"
+
+
+@pytest.fixture
+async def server(tmp_path):
+    """The application in its lifespan, its engine, and clients by tenant."""
+    file = tmp_path / "keys.json"
+    limits = {"few": Limits(requests_per_minute=2), "small": Limits(body_bytes=500)}
+    keys = {name: add_key(file, name, limits=limits.get(name)) for name in ("ada", "bob", "few", "small")}
+    config = ServerConfig(model_name="tiny", keys=file, contexts=tmp_path / "contexts")
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="lego:4", encode_after=1) as rag:
+        app = create_app(rag, config)
+
+        def client(name: str) -> openai.AsyncOpenAI:
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+            return openai.AsyncOpenAI(
+                base_url=f"{URL}/v1", api_key=keys.get(name, name), http_client=http, max_retries=0
+            )
+
+        async with app.router.lifespan_context(app):
+            yield rag, client
+
+
+async def ask(client, *texts, **extra):
+    messages = [{"role": "user", "content": " ".join([*texts, "Where does the river flow?"])}]
+    return await client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=2, extra_body=extra
+    )
+
+
+def cached(completion):
+    return completion.usage.prompt_tokens_details.cached_tokens
+
+
+async def stored(client, **changes):
+    body = {"model": "tiny", "contents": [{"parts": [{"text": ONE}, {"text": TWO}]}], **changes}
+    return await client.post(f"{URL}/v1beta/cachedContents", body=body, cast_to=dict[str, object])
+
+
+async def test_a_chat_about_a_context_reuses_its_chunks_in_any_order(server):
+    rag, client = server
+    async with client("ada") as ada, client("bob") as bob:
+        context = await stored(ada, systemInstruction={"parts": [{"text": "answer from the context"}]})
+        one, two = context["chunkIds"]
+        tokens = {name: rag.count_tokens(text) for name, text in ((one, ONE), (two, TWO))}
+        for ids in ([one, two], [two, one], [two]):
+            answer = await ask(ada, cached_content=context["name"], chunk_ids=ids)
+            most = sum(tokens[name] for name in ids)
+            assert most - 4 * len(ids) - 4 <= cached(answer)
+            assert answer.usage.prompt_tokens > most
+        whole = await ask(ada, cached_content=context["name"])
+        assert whole.usage.prompt_tokens > sum(tokens.values())
+        for extra in ({"cached_content": context["name"]}, {"cached_content": "cachedContents/" + "0" * 32}):
+            with pytest.raises(openai.NotFoundError) as error:
+                await ask(bob, **extra)
+            assert error.value.code == "cached_content_not_found"
+        with pytest.raises(openai.NotFoundError) as error:
+            await ask(ada, cached_content=context["name"], chunk_ids=["0" * 64])
+        assert error.value.code == "chunk_not_found"
+        await ada.delete(f"{URL}/v1beta/{context['name']}", cast_to=dict[str, object])
+        with pytest.raises(openai.NotFoundError):
+            await ask(ada, cached_content=context["name"])
+
+
+async def test_salts_partition_further(server):
+    rag, client = server
+    async with client("ada") as ada:
+        seen = []
+        for salt in ({}, {"cache_salt": "a"}, {"prompt_cache_key": "a"}, {"cache_salt": "b"}):
+            seen.append(cached(await ask(ada, documents=[ONE], **salt)))
+            rag.flush(10)
+            assert cached(await ask(ada, documents=[ONE], **salt)) > rag.count_tokens(ONE) // 2
+        assert max(seen) == 0
+
+
+async def test_strangers_limits_and_large_bodies_in_openais_form(server):
+    _, client = server
+    async with client("rck-wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError) as error:
+            await ask(stranger)
+        assert error.value.code == "invalid_api_key"
+    async with client("few") as few:
+        raw = await few.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=1
+        )
+        assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+        await ask(few)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ask(few)
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 30
+        assert refused.value.code == "rate_limit_exceeded"
+    async with client("small") as small:
+        await ask(small)
+        with pytest.raises(openai.APIStatusError) as large:
+            await ask(small, documents=["a" * 500])
+        assert large.value.status_code == 413
+
+
+async def test_tenants_that_ask_at_once_share_no_entry(server):
+    rag, client = server
+    draw = random.Random(3)
+    words = WORDS.split()
+    texts = [" ".join(draw.choices(words, k=12)) + "." for _ in range(8)]
+    given: dict[str, set[str]] = {"ada": set(texts[:5]), "bob": set(texts[3:])}  # two are common
+    async with client("ada") as ada, client("bob") as bob:
+        calls = []
+        for _ in range(12):
+            for tenant, mine in ((ada, given["ada"]), (bob, given["bob"])):
+                calls.append(ask(tenant, documents=draw.sample(sorted(mine), 3)))
+        await asyncio.gather(*calls)
+    rag.flush(30)
+    ids = {text: byte_level()(text)["input_ids"][1:] for text in texts}
+    allowed = {chunk_id(ids[text], name) for name in given for text in given[name]}
+    chunks = [key for key in set(rag._components.store.keys()) if key.encoding != "prefix"]
+    assert {key.namespace for key in chunks} == {"ada", "bob"}
+    assert {key.chunk_id for key in chunks} <= allowed
+    mine, theirs = ({key.digest() for key in chunks if key.namespace == name} for name in given)
+    assert len(mine) == len(theirs) == 5
+    assert not mine & theirs

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from ragcachekit.server import ServerConfig, create_app
+from server_kit import MODEL, engine, served
+from speaking import byte_level
+from tool_kit import with_tools
+
+
+@pytest.fixture(scope="package")
+def rag():
+    with engine(with_tools(byte_level())) as rag:
+        yield rag
+
+
+@pytest.fixture(scope="package")
+def url(rag):
+    with served(create_app(rag, ServerConfig(model_name=MODEL, heartbeat=0.05))) as url:
+        yield url

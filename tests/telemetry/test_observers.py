@@ -1,0 +1,203 @@
+"""Observers are called once per request and lookup, and cost nothing but a log line when they fail."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from queue_kit import fail_next, held
+from ragcachekit import (
+    CachedRetrieval,
+    GenerateReport,
+    Observer,
+    ProximityCache,
+    QueryLookup,
+    QueueFull,
+    RagCache,
+    RequestStart,
+    agenerate,
+    astream,
+)
+from ragcachekit.errors import DeadlineExceeded, EngineError, PromptTooLong
+
+CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="none")
+
+
+class Recorder(Observer):
+    def __init__(self) -> None:
+        self.started: list[RequestStart] = []
+        self.ended: list[tuple[str, GenerateReport | None, BaseException | None]] = []
+        self.callers: list[str] = []
+        self.lookups: list[QueryLookup] = []
+        self.searches: list[QueryLookup] = []
+
+    def request_started(self, start: RequestStart) -> str:
+        self.started.append(start)
+        self.callers.append(CALLER.get())
+        return f"token {len(self.started)}"
+
+    def request_ended(self, token: Any, report: Any, error: Any) -> None:
+        self.ended.append((token, report, error))
+
+    def looked_up(self, lookup: QueryLookup) -> None:
+        self.lookups.append(lookup)
+
+    def searched(self, lookup: QueryLookup) -> None:
+        self.searches.append(lookup)
+
+
+@pytest.fixture
+def seen(rag: RagCache) -> Recorder:
+    recorder = Recorder()
+    rag.add_observer(recorder)
+    return recorder
+
+
+def test_generate(rag, seen, prompt) -> None:
+    before = time.time_ns()
+    answer = rag.generate(prompt, namespace="acme", max_new_tokens=2)
+    (start,) = seen.started
+    assert (start.operation, start.namespace) == ("text_completion", "acme")
+    assert start.options == {"max_new_tokens": 2}
+    assert before <= start.started_ns <= time.time_ns() - answer.report.total_ms * 1e6
+    assert seen.ended == [("token 1", answer.report, None)]
+    assert 0 < answer.report.link.plan_ms <= answer.report.link.link_ms
+
+
+def test_messages_are_a_chat(rag, seen) -> None:
+    rag.generate([{"role": "user", "content": "Where?"}], max_new_tokens=1)
+    assert [start.operation for start in seen.started] == ["chat"]
+
+
+def test_stream_and_queue_keep_the_callers_context(rag, seen, prompt) -> None:
+    CALLER.set("me")
+    with rag.stream(prompt, max_new_tokens=2) as stream:
+        assert "".join(stream) == stream.answer.text
+    submitted = rag.submit(prompt, max_new_tokens=2).result()
+    batch = rag.generate_batch([prompt, prompt], max_new_tokens=2)
+    reports = [stream.answer.report, submitted.report, *(answer.report for answer in batch)]
+    assert sorted(map(id, reports)) == sorted(id(report) for _, report, _ in seen.ended)
+    assert seen.callers == ["me"] * 4
+    assert sorted(token for token, *_ in seen.ended) == [f"token {n}" for n in (1, 2, 3, 4)]
+
+
+async def test_asyncio_keeps_the_tasks_context(rag, seen, prompt) -> None:
+    CALLER.set("task")
+    await agenerate(rag, prompt, max_new_tokens=1)
+    async with astream(rag, prompt, max_new_tokens=1) as stream:
+        async for _ in stream:
+            pass
+    assert seen.callers == ["task"] * 2
+    assert [report.finish_reason for _, report, _ in seen.ended] == ["length"] * 2
+
+
+def test_a_request_ends_before_its_result_is_there(rag, seen, prompt) -> None:
+    """So that a scrape after an answer counts it."""
+    for number in range(1, 6):
+        rag.submit(prompt, max_new_tokens=1).result()
+        assert len(seen.ended) == number
+
+
+@pytest.mark.parametrize("how", ["generate", "submit"])
+def test_a_refused_prompt_ends_with_its_error(rag, seen, how) -> None:
+    with pytest.raises(PromptTooLong):
+        getattr(rag, how)("river " * 2000)
+    ((token, report, error),) = seen.ended
+    assert (token, report, type(error)) == ("token 1", None, PromptTooLong)
+
+
+def test_what_the_queue_ends(rag, seen, prompt) -> None:
+    with held(rag):
+        cancelled, late = rag.submit(prompt), rag.submit(prompt, deadline=0.01)
+        cancelled.cancel()
+        with pytest.raises(DeadlineExceeded):
+            late.result()
+        waiting = [rag.submit(prompt, max_new_tokens=1) for _ in range(rag.queue._config.max_waiting)]
+        with pytest.raises(QueueFull):
+            rag.submit(prompt, max_new_tokens=1)
+        for request in waiting:
+            request.cancel()
+    outcomes = [report.finish_reason if report else type(error).__name__ for _, report, error in seen.ended]
+    assert sorted(set(outcomes)) == ["DeadlineExceeded", "QueueFull", "cancelled"]
+    assert len(outcomes) == len(seen.started) == len(waiting) + 3
+
+
+def test_a_failed_batch(rag, seen, prompt) -> None:
+    rag.generate(prompt, max_new_tokens=1)
+    fail_next(rag.queue._runner, "step", RuntimeError("no memory"))
+    with pytest.raises(EngineError):
+        rag.submit(prompt, max_new_tokens=3).result()
+    assert [type(error) for *_, error in seen.ended] == [type(None), EngineError]
+
+
+def test_an_observer_that_fails_costs_a_log_line(rag, prompt, caplog) -> None:
+    class Broken(Observer):
+        def request_started(self, start: RequestStart) -> None:
+            raise RuntimeError("broken at the start")
+
+        def request_ended(self, token: Any, report: Any, error: Any) -> None:
+            raise RuntimeError("broken at the end")
+
+    rag.add_observer(Broken())
+    seen = Recorder()
+    rag.add_observer(seen)
+    with caplog.at_level(logging.WARNING, "ragcachekit.observers"):
+        assert rag.generate(prompt, max_new_tokens=1).token_ids
+        assert rag.submit(prompt, max_new_tokens=1).result().token_ids
+    assert [record.message for record in caplog.records] == ["an observer failed"] * 4
+    assert len(seen.ended) == 2
+
+
+def test_added_once_and_removed(rag, seen, prompt) -> None:
+    rag.add_observer(seen)
+    rag.generate(prompt, max_new_tokens=1)
+    assert len(seen.started) == 1
+    rag.remove_observer(seen)
+    rag.remove_observer(seen)
+    rag.generate(prompt, max_new_tokens=1)
+    assert len(seen.started) == len(seen.ended) == 1
+    with pytest.raises(TypeError, match=r"ragcachekit\.Observer"):
+        rag.add_observer(print)  # type: ignore[arg-type]
+
+
+def test_query_lookups(rag, seen) -> None:
+    cache = CachedRetrieval[str](ProximityCache(10, 0.5, "l2"))
+    rag.add_query_cache(cache)
+    place, question = "place", np.ones(4, np.float32)
+
+    def ask(embedding: Any, text: str, k: int | None = None) -> Any:
+        return cache.get(embedding, place, lambda: [("1", "one"), ("2", "two")], question=text, k=k)
+
+    ask(question, "Does Ada live in Rome?", 2)
+    ask(question, "Does Ada live in Rome?", 2)
+    ask(question, "Does Ada not live in Rome?", 2)
+    ask(np.full(4, np.nan), "?")
+    assert [lookup.result for lookup in seen.lookups] == ["miss", "hit", "refused", "failed"]
+    assert [lookup.documents for lookup in seen.lookups] == [0, 2, 0, 0]
+    assert [lookup.result for lookup in seen.searches] == ["miss", "refused", "failed"]
+    assert [lookup.documents for lookup in seen.searches] == [2, 2, 2]
+    assert all(lookup.search_seconds is None for lookup in seen.lookups)
+    assert all(0 < (lookup.search_seconds or 0) < 5 for lookup in seen.searches)
+    assert [s.started_ns for s in seen.searches] == pytest.approx(
+        [seen.lookups[n].started_ns for n in (0, 2, 3)], abs=1e6
+    )
+    assert "Ada" not in repr(seen.lookups + seen.searches)
+
+
+def test_many_threads_end_each_request_once(rag, seen, prompt) -> None:
+    def ask() -> None:
+        for _ in range(3):
+            rag.submit(prompt, max_new_tokens=1, wait=True).result()
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(token for token, *_ in seen.ended) == sorted(f"token {n}" for n in range(1, 13))
