@@ -8,14 +8,16 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
+from tqdm.auto import tqdm
 
-from ragcachekit.cluster.slices import RowCount, Slices
+from ragcachekit.cluster.slices import Counter, RowCount, Slices
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
@@ -92,14 +94,14 @@ def encode_chunks(
     todo = [part for part in slices if not all(one in stored for one, _ in part)]
     if not todo:
         return 0
-    with _session(), _context(checkpoint, progress):
+    with _session(), _context(checkpoint), _bar(sum(map(len, todo)), progress) as counter:
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
-        return _run(data, job, actors, _resources(actors, cpus, gpus))
+        return _run(data, job, actors, _resources(actors, cpus, gpus), RowCount(counter))
 
 
-def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]) -> int:
+def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any], sink: RowCount) -> int:
     encoded = data.map_batches(
         EncodingActor,
         fn_constructor_args=(job,),
@@ -108,7 +110,6 @@ def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]
         compute=ActorPoolStrategy(size=actors),
         **resources,
     )
-    sink = RowCount()
     with warnings.catch_warnings():
         # Ray warns of sinks that may get a row twice, which ours takes.
         warnings.filterwarnings("ignore", message="Checkpointing with non-file datasink")
@@ -175,16 +176,43 @@ def _session() -> Iterator[None]:
 
 
 @contextmanager
-def _context(checkpoint: str | Path, progress: bool) -> Iterator[None]:
+def _context(checkpoint: str | Path) -> Iterator[None]:
     """Ray Data's settings for one run."""
     where = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
     context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.checkpoint_config, context.enable_progress_bars, log.level
     context.checkpoint_config = CheckpointConfig("chunk_id", where, delete_checkpoint_on_success=True)
-    context.enable_progress_bars = progress
+    context.enable_progress_bars = False
     log.setLevel(logging.WARNING)
     try:
         yield
     finally:
         context.checkpoint_config, context.enable_progress_bars = before[:2]
         log.setLevel(before[2])
+
+
+@contextmanager
+def _bar(chunks: int, progress: bool) -> Iterator[Any]:
+    """An actor that counts stored chunks, shown with the time that is left; None without ``progress``."""
+    if not progress:
+        yield None
+        return
+    counter: Any = ray.remote(num_cpus=0)(Counter).remote()
+    ended = Event()
+
+    def stored() -> int:
+        return int(ray.get(counter.add.remote(0)))
+
+    def follow() -> None:
+        with tqdm(total=chunks, unit="chunk") as bar:
+            while not ended.wait(0.5):
+                bar.update(stored() - bar.n)
+            bar.update(stored() - bar.n)
+
+    thread = Thread(target=follow, name="ragcachekit-progress")
+    thread.start()
+    try:
+        yield counter
+    finally:
+        ended.set()
+        thread.join()
