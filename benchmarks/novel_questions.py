@@ -9,7 +9,7 @@ Each question is asked under every policy in turn. ``prefix`` is an exact prefix
 the same budget, and its answers must be those of ``full``. ``share`` is that of prompt tokens that were
 reused, ``speedup`` the time to the first token of ``full`` over that of the policy.
 
-    python benchmarks/novel_questions.py --dataset squad:dev-v2.0.json --json out.json --plot out.png
+    OMP_NUM_THREADS=1 python benchmarks/novel_questions.py --dataset squad:dev-v2.0.json --json out.json --plot out.png
 """
 
 from __future__ import annotations
