@@ -9,7 +9,7 @@ Each question is asked under every policy in turn. ``prefix`` is an exact prefix
 the same budget, and its answers must be those of ``full``. ``share`` is that of prompt tokens that were
 reused, ``speedup`` the time to the first token of ``full`` over that of the policy.
 
-    python benchmarks/novel_questions.py --dataset squad:dev-v2.0.json --json out.json --plot out.png
+    OMP_NUM_THREADS=1 python benchmarks/novel_questions.py --dataset squad:dev-v2.0.json --plot out.png
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
     for name in dict.fromkeys(row["policy"] for row in report.rows):
         own = [row for row in report.rows if row["policy"] == name]
         at = [row["question"] for row in own]
-        shares.plot(at, [row["share"] for row in own], label=name)
+        (line,) = shares.plot(at, [row["share"] for row in own], label=name)
         if name != FULL:
-            speeds.plot(at, [row["speedup"] for row in own], label=name)
+            speeds.plot(at, [row["speedup"] for row in own], label=name, color=line.get_color())
     shares.set(xlabel="question", ylabel="share of prompt tokens reused", ylim=(-0.02, 1.02))
     speeds.axhline(1.0, color="grey", linewidth=1)
     speeds.set(xlabel="question", ylabel="time to the first token: full over policy", ylim=(0, None))
