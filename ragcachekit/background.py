@@ -17,13 +17,14 @@ from ragcachekit.threads import Job as PoolJob
 log = logging.getLogger(__name__)
 
 Job = TypeVar("Job")
-Pause = Callable[[Event], object]
+Pause = Callable[[Event], Callable[[], object]]
 
 
 class Background(Generic[Job]):
     """A queue of at most ``most`` jobs and a thread that calls ``work`` for each; errors are logged.
 
-    ``pause`` is called before every layer of model work, and may delay it until ``closed`` is set.
+    ``pause`` makes, for each job, what is called before every layer of its model work. That may delay the
+    layer until the event is set, which it is given: the queue is closed.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Background(Generic[Job]):
         self._pool.close()
 
     def _do(self, job: Job) -> None:
-        pause = None if self._pause is None else partial(self._pause, self.closed)
+        pause = None if self._pause is None else self._pause(self.closed)
         with CancelScope(self.closed, pause=pause):
             attempt(self._work, job)
 

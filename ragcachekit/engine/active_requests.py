@@ -13,8 +13,6 @@ _EVERY = 0.02  # seconds between two looks
 SHARE = 0.1
 """Part of the time that background work gets while requests run: not none, under a load that never ends."""
 
-_LONGEST = 1.0  # seconds of work without a pause that are counted
-
 
 class ActiveRequests:
     """A ``with`` block around every request counts it. Thread safe."""
@@ -40,19 +38,19 @@ class ActiveRequests:
 
 
 class GiveWay:
-    """Slows the model work of one background thread down while requests run, to :data:`SHARE` of the time.
+    """Slows one background job's model work down while requests run, to :data:`SHARE` of the time.
 
     It competes for the processor with the first token that somebody waits for. Called before every layer.
     """
 
-    def __init__(self, active: ActiveRequests) -> None:
-        self._active, self._since = active, time.monotonic()
+    def __init__(self, active: ActiveRequests, closed: Event) -> None:
+        self._active, self._closed, self._since = active, closed, time.monotonic()
 
-    def __call__(self, closed: Event) -> None:
+    def __call__(self) -> None:
         """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
         now = time.monotonic()
-        end = now + min(now - self._since, _LONGEST) * (1 / SHARE - 1)
+        end = now + (now - self._since) * (1 / SHARE - 1)
         while self._active.running and (left := end - time.monotonic()) > 0:
-            if closed.wait(min(_EVERY, left)):
+            if self._closed.wait(min(_EVERY, left)):
                 break
         self._since = time.monotonic()

@@ -115,18 +115,14 @@ class EngineComponents:
         if not encodings.neighbours and not free and self.prompts.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
+        give_way = partial(GiveWay, self.active)
 
         def encoder_over(
             store: KVStore, stored: Callable[[KVKey, ChunkKV], object], forgets: ForgetEpochs
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
-            in_prompts, after, pause = (
-                InPromptEncoder(model, rope),
-                settings.encode_after,
-                GiveWay(self.active),
-            )
-            parts = encoder, store, unchanged, near, in_prompts, stored, forgets
-            return BackgroundEncoder(*parts, after, pause)
+            parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
+            return BackgroundEncoder(*parts, settings.encode_after, give_way)
 
         self.background_encoder = encoder_over(self.store, self.prompts.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
@@ -134,7 +130,7 @@ class EngineComponents:
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
         self.generator = Generator(model, rope, self.prompts)
-        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, GiveWay(self.active))
+        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, give_way)
         opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())

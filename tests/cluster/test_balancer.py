@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.route_simulation import Setting, requests, simulate
+from benchmarks.cluster.route_simulation import Setting, requests, simulate
 from ragcachekit.cluster.balancer import Balancer, Weights
 from ragcachekit.cluster.chunk_filter import ChunkFilter
 

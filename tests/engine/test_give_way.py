@@ -40,12 +40,12 @@ def clock(monkeypatch):
 @pytest.fixture
 def given(clock):
     active = ActiveRequests()
-    return SimpleNamespace(active=active, pause=GiveWay(active))
+    return SimpleNamespace(active=active, pause=GiveWay(active, clock.closed))
 
 
 def test_without_requests_nothing_waits(clock, given):
     clock.seconds += 0.3
-    given.pause(clock.closed)
+    given.pause()
     assert clock.seconds == pytest.approx(100.3)
 
 
@@ -53,7 +53,7 @@ def test_beside_a_request_a_tenth_of_the_time_is_left(clock, given):
     with given.active:
         for _ in range(5):
             clock.seconds += 0.1
-            given.pause(clock.closed)
+            given.pause()
     assert clock.seconds == pytest.approx(105.0)
 
 
@@ -61,22 +61,26 @@ def test_it_goes_on_when_the_request_ends(clock, given):
     given.active.__enter__()
     clock.at[100.5] = given.active.__exit__
     clock.seconds += 0.1
-    given.pause(clock.closed)
+    given.pause()
     assert 100.5 <= clock.seconds < 100.53
 
 
-def test_idle_time_before_is_no_work(clock, given):
-    with given.active:
-        clock.seconds += 3600
-        given.pause(clock.closed)
-    assert clock.seconds == pytest.approx(3700 + 9)
+def test_idle_time_between_jobs_is_no_work(clock):
+    """A job after a pause of the thread begins at once."""
+    active = ActiveRequests()
+    with active:
+        for _ in range(3):
+            clock.seconds += 3600
+            before, pause = clock.seconds, GiveWay(active, clock.closed)
+            pause()
+            assert clock.seconds == before
 
 
 def test_closing_ends_the_wait(clock, given):
     clock.at[100.5] = lambda: setattr(clock.closed, "set", True)
     with given.active:
         clock.seconds += 1
-        given.pause(clock.closed)
+        given.pause()
     assert clock.seconds < 101.1
 
 
@@ -85,9 +89,9 @@ def paused(monkeypatch):
     """Names of the threads that gave way, once per layer."""
     names, real = [], GiveWay.__call__
 
-    def called(self, closed):
+    def called(self):
         names.append(threading.current_thread().name)
-        return real(self, closed)
+        return real(self)
 
     monkeypatch.setattr(GiveWay, "__call__", called)
     return names
@@ -122,7 +126,7 @@ def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch)
     """The encoder pauses inside a forward; whatever it holds, requests do not need it."""
     inside, go = threading.Event(), threading.Event()
 
-    def hold(self, closed):
+    def hold(self):
         inside.set()
         assert go.wait(60)
 
@@ -141,9 +145,9 @@ def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch)
 def test_closing_beside_a_paused_encoding(monkeypatch):
     inside = threading.Event()
 
-    def hold(self, closed):
+    def hold(self):
         inside.set()
-        assert closed.wait(60)
+        assert self._closed.wait(60)
 
     monkeypatch.setattr(GiveWay, "__call__", hold)
     rag = rag_for("llama", policy="reuse", cold="background", encode_after=1)

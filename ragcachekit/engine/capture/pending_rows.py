@@ -53,7 +53,7 @@ class Pending:
 
     def concerns(self, request: PromptRequest, segments: frozenset[Ids]) -> bool:
         """Whether a request with these segments would reuse some of this."""
-        if time.monotonic() >= self.until or request.namespace != self.namespace:
+        if time.monotonic() >= self.until:
             return False
         is_next = bool(self.turn) and request.token_ids[: len(self.turn)] == self.turn
         return is_next or not segments.isdisjoint(self.segments)
@@ -81,8 +81,9 @@ class PendingRows:
         """Whether one of the segments would be reused by the request."""
         if not self._pending or not request.reads_cache or self._closed.is_set():
             return False
-        segments = _segments(request)
-        return any(pending.concerns(request, segments) for pending in self._pending)
+        own = [pending for pending in self._pending if pending.namespace == request.namespace]
+        segments = _segments(request, any(len(ids) > 1 for pending in own for ids in pending.segments))
+        return any(pending.concerns(request, segments) for pending in own)
 
     def wait(self, request: PromptRequest) -> float:
         """Wait while segments :meth:`concern` the request; returns the seconds.
@@ -99,7 +100,9 @@ class PendingRows:
         return time.monotonic() - begun
 
 
-def _segments(request: PromptRequest) -> frozenset[Ids]:
-    """What a request may reuse: its chunks, and its beginnings up to each."""
-    chunks = {(want.key.chunk_id,) for want in request.reusable}
-    return frozenset(chunks | {(*want.before, want.key.chunk_id) for want in request.wanted})
+def _segments(request: PromptRequest, beginnings: bool) -> frozenset[Ids]:
+    """What a request may reuse: its chunks, and with ``beginnings`` the prompt's up to each."""
+    chunks = frozenset((want.key.chunk_id,) for want in request.reusable)
+    if not beginnings:  # which take memory by the square of the chunks
+        return chunks
+    return chunks.union((*want.before, want.key.chunk_id) for want in request.wanted)

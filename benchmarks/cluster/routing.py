@@ -4,7 +4,7 @@ Replicas hold chunks in LRU caches; requests hold a set of chunks in any order. 
 ``ragcachekit.cluster`` makes under Ray Serve, with the filters that replicas publish. Every router gets the
 same requests at the same times; the figures are means over ``--seeds``.
 
-    python benchmarks/routing.py --json out.json --plot out.png
+    python benchmarks/cluster/routing.py --json out.json --plot out.png
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.route_simulation import ROUTERS, WORKLOADS, Setting, simulate
+from benchmarks.cluster.route_simulation import ROUTERS, WORKLOADS, Setting, simulate
 from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport
 
