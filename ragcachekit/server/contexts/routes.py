@@ -80,7 +80,8 @@ def router(
     @routes.get("/{key}")
     async def one(request: Request, key: str) -> Response:
         async with usage.admit(tenant(request)) as grant:
-            return JSONResponse(_whole(store.get(tenant(request), PREFIX + key)), headers=grant.headers)
+            found = await asyncio.to_thread(store.get, tenant(request), PREFIX + key)
+            return JSONResponse(_whole(found), headers=grant.headers)
 
     @routes.patch("/{key}")
     async def update(request: Request, key: str) -> Response:
