@@ -81,7 +81,7 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             headers=grant.headers,
             heartbeat=services.config.heartbeat,
             ended=ended,
-            error_body=lambda error: api_error(error, services.config.retry_after).body(),
+            error_body=lambda error: api_error(error, services.config.retry_after, request.scope).body(),
         )
 
 
