@@ -196,7 +196,7 @@ async def test_owners_encode_by_turns_and_all_chunks_are_registered_as_one_list(
     assert rag.turns.index(("bob", short)) <= 2, "behind 2 turns of another owner, not its 12"
 
 
-async def test_a_creation_has_a_deadline_and_gives_way(rag, clock, ada):
+async def test_a_creation_has_a_deadline(rag, clock, ada):
     store = ContextStore(rag, clock=clock, timeout=0.05)
     rag.go_on.clear()
     with pytest.raises(ApiError, match="not encoded within") as error:
