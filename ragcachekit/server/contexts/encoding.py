@@ -13,7 +13,7 @@ from ragcachekit.engine.active_requests import GiveWay
 from ragcachekit.engine.asyncio_api import to_thread
 
 _PLACE = "Zq7xContext"  # in no template
-_TURN = 8192  # characters, with the chunk that reaches it
+_TURN = 4096  # characters, with the chunk that reaches it
 _SHARE = 0.5  # of the time is for encoding while requests run
 
 

@@ -180,7 +180,7 @@ async def test_creations_that_failed_count_until_they_are_forgotten(rag, clock, 
 
 async def test_owners_encode_by_turns_and_all_chunks_are_registered_as_one_list(rag, clock, ada, bob):
     store = ContextStore(rag, clock=clock)
-    long, short = [str(number) * 5000 for number in range(8)], [f"{number} is short" for number in range(9)]
+    long, short = [str(number) * 2500 for number in range(8)], [f"{number} is short" for number in range(9)]
     rag.go_on.clear()
     tasks = [asyncio.create_task(make(store, ada, *long)) for _ in range(3)]
     await asyncio.to_thread(rag.begun.wait, 10)
