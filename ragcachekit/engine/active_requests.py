@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from threading import Event, Lock
+from typing import Protocol
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import Cancelled
@@ -37,19 +38,28 @@ class ActiveRequests:
                 raise Cancelled("closed while waiting for requests")
 
 
+class Running(Protocol):
+    """Counts requests."""
+
+    @property
+    def running(self) -> int:
+        """How many run now."""
+
+
 class GiveWay:
-    """Slows one background job's model work down while requests run, to :data:`SHARE` of the time.
+    """Slows one background job's model work down while requests run, to ``share`` of the time.
 
     It competes for the processor with the first token that somebody waits for. Called before every layer.
     """
 
-    def __init__(self, active: ActiveRequests, closed: Event) -> None:
-        self._active, self._closed, self._since = active, closed, time.monotonic()
+    def __init__(self, active: Running, closed: Event, share: float = SHARE) -> None:
+        self._active, self._closed, self._share = active, closed, share
+        self._since = time.monotonic()
 
     def __call__(self) -> None:
         """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
         now = time.monotonic()
-        end = now + (now - self._since) * (1 / SHARE - 1)
+        end = now + (now - self._since) * (1 / self._share - 1)
         while self._active.running and (left := end - time.monotonic()) > 0:
             if self._closed.wait(min(_EVERY, left)):
                 break

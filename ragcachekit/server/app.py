@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.responses import Response
@@ -54,16 +54,17 @@ def create_app(
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
     config, activity = config or ServerConfig(), health.Activity()
     keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
-    services = Services(rag, config, ContextStore(rag, config.contexts))
+    services = Services(rag, config, ContextStore(rag, config.contexts, timeout=config.timeout))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         expiry = asyncio.create_task(services.contexts.run())
-        yield
-        expiry.cancel()
-        with suppress(asyncio.CancelledError):
-            await expiry
-        await to_thread(rag.flush)
+        try:
+            yield
+        finally:
+            expiry.cancel()
+            await asyncio.wait((expiry,))
+            await to_thread(rag.flush)
 
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)

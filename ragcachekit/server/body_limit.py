@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Self
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import ApiError
+from ragcachekit.server.responses import response
 from ragcachekit.server.tenants import Tenant
 
 HEADER_BYTES = 32 << 10
@@ -54,7 +54,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
-        if (path := api_path(scope)) is None:
+        if api_path(scope) is None:
             return await self._app(scope, receive, send)
         headers, arriving = Headers(scope=scope), _Arriving(receive)
         try:
@@ -68,8 +68,7 @@ class BodyLimit:
         except ApiError as error:
             if "expect" not in headers:  # else the client waits for a word before it sends the body
                 await self._drain(arriving)
-            form = error.google_body if path.startswith("/v1beta") else error.body
-            return await JSONResponse(form(), error.status, error.headers)(scope, receive, send)
+            return await response(error, scope)(scope, receive, send)
         if arriving.gone:
             return None
         scope.setdefault("state", {})["tenant"] = tenant

@@ -17,7 +17,7 @@ from ragcachekit.server.limits import Grant
 from ragcachekit.server.openai.answers import usage_of
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.openai.streaming import EventStream
-from ragcachekit.server.openai.work import Work
+from ragcachekit.server.openai.work import Work, named_context
 from ragcachekit.server.parsing import parsed
 from ragcachekit.server.responses import api_error
 from ragcachekit.server.services import Services
@@ -52,11 +52,13 @@ def router(services: Services) -> APIRouter:
 
 async def _complete(services: Services, request: Request, kind: type[Completion]) -> Response:
     tenant, body = request.state.tenant, await parsed(request, kind)
-    work = Work(services, tenant, body)
-    expected = (
-        len(await request.body()) // 4 + work.expected_tokens
-    )  # OpenAI's limits estimate by characters, too
     async with AsyncExitStack() as stack:
+        context = None
+        if (name := named_context(body)) is not None:
+            context = await stack.enter_async_context(services.contexts.using(tenant, name))
+        work = Work(services, tenant, body, context)
+        # OpenAI's limits estimate by characters, too.
+        expected = len(await request.body()) // 4 + work.expected_tokens
         grant = await stack.enter_async_context(services.usage.admit(tenant, expected))
         if not body.stream:
             answers = await while_connected(request.receive, work.answers())
@@ -79,7 +81,7 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             headers=grant.headers,
             heartbeat=services.config.heartbeat,
             ended=ended,
-            error_body=lambda error: api_error(error, services.config.retry_after).body(),
+            error_body=lambda error: api_error(error, services.config.retry_after, request.scope).body(),
         )
 
 
