@@ -155,11 +155,14 @@ def test_a_stream_is_charged_what_was_generated_also_when_it_is_left(tenants, ch
     assert once < charged[-1] <= once + 400
 
 
-def test_bad_bodies_count_as_requests(rag, tmp_path):
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1beta/cachedContents"])
+def test_bad_bodies_count_as_requests(rag, tmp_path, path):
     file = tmp_path / "keys.json"
     key = add_key(file, "a", limits=Limits(requests_per_minute=2))
     with served(create_app(rag, ServerConfig(model_name=MODEL, keys=file))) as url:
-        statuses = [asked(url, key, n="x").status_code for _ in range(3)]
+        statuses = [
+            httpx.post(url + path, json={"n": "x"}, headers={"X-API-Key": key}).status_code for _ in range(3)
+        ]
     assert statuses == [400, 400, 429]
 
 
