@@ -86,7 +86,9 @@ class Ingress:
             log.error("a replica failed", exc_info=error)
             if started:
                 raise
-            await response(overloaded("The engine is gone; please try again.", 1.0))(scope, receive, send)
+            await response(overloaded("The engine is gone; please try again.", 1.0), scope)(
+                scope, receive, send
+            )
         finally:
             gone.cancel()
             with suppress(asyncio.CancelledError):

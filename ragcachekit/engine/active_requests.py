@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from threading import Event, Lock
+from typing import Protocol
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import Cancelled
@@ -39,19 +40,27 @@ class ActiveRequests:
                 raise Cancelled("closed while waiting for requests")
 
 
+class Running(Protocol):
+    """Counts requests."""
+
+    @property
+    def running(self) -> int:
+        """How many run now."""
+
+
 class GiveWay:
-    """Slows the model work of one background thread down while requests run, to :data:`SHARE` of the time.
+    """Slows the model work of one thread down while requests run, to ``share`` of the time.
 
     It competes for the processor with the first token that somebody waits for. Called before every layer.
     """
 
-    def __init__(self, active: ActiveRequests) -> None:
-        self._active, self._since = active, time.monotonic()
+    def __init__(self, active: Running, share: float = SHARE) -> None:
+        self._active, self._share, self._since = active, share, time.monotonic()
 
     def __call__(self, closed: Event) -> None:
         """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
         now = time.monotonic()
-        end = now + min(now - self._since, _LONGEST) * (1 / SHARE - 1)
+        end = now + min(now - self._since, _LONGEST) * (1 / self._share - 1)
         while self._active.running and (left := end - time.monotonic()) > 0:
             if closed.wait(min(_EVERY, left)):
                 break

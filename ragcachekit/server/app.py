@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 
@@ -56,17 +56,18 @@ def create_app(
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
     config, activity = config or ServerConfig(), health.Activity()
     keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
-    services = Services(rag, config, ContextStore(rag, config.contexts))
+    services = Services(rag, config, ContextStore(rag, config.contexts, timeout=config.timeout))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         expiry = asyncio.create_task(services.contexts.run())
-        yield
-        expiry.cancel()
-        with suppress(asyncio.CancelledError):
-            await expiry
-        if not await to_thread(rag.flush, config.flush_timeout):
-            log.warning("background work was not done within %g s; it is dropped", config.flush_timeout)
+        try:
+            yield
+        finally:
+            expiry.cancel()
+            await asyncio.wait((expiry,))
+            if not await to_thread(rag.flush, config.flush_timeout):
+                log.warning("background work was not done within %g s; it is dropped", config.flush_timeout)
 
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)

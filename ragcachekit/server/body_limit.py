@@ -10,11 +10,11 @@ from functools import partial
 from typing import Self
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import ApiError, overloaded
+from ragcachekit.server.responses import response
 from ragcachekit.server.tenants import Tenant
 
 HEADER_BYTES = 32 << 10
@@ -62,13 +62,13 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
-        if (path := api_path(scope)) is None:
+        if api_path(scope) is None:
             return await self._app(scope, receive, send)
         with self._budget.request() as hold:
-            return await self._admit(path, hold, scope, receive, send)
+            return await self._admit(hold, scope, receive, send)
 
     async def _admit(
-        self, path: str, hold: Callable[[str, int], None], scope: Scope, receive: Receive, send: Send
+        self, hold: Callable[[str, int], None], scope: Scope, receive: Receive, send: Send
     ) -> None:
         headers, arriving = Headers(scope=scope), _Arriving(receive)
         try:
@@ -82,8 +82,7 @@ class BodyLimit:
         except ApiError as error:
             if "expect" not in headers:  # else the client waits for a word before it sends the body
                 await self._drain(arriving)
-            form = error.google_body if path.startswith("/v1beta") else error.body
-            return await JSONResponse(form(), error.status, error.headers)(scope, receive, send)
+            return await response(error, scope)(scope, receive, send)
         if arriving.gone:
             return None
         scope.setdefault("state", {})["tenant"] = tenant

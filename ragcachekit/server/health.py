@@ -44,7 +44,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if self._activity.stopping:
-            await response(stopping(self._retry_after))(scope, receive, send)
+            await response(stopping(self._retry_after), scope)(scope, receive, send)
             return
         name = f"req_{uuid4().hex}"
 

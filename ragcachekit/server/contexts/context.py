@@ -115,7 +115,9 @@ class ContextFiles:
             path = self._path(self._folder, owner, context.name)
             make_folder(path.parent)
             replace_file(path, json.dumps(asdict(context)))
-        self._known.setdefault(owner, {})[context.name] = (None, context)
+            self.get(owner, context.name)  # here, in the caller's thread, not at its next use
+        else:
+            self._known.setdefault(owner, {})[context.name] = (None, context)
 
     def remove(self, owner: str, name: str) -> None:
         """Remove a context; nothing happens if there is none. OSError where the disk refuses."""

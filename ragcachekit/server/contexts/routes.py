@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,19 +22,6 @@ from ragcachekit.server.tenants import Tenant
 MOST_PER_PAGE = 1000
 
 
-class _Route(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def in_googles_form(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ApiError as error:
-                return JSONResponse(error.google_body(), error.status, error.headers)
-
-        return in_googles_form
-
-
 def router(
     store: ContextStore,
     usage: Usage,
@@ -47,7 +33,7 @@ def router(
     ``model`` is the name that requests must give, with or without ``models/``. ``tenant`` finds who asks, or
     raises ApiError; by default it is who :class:`.BodyLimit` found.
     """
-    routes = APIRouter(prefix="/v1beta/cachedContents", route_class=_Route)
+    routes = APIRouter(prefix="/v1beta/cachedContents")
 
     @routes.post("")
     async def create(request: Request) -> Response:
@@ -82,7 +68,8 @@ def router(
     @routes.get("/{key}")
     async def one(request: Request, key: str) -> Response:
         async with usage.admit(tenant(request)) as grant:
-            return JSONResponse(_whole(store.get(tenant(request), PREFIX + key)), headers=grant.headers)
+            found = await asyncio.to_thread(store.get, tenant(request), PREFIX + key)
+            return JSONResponse(_whole(found), headers=grant.headers)
 
     @routes.patch("/{key}")
     async def update(request: Request, key: str) -> Response:

@@ -9,15 +9,15 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from ragcachekit import RagCache
-from ragcachekit.engine.asyncio_api import to_thread
-from ragcachekit.errors import RagCacheError
 from ragcachekit.server.contexts.context import PREFIX, Context, ContextFiles
+from ragcachekit.server.contexts.encoding import ContextEncoder
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.tenants import Tenant
 
@@ -27,7 +27,6 @@ MOST_CHUNKS = 4096
 """Chunks of one context."""
 
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
-_PLACE = "Zq7xContext"  # in no template
 
 
 class ContextStore:
@@ -45,16 +44,23 @@ class ContextStore:
         in memory. Processes of one machine may share it. StoreError if others may write to it.
     clock : callable
         Unix time in seconds.
+    timeout : float, optional
+        Seconds in which the chunks of one context must be encoded.
     """
 
     def __init__(
-        self, rag: RagCache, folder: Path | None = None, clock: Callable[[], float] = time.time
+        self,
+        rag: RagCache,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.time,
+        timeout: float | None = None,
     ) -> None:
-        self._rag, self._files, self._clock = rag, ContextFiles(folder), clock
+        self._rag, self._files, self._clock, self._timeout = rag, ContextFiles(folder), clock, timeout
+        self._encoder = ContextEncoder(rag)
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by owner: no tenant waits for another
         self._pending = defaultdict[str, list[Context]](list)
         self._failed = defaultdict[str, dict[str, Context]](dict)
-        self._encoding = asyncio.Semaphore(1)
+        self._used = list[tuple[str, str]]()
 
     async def create(
         self,
@@ -79,40 +85,60 @@ class ContextStore:
         Raises
         ------
         ApiError
-            400 for chunks that cannot be encoded, 429 beyond the tenant's contexts or their tokens.
+            400 for chunks that cannot be encoded, 429 beyond the tenant's contexts or their tokens, 504
+            after ``timeout``.
         """
         lifetime(self._clock())
         if not 0 < len(chunks) <= MOST_CHUNKS:
             message = f"Cached contents have 1 to {MOST_CHUNKS} parts with text, not {len(chunks)}."
             raise ApiError(400, message, param="contents", code="invalid_value")
-        owner, tokens = _owner(tenant), await to_thread(self._count, (*chunks, system or ""))
+        owner, tokens = _owner(tenant), await self._encoder.count((*chunks, system or ""))
         name, at = PREFIX + secrets.token_hex(16), (0.0, 0.0, 0.0)
         new = Context(name, tenant.namespace, model, display_name, system, tuple(chunks), (), tokens, *at)
         async with self._locks[owner]:
-            pending = {context.name: context for context in self._pending[owner]}
+            if self._failed[owner]:
+                await self._swept(owner)
+            pending = self._failed[owner] | {context.name: context for context in self._pending[owner]}
             stored = {context.name: context for context in await asyncio.to_thread(self._live, owner)}
             self._check(tenant, [*(pending | stored).values(), new])
             self._pending[owner].append(new)
         try:
             if charge is not None:
                 charge(tokens)
-            made = await self._encoded(owner, new, lifetime)
+            async with asyncio.timeout(self._timeout):
+                made = await self._encoded(owner, new, lifetime)
         except BaseException as error:
             self._pending[owner].remove(new)
             self._failed[owner][name] = new
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error), param="contents", code="invalid_value") from error
+            if isinstance(error, TimeoutError):
+                message = f"The contents were not encoded within {self._timeout:g} s; give fewer at once."
+                raise ApiError(504, message, kind="server_error", code="timeout") from error
             raise
         self._pending[owner].remove(new)
         return made
 
     def get(self, tenant: Tenant, name: str) -> Context:
-        """The context of that name; ApiError 404 if it is unknown, expired or another tenant's."""
+        """The context of that name, perhaps of a file; ApiError 404 if unknown, expired or another's."""
         found = self._files.get(_owner(tenant), name) if _NAME.fullmatch(name) else None
         if found is None or found.expires <= self._clock():
             message = f"CachedContent not found (or permission denied): {name[:100]!r}."
             raise ApiError(404, message, param="cached_content", code="cached_content_not_found")
         return found
+
+    @asynccontextmanager
+    async def using(self, tenant: Tenant, name: str) -> AsyncIterator[Context]:
+        """The context of that name, as :meth:`get`, for a request that lasts as long as the block.
+
+        Where the context ends meanwhile, its chunks are forgotten at once, and again after the block.
+        """
+        use = _owner(tenant), name
+        self._used.append(use)
+        try:
+            yield await asyncio.to_thread(self.get, tenant, name)
+        finally:
+            self._used.remove(use)
 
     def all(self, tenant: Tenant) -> list[Context]:
         """The tenant's contexts, the oldest first."""
@@ -123,7 +149,8 @@ class ContextStore:
         owner = _owner(tenant)
         async with self._locks[owner]:
             now = self._clock()
-            context = replace(self.get(tenant, name), updated=now, expires=lifetime(now))
+            found = await asyncio.to_thread(self.get, tenant, name)
+            context = replace(found, updated=now, expires=lifetime(now))
             await asyncio.to_thread(self._files.put, owner, context)
         return context
 
@@ -138,56 +165,51 @@ class ContextStore:
         """
         owner = _owner(tenant)
         async with self._locks[owner]:
-            context = replace(self.get(tenant, name), expires=0.0)
+            context = replace(await asyncio.to_thread(self.get, tenant, name), expires=0.0)
             await asyncio.to_thread(self._files.put, owner, context)
-            try:
-                await asyncio.to_thread(self._sweep, owner)
-            except (RagCacheError, OSError) as error:
-                _unconfirmed(error)
+            if not await self._swept(owner):
+                message = "The cache could not confirm the deletion. It is tried again; the content is gone."
+                raise ApiError(500, message, kind="server_error")
 
     async def expire(self) -> None:
         """Forget what has expired, of all tenants; what fails is logged and tried again the next time."""
         for owner in {*await asyncio.to_thread(self._files.owners), *self._failed}:
             async with self._locks[owner]:
-                try:
-                    await asyncio.to_thread(self._sweep, owner)
-                except (RagCacheError, OSError):
-                    log.exception("expired contexts could not be forgotten; it is tried again")
+                await self._swept(owner)
 
     async def run(self, every: float = 30.0) -> NoReturn:
         """Expire contexts until cancelled, with so many seconds between."""
         while True:
-            await self.expire()
+            try:
+                await self.expire()
+            except Exception:
+                log.exception("the contexts cannot be listed; it is tried again")
             await asyncio.sleep(every)
 
-    # -- steps, in a thread and with the owner's lock held but for _count --------------------------------
+    # -- steps, with the owner's lock held but for _encoded --------------------------------------------
 
     async def _encoded(self, owner: str, new: Context, lifetime: Callable[[float], float]) -> Context:
-        async with self._encoding:  # several at once would take longer, and more memory
-            before = await asyncio.to_thread(self._before, new.system)
-            ids = await to_thread(self._rag.encode, new.chunks, namespace=new.namespace, system=before)
+        ids = await self._encoder.encode(new.chunks, new.namespace, new.system)
         now = self._clock()
-        new = replace(new, chunk_ids=tuple(ids), created=now, updated=now, expires=lifetime(now))
-        storing = asyncio.ensure_future(asyncio.to_thread(self._files.put, owner, new))
-        try:
-            await asyncio.shield(storing)
-        finally:  # also where this is cancelled: what a thread stores must not appear after a sweep
-            await asyncio.wait((storing,))
+        new = replace(new, chunk_ids=ids, created=now, updated=now, expires=lifetime(now))
+        storing = asyncio.get_running_loop().run_in_executor(None, self._files.put, owner, new)
+        cancelled = None
+        while not storing.done():  # what a thread stores must not appear after a sweep
+            try:
+                await asyncio.wait((storing,))
+            except asyncio.CancelledError as again:
+                cancelled = again
+        if (error := cancelled or storing.exception()) is not None:
+            raise error
         return new
 
-    def _before(self, system: str | None) -> str | None:
-        """The text before a prompt's first chunk, as the chat template renders it; None if it cannot."""
-        user = {"role": "user", "content": _PLACE}
-        messages = [{"role": "system", "content": system}, user] if system else [user]
+    async def _swept(self, owner: str) -> bool:
         try:
-            text = self._rag.tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # a template raises what it likes, as without a system role
-            return None
-        before, place, _ = str(text).partition(_PLACE)
-        return before if place else None
-
-    def _count(self, texts: Sequence[str]) -> int:
-        return sum(self._rag.count_tokens(text) for text in texts if text)
+            await asyncio.to_thread(self._sweep, owner)
+        except Exception:
+            log.exception("contexts that ended could not be forgotten; it is tried again")
+            return False
+        return True
 
     def _live(self, owner: str) -> list[Context]:
         now = self._clock()
@@ -213,17 +235,14 @@ class ContextStore:
                 (ended if context.expires <= now else live)[context.name] = context
         kept = {text.strip() for context in live.values() for text in context.chunks}
         for context in (*ended.values(), *self._files.vanished(owner)):
+            in_use = (owner, context.name) in self._used  # by a request that has read its texts
             texts = [text for text in context.chunks if text.strip() not in kept]
             if texts:
                 self._rag.forget(texts=texts, namespace=context.namespace)
-            self._files.remove(owner, context.name)
-            self._failed[owner].pop(context.name, None)
+            if not in_use:
+                self._files.remove(owner, context.name)
+                self._failed[owner].pop(context.name, None)
 
 
 def _owner(tenant: Tenant) -> str:
     return hashlib.sha256(tenant.namespace.encode()).hexdigest()[:32]
-
-
-def _unconfirmed(error: Exception) -> NoReturn:
-    message = "The cache could not confirm the deletion. It is tried again; the cached content is gone."
-    raise ApiError(500, message, kind="server_error") from error

@@ -15,7 +15,7 @@ from ragcachekit.server.errors import ApiError
 from ragcachekit.server.openai.answers import usage_of
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.openai.streaming import EventStream
-from ragcachekit.server.openai.work import Work
+from ragcachekit.server.openai.work import Work, named_context
 from ragcachekit.server.parsing import parsed
 from ragcachekit.server.responses import api_error
 from ragcachekit.server.services import Services
@@ -52,8 +52,10 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
     tenant, size = request.state.tenant, len(await request.body()) // 4  # OpenAI estimates so, too
     async with AsyncExitStack() as stack:
         grant = await stack.enter_async_context(services.usage.admit(tenant, size))
-        body = await parsed(request, kind)
-        work = Work(services, tenant, body)
+        body, context = await parsed(request, kind), None
+        if (name := named_context(body)) is not None:
+            context = await stack.enter_async_context(services.contexts.using(tenant, name))
+        work = Work(services, tenant, body, context)
         grant.expect(work.expected_tokens(size), len(work.choices))
         if not body.stream:
             answers = await while_connected(request.receive, work.answers())
@@ -74,5 +76,5 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             heartbeat=services.config.heartbeat,
             ended=lambda answers: usage_of(work.by_prompt(answers)) if wanted else None,
             charge=grant.used,
-            error_body=lambda error: api_error(error, services.config.retry_after).body(),
+            error_body=lambda error: api_error(error, services.config.retry_after, request.scope).body(),
         )

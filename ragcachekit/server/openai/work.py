@@ -13,6 +13,7 @@ from ragcachekit import Answer
 from ragcachekit.engine.asyncio_api import AsyncAnswerStream, answered, submitted
 from ragcachekit.engine.queue.request import Request
 from ragcachekit.errors import PromptTooLong
+from ragcachekit.server.contexts.context import Context
 from ragcachekit.server.errors import ApiError, unsupported
 from ragcachekit.server.openai.answers import Choice, Form
 from ragcachekit.server.openai.logprobs import Logprobs
@@ -28,10 +29,24 @@ COLDEST = 1e-3
 """Temperatures below this decode greedily: logits divided by them would overflow."""
 
 
-class Work:
-    """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
+def named_context(body: Completion) -> str | None:
+    """Name of the stored context that a request uses; ApiError 400 for what cannot stand beside it."""
+    if body.cached_content is None and body.chunk_ids:
+        raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
+    for param in ("cache_salt", "prompt_cache_key"):
+        if body.cached_content is not None and getattr(body, param):
+            message = f"'{param}' partitions the cache, and 'cached_content' has no such partition."
+            raise unsupported(param, message)
+    return body.cached_content
 
-    def __init__(self, services: Services, tenant: Tenant, body: Completion) -> None:
+
+class Work:
+    """A checked request: what is submitted for each of its choices; ApiError where it cannot be.
+
+    ``context`` is the one that the body names.
+    """
+
+    def __init__(self, services: Services, tenant: Tenant, body: Completion, context: Context | None) -> None:
         if body.model != services.model_name:
             raise ApiError(
                 404, f"The model `{body.model}` does not exist.", param="model", code="model_not_found"
@@ -42,7 +57,7 @@ class Work:
         given = _given_prompts(body.prompt) if isinstance(body, TextRequest) else [""]
         if self.copies * len(given) > most:
             raise ApiError(400, f"Invalid 'n': at most {most} answers.", param="n", code="invalid_value")
-        documents, system = self._documents(tenant, body)
+        documents, system = _documents(body, context)
         self.tools: list[dict[str, Any]] = []
         if isinstance(body, ChatRequest):
             self._prompts = [self._chat(body, documents, system)]
@@ -125,23 +140,6 @@ class Work:
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
 
-    def _documents(self, tenant: Tenant, body: Completion) -> tuple[list[str], str | None]:
-        """Texts of the chunks that the request names or brings, and a context's system text."""
-        texts: list[str] = []
-        system = None
-        if body.cached_content is not None:
-            for param in ("cache_salt", "prompt_cache_key"):
-                if getattr(body, param):
-                    raise unsupported(
-                        param, f"'{param}' partitions the cache, and 'cached_content' has no such partition."
-                    )
-            context = self._services.contexts.get(tenant, body.cached_content)
-            system = context.system
-            texts += context.texts_of(body.chunk_ids) if body.chunk_ids else context.chunks
-        elif body.chunk_ids:
-            raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
-        return [*texts, *map(document_text, body.documents)], system
-
     def _chat(self, body: ChatRequest, documents: Sequence[str], system: str | None) -> Any:
         rag = self._rag
         if body.tools and body.tool_choice != "none":
@@ -179,6 +177,15 @@ class Work:
         if self.tools:
             options["tools"] = self.tools
         return options
+
+
+def _documents(body: Completion, context: Context | None) -> tuple[list[str], str | None]:
+    """Texts of the chunks that the request names or brings, and a context's system text."""
+    given = list(map(document_text, body.documents))
+    if context is None:
+        return given, None
+    named = context.texts_of(body.chunk_ids) if body.chunk_ids else context.chunks
+    return [*named, *given], context.system
 
 
 def _given_prompts(prompt: Any) -> list[Any]:

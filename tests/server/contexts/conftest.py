@@ -14,6 +14,7 @@ from ragcachekit.server.contexts.routes import router
 from ragcachekit.server.contexts.store import ContextStore
 from ragcachekit.server.keys import ApiKeys, add_key
 from ragcachekit.server.limits import Usage
+from ragcachekit.server.responses import add_handlers
 from ragcachekit.server.tenants import Limits, Tenant
 from speaking import byte_level, speaker
 
@@ -67,6 +68,7 @@ def keys(tmp_path):
 def app(store, keys):
     """The application."""
     app = FastAPI()
+    add_handlers(app, 1.0)
     app.include_router(router(store, Usage(), "tiny"))
     app.add_middleware(BodyLimit, most=100_000, tenant=ApiKeys(keys[0]).tenant)
     return app

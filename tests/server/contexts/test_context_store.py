@@ -5,44 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-import threading
 from dataclasses import replace
 
 import pytest
 
+from context_kit import ONE, THREE, TWO, Engine, make
 from ragcachekit.errors import StoreError
 from ragcachekit.server.contexts.store import ContextStore
 from ragcachekit.server.errors import ApiError
-
-ONE, TWO, THREE = (f"The text of chunk {number}." for number in range(3))
-
-
-class Engine:
-    """Notes what is encoded and forgotten; chunk ids are the texts' lengths."""
-
-    tokenizer = None
-
-    def __init__(self) -> None:
-        self.encoded: set[tuple[str, str]] = set()
-        self.fails: Exception | None = None
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
-
-    def count_tokens(self, text):
-        return len(text)
-
-    def encode(self, texts, *, namespace, system):
-        self.encoded |= {(namespace, text) for text in texts}
-        self.begun.set()
-        assert self.go_on.wait(10)
-        if self.fails:
-            raise self.fails
-        return [f"{namespace}-{text}" for text in texts]
-
-    def forget(self, *, texts, namespace):
-        if self.fails:
-            raise self.fails
-        self.encoded -= {(namespace, text) for text in texts}
 
 
 @pytest.fixture
@@ -53,11 +23,6 @@ def rag():
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "contexts"
-
-
-async def make(store, tenant, *chunks, seconds=60.0, **options):
-    lifetime = lambda now: now + seconds  # noqa: E731
-    return await store.create(tenant, chunks, model="m", lifetime=lifetime, **options)
 
 
 def modes(folder):

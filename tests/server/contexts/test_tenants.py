@@ -8,9 +8,11 @@ import random
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
 from ragcachekit import RagCache
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.contexts.store import ContextStore
 from ragcachekit.server.keys import add_key
 from ragcachekit.server.tenants import Limits
 from ragcachekit.types import chunk_id
@@ -137,3 +139,46 @@ async def test_tenants_that_ask_at_once_share_no_entry(server):
     mine, theirs = ({key.digest() for key in chunks if key.namespace == name} for name in given)
     assert len(mine) == len(theirs) == 5
     assert not mine & theirs
+
+
+@pytest.mark.parametrize("mounted", ["", "/mounted"])
+async def test_errors_have_the_form_of_the_api_that_was_asked(tmp_path, monkeypatch, mounted):
+    with RagCache(speaker(), byte_level(), cache_dir=tmp_path) as rag:
+        app = outer = create_app(rag)
+    if mounted:
+        outer = Starlette()
+        outer.mount(mounted, app)
+
+    def bug(*arguments):
+        raise AssertionError("secret")
+
+    monkeypatch.setattr(ContextStore, "get", bug)
+    transport = httpx.ASGITransport(outer, raise_app_exceptions=False)
+
+    async def error(client, method, path):
+        answer = await client.request(method, mounted + path, json={"model": 3})
+        assert "secret" not in answer.text
+        return answer.status_code, answer.json()["error"]
+
+    async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
+        for method, path, status, name in (
+            ("GET", "/v1beta/nothing", 404, "NOT_FOUND"),
+            ("PUT", "/v1beta/cachedContents", 405, "INVALID_ARGUMENT"),
+            ("POST", "/v1beta/cachedContents", 400, "INVALID_ARGUMENT"),
+            ("GET", "/v1beta/cachedContents/" + "0" * 32, 500, "INTERNAL"),
+        ):
+            found, body = await error(client, method, path)
+            assert (found, body) == (
+                status,
+                {"code": status, "message": body["message"], "status": name},
+            )
+        for method, path, status in (
+            ("GET", "/v1/nothing", 404),
+            ("PUT", "/v1/completions", 405),
+            ("POST", "/v1/completions", 400),
+        ):
+            found, body = await error(client, method, path)
+            assert (found, set(body)) == (status, {"message", "type", "param", "code"})
+        app.state.activity.stopping = True
+        assert (await error(client, "GET", "/v1beta/cachedContents"))[1]["status"] == "UNAVAILABLE"
+        assert (await error(client, "GET", "/v1/models"))[1]["code"] == "overloaded"

@@ -110,10 +110,21 @@ def test_values_that_change_nothing_are_taken(http):
     ],
 )  # fmt: skip
 def test_errors_of_the_engine(error, status):
-    found = api_error(error, 2.5)
+    found = api_error(error, 2.5, {"type": "http", "path": "/v1/chat/completions"})
     assert found.status == status
     assert found.headers == ({"Retry-After": "3"} if status == 503 else {})
     assert "secret" not in str(found)
+
+
+def test_a_prompt_that_is_too_long_names_its_parameter(http, rag):
+    context = rag.model.config.max_position_embeddings
+    for path, param, asked in (
+        (CHAT, "messages", {"messages": [{"role": "user", "content": "a " * context}]}),
+        ("/completions", "prompt", {"prompt": "a " * context}),
+    ):
+        for stream in (False, True):
+            error = http.post(path, json={"model": MODEL, "stream": stream, **asked}).json()["error"]
+            assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
 def test_a_full_queue_is_refused_with_a_time_to_wait(http, rag, monkeypatch):
