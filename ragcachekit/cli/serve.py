@@ -40,6 +40,9 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Further requests get 503.")] = 256,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer; then 504.")] = 600.0,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request; else 413.")] = 32,
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="With --keys: let everybody read /metrics.")
+    ] = False,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
 ) -> None:

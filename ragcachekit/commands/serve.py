@@ -38,6 +38,7 @@ class ServeSettings:
     max_waiting: int = 256
     timeout: float = 600.0
     max_body_mb: int = 32
+    public_metrics: bool = False
     device: str | None = None
     dtype: str = "auto"
 
@@ -54,7 +55,14 @@ class ServeSettings:
         folder = None if self.cache is None else CacheFolder.at(self.cache).path / "contexts"
         name = self.model_name or Path(self.model).name
         body = self.max_body_mb << 20
-        return ServerConfig(name, self.keys, folder, timeout=self.timeout, max_body_bytes=body)
+        return ServerConfig(
+            name,
+            self.keys,
+            folder,
+            timeout=self.timeout,
+            max_body_bytes=body,
+            public_metrics=self.public_metrics,
+        )
 
     def open_engine(self) -> RagCache:
         """Load the model; RagCacheError if there is none of that name."""

@@ -52,7 +52,7 @@ class AsyncAnswerStream:
     """
 
     def __init__(self, submit: Callable[[_Tokens], Awaitable[Request]]) -> None:
-        self._submit, self._given = submit, ""
+        self._submit, self._given, self._generated = submit, "", 0
         self._ended = False
 
     async def __aenter__(self) -> AsyncAnswerStream:
@@ -70,6 +70,7 @@ class AsyncAnswerStream:
         while not self._ended:
             ids = await self._tokens.queue.get()
             self._ended = ids is None
+            self._generated += len(ids or ())
             # The text can end before the request does (cold="now" encodes): the answer has what is left.
             piece = self._request.detokenizer.push(ids) if ids is not None else await self._rest()
             if piece:
@@ -78,7 +79,12 @@ class AsyncAnswerStream:
         raise StopAsyncIteration
 
     async def _rest(self) -> str:
-        return (await _answer(self._request)).text[len(self._given) :]
+        return (await answered(self._request)).text[len(self._given) :]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return self._request.work.estimator.tokens + self._generated
 
     @property
     def answer(self) -> Answer:
@@ -91,20 +97,16 @@ def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:
 
     It waits for room in a full queue; with ``wait=False`` it raises QueueFull.
     """
-    return AsyncAnswerStream(lambda tokens: _submitted(rag, prompt, {**options, "streamer": tokens}))
+    return AsyncAnswerStream(lambda tokens: submitted(rag, prompt, {**options, "streamer": tokens}))
 
 
 async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
     """``rag.submit(prompt, **options)`` and its answer, cancellable; a full queue as for :func:`astream`."""
-    request = await _submitted(rag, prompt, options)
-    try:
-        return await _answer(request)
-    except asyncio.CancelledError:
-        request.cancel()
-        raise
+    return await answered(await submitted(rag, prompt, options))
 
 
-async def _submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> Request:
+async def submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> Request:
+    """``rag.submit(prompt, **options)`` in a thread, after room in the queue as for :func:`astream`."""
     options = {"wait": True, **options}
     end = time.monotonic() + (inf if options.get("deadline") is None else options["deadline"])
     while options["wait"] is True and not rag.queue.has_room() and time.monotonic() < end:
@@ -114,11 +116,16 @@ async def _submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> 
     return await to_thread(rag.submit, prompt, **options)
 
 
-async def _answer(request: Request) -> Answer:
+async def answered(request: Request) -> Answer:
+    """The answer of a request, which is cancelled with the task."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
     request.add_done_callback(lambda _: _soon(loop, done.set))
-    await done.wait()
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        request.cancel()
+        raise
     return request.result(0)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
-from starlette.responses import Response
+from fastapi import FastAPI, Request
 
 from ragcachekit import RagCache, to_thread
 from ragcachekit.server import health
@@ -20,6 +20,8 @@ from ragcachekit.server.openai import routes as openai
 from ragcachekit.server.responses import add_handlers
 from ragcachekit.server.services import Services
 from ragcachekit.server.tenants import Tenant
+
+log = logging.getLogger(__name__)
 
 
 def create_app(
@@ -64,21 +66,21 @@ def create_app(
         finally:
             expiry.cancel()
             await asyncio.wait((expiry,))
-            await to_thread(rag.flush)
+            if not await to_thread(rag.flush, config.flush_timeout):
+                log.warning("background work was not done within %g s; it is dropped", config.flush_timeout)
 
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)
     app.state.activity = activity
     add_handlers(app, config.retry_after)
-    app.include_router(health.router(rag, activity))
+
+    def allowed(request: Request) -> bool:
+        host = request.client.host if request.client else ""
+        return config.public_metrics or keys.allows(host, request.headers)
+
+    app.include_router(health.router(rag, activity, allowed, metrics))
     app.include_router(openai.router(services))
     app.include_router(contexts.router(services.contexts, services.usage, services.model_name))
-    if metrics is not None:
-        app.add_api_route("/metrics", lambda: _metrics(*metrics()), include_in_schema=False)
     app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant)
-    app.add_middleware(health.Gate, activity, config.retry_after)
+    app.add_middleware(health.Gate, activity, config.retry_after, 4 * config.heartbeat)
     return app
-
-
-def _metrics(text: bytes, kind: str) -> Response:
-    return Response(text, media_type=kind)

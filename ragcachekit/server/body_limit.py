@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Self
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcachekit.server.connection import api_path
-from ragcachekit.server.errors import ApiError
+from ragcachekit.server.errors import ApiError, overloaded
 from ragcachekit.server.responses import response
 from ragcachekit.server.tenants import Tenant
 
@@ -21,6 +23,10 @@ HEADER_BYTES = 32 << 10
 BODY_SECONDS = 60.0
 """Longest time for a body to arrive."""
 
+OWN_BODIES, ALL_BODIES = 4, 16
+"""How many bodies of the largest size may be in memory, for one tenant and for all."""
+
+RETRY_AFTER = 1.0
 _DRAINED = 8
 _DRAIN_SECONDS = 5.0
 
@@ -29,8 +35,9 @@ class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
     Refused are missing or wrong keys (401), bodies (413) and headers (431) that are too large, and bodies
-    that arrive too slowly (408). The tenant is ``request.state.tenant`` afterwards. Only paths that begin
-    with ``/v1`` are looked at.
+    that arrive too slowly (408), or that would be too many bytes beside those of the tenant's other requests
+    (429) or of all (503). The tenant is ``request.state.tenant`` afterwards. Only paths that begin with
+    ``/v1`` are looked at.
 
     Parameters
     ----------
@@ -51,11 +58,18 @@ class BodyLimit:
         seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._most, self._tenant, self._seconds = app, most, tenant, seconds
+        self._budget = _Budget(most)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
         if api_path(scope) is None:
             return await self._app(scope, receive, send)
+        with self._budget.request() as hold:
+            return await self._admit(hold, scope, receive, send)
+
+    async def _admit(
+        self, hold: Callable[[str, int], None], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         headers, arriving = Headers(scope=scope), _Arriving(receive)
         try:
             if sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
@@ -64,7 +78,7 @@ class BodyLimit:
             tenant = self._tenant(headers)
             own = tenant.limits.body_bytes
             most = self._most if own is None else min(own, self._most)
-            body = await self._body(headers, arriving, most)
+            body = await self._body(headers, arriving, most, partial(hold, tenant.name))
         except ApiError as error:
             if "expect" not in headers:  # else the client waits for a word before it sends the body
                 await self._drain(arriving)
@@ -74,7 +88,9 @@ class BodyLimit:
         scope.setdefault("state", {})["tenant"] = tenant
         return await self._app(scope, _replay(body, receive), send)
 
-    async def _body(self, headers: Headers, arriving: _Arriving, most: int) -> bytes:
+    async def _body(
+        self, headers: Headers, arriving: _Arriving, most: int, hold: Callable[[int], None]
+    ) -> bytes:
         parts, size, announced = list[bytes](), 0, headers.get("content-length", "")
         too_large = ApiError(413, f"The request's body has more than {most} bytes.", code="body_too_large")
         if announced.isdecimal() and int(announced[:20]) > most:
@@ -86,6 +102,7 @@ class BodyLimit:
                     size += len(part)
                     if size > most:
                         raise too_large
+                    hold(len(part))
         except TimeoutError:
             message = f"The request's body did not arrive within {self._seconds:g} s."
             raise ApiError(408, message, code="body_too_slow") from None
@@ -100,6 +117,34 @@ class BodyLimit:
                     left -= len(part)
                     if left < 0:
                         return
+
+
+class _Budget:
+    """How many bytes of bodies are in memory: those of running requests, by tenant."""
+
+    def __init__(self, most: int) -> None:
+        self._own, self._all, self._held = OWN_BODIES * most, ALL_BODIES * most, Counter[str]()
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[str, int], None]]:
+        """A function that adds bytes of a tenant, or raises ApiError; they count until the block ends."""
+        held = Counter[str]()
+
+        def hold(tenant: str, size: int) -> None:
+            if self._held[tenant] + size > self._own:
+                message = f"The bodies of {tenant!r}'s requests have more than {self._own} bytes together."
+                raise ApiError(
+                    429, message, kind="requests", code="rate_limit_exceeded", retry_after=RETRY_AFTER
+                )
+            if self._held.total() + size > self._all:
+                raise overloaded("The server holds too many requests; please try again later.", RETRY_AFTER)
+            self._held[tenant] += size
+            held[tenant] += size
+
+        try:
+            yield hold
+        finally:
+            self._held -= held
 
 
 class _Arriving:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_SECONDS = ("timeout", "heartbeat", "retry_after")
+_SECONDS = ("timeout", "heartbeat", "retry_after", "flush_timeout")
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,15 @@ class ServerConfig:
     - ``keys``: File of API keys (``ragcachekit keys add``); None: all requests are one tenant's.
     - ``contexts``: Folder of stored contexts, which then survive a restart.
     - ``timeout``: Seconds from a request to the end of its answer; then 504.
-    - ``heartbeat``: Seconds of silence after which a stream gets an empty comment.
+    - ``heartbeat``: Seconds of silence after which a stream gets an empty comment. A client that takes
+      nothing for four times as long is gone.
+    - ``flush_timeout``: Seconds that a stop waits for background work, as writes to disk.
     - ``max_body_bytes``: Most bytes of a request's body; larger ones are refused with 413.
     - ``max_choices``: Most answers of one request (``n`` times its prompts); each takes a place in the queue.
     - ``default_tokens``: Most tokens of an answer where the request does not say; its context ends any.
     - ``retry_after``: Seconds that clients are told to wait while the queue is full or the server stops.
+    - ``public_metrics``: Whether ``/metrics`` and the queue's numbers in ``/health`` need no key. Without
+      ``keys``, and on the server's machine, they never do.
     """
 
     model_name: str | None = None
@@ -32,6 +36,8 @@ class ServerConfig:
     max_choices: int = 32
     default_tokens: int = 1024
     retry_after: float = 1.0
+    flush_timeout: float = 30.0
+    public_metrics: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "default_tokens", *_SECONDS):

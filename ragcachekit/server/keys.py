@@ -92,6 +92,15 @@ class ApiKeys:
                 header = f"Bearer {headers[name]}"
         return self.authenticate(header)
 
+    def allows(self, host: str, headers: Mapping[str, str]) -> bool:
+        """Whether there are no keys, or a client at ``host`` has one or is on the server's machine."""
+        if self._file is None or _is_loopback(host):
+            return True
+        try:
+            return bool(self.tenant(headers))
+        except ApiError:
+            return False
+
     def _reload(self, file: Path) -> None:
         with self._lock:
             if self._clock() - self._looked < CHECK_EVERY:
@@ -135,17 +144,18 @@ def remove_key(file: Path, name: str) -> None:
 
 def check_exposure(host: str, keys: Path | None, no_keys: bool) -> None:
     """RagCacheError if a server without keys would be reachable from other machines, unless ``no_keys``."""
-    if keys is not None or no_keys or host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if keys is None and not no_keys and not _is_loopback(host):
         raise RagCacheError(
             f"everybody who reaches {host} could use this server; give --keys FILE (`ragcachekit keys add`), "
             "or --no-keys if something else keeps strangers out"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _digest(key: str) -> bytes:

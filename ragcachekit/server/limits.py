@@ -35,15 +35,25 @@ class _Used:
 class Grant:
     """A request that was admitted; ``headers`` are OpenAI's ``x-ratelimit-*`` for its response."""
 
-    def __init__(self, charge: Callable[[float], object], tokens: int, headers: dict[str, str]) -> None:
-        self._charge, self._tokens, self.headers = charge, tokens, headers
+    def __init__(self, usage: Usage, tenant: Tenant, tokens: int) -> None:
+        self._usage, self._tenant, self._tokens, self.places = usage, tenant, tokens, 1
+        self.headers = usage.take(tenant, tokens, self.places, requests=1)
+
+    def expect(self, tokens: int, places: int) -> None:
+        """Announce these tokens in place of the first ones, and as how many parallel requests it counts.
+
+        ApiError 429 as for :meth:`Usage.admit`; the request then counts as one, without tokens.
+        """
+        self.used(0)
+        self.headers = self._usage.take(self._tenant, tokens, places, self.places)
+        self._tokens, self.places = tokens, places
 
     def used(self, tokens: int) -> None:
         """Charge these tokens of prompt and answer in place of the ones announced; may be repeated.
 
         Without a call, the announced ones are charged, also where the request fails or is cancelled.
         """
-        self._charge(tokens - self._tokens)
+        self._usage.charge(self._tenant, tokens - self._tokens)
         self._tokens = tokens
 
 
@@ -76,21 +86,38 @@ class Usage:
             429 with ``Retry-After`` beyond a limit; without it for a prompt beyond a minute's tokens, which
             no waiting mends.
         """
+        grant = Grant(self, tenant, tokens)
+        try:
+            yield grant
+        finally:
+            self._used[tenant.name].running -= grant.places
+
+    def take(
+        self, tenant: Tenant, tokens: int, places: int, held: int = 0, requests: int = 0
+    ) -> dict[str, str]:
+        """Charge tokens and requests, and turn ``held`` places into ``places``; the headers, or ApiError."""
         limits, used = tenant.limits, self._used.setdefault(tenant.name, _Used())
-        rates = {"requests": (limits.requests_per_minute, 1), "tokens": (limits.tokens_per_minute, tokens)}
+        rates = {
+            "requests": (limits.requests_per_minute, requests),
+            "tokens": (limits.tokens_per_minute, tokens),
+        }
         for kind, (limit, amount) in rates.items():
             self._check(tenant, used, kind, limit, amount)
-        if limits.parallel is not None and used.running >= limits.parallel:
-            message = f"{used.running} requests of {tenant.name!r} are being answered; the limit is that."
-            raise _refusal(message, "requests", 1.0, self._headers(tenant, used))
-        self._charge(used, "requests", 1)
+        running = used.running - held + places
+        if limits.parallel is not None and running > limits.parallel:
+            message = (
+                f"{tenant.name!r} may have {limits.parallel} answers at once; this would make it {running}."
+            )
+            wait = 1.0 if places <= limits.parallel else None
+            raise _refusal(message, "requests", wait, self._headers(tenant, used))
+        used.running = running
+        self._charge(used, "requests", requests)
         self._charge(used, "tokens", tokens)
-        used.running += 1
-        try:
-            headers = self._headers(tenant, used)
-            yield Grant(lambda more: self._charge(used, "tokens", more), tokens, headers)
-        finally:
-            used.running -= 1
+        return self._headers(tenant, used)
+
+    def charge(self, tenant: Tenant, tokens: float) -> None:
+        """Charge tokens without a check."""
+        self._charge(self._used[tenant.name], "tokens", tokens)
 
     def _check(self, tenant: Tenant, used: _Used, kind: str, limit: int | None, amount: int) -> None:
         if limit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from types import FrameType
 
@@ -9,6 +10,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from ragcachekit.server.health import Activity
+
+LINGER_SECONDS = 10
+"""How long a stop waits for clients to take the rest of answers that have ended."""
 
 
 class GracefulServer(uvicorn.Server):
@@ -24,8 +28,8 @@ class GracefulServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop."""
         if self._activity.stopping:
-            super().handle_exit(sig, frame)
-            self.force_exit = True
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         self._activity.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -36,5 +40,7 @@ class GracefulServer(uvicorn.Server):
 
 def serve(app: FastAPI, bound: socket.socket) -> None:
     """Serve an application of :func:`.create_app` at a bound socket until a signal comes; blocks."""
-    config = uvicorn.Config(app, log_level="warning", server_header=False)
+    config = uvicorn.Config(
+        app, log_level="warning", server_header=False, timeout_graceful_shutdown=LINGER_SECONDS
+    )
     GracefulServer(config, app.state.activity).run([bound])

@@ -11,13 +11,13 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from ragcachekit.generate.options import REFUSED, effective, end_tokens, only_observes
 
+COLDEST = 1e-6  # what is drawn below does not differ, and 1 / temperature overflows
 DEFAULT_TOP_K = 50  # of generate, where neither options nor model say otherwise
 
 _DECODED = {
@@ -100,6 +100,16 @@ class Sampling:
         return scores.argmax(-1)
 
 
+class _Temperature:
+    """Divides the distances from the row's largest logit, so that none of them overflows upwards."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = max(temperature, COLDEST)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return (scores - scores.amax(-1, keepdim=True)) / self._temperature
+
+
 def _cuts(options: Mapping[str, Any], defaults: Any) -> list[Any]:
     """The processors of sampling, in generate's order."""
     names = ("temperature", "top_k", "top_p", "min_p")
@@ -108,7 +118,7 @@ def _cuts(options: Mapping[str, Any], defaults: Any) -> list[Any]:
         top_k = DEFAULT_TOP_K
     cuts: list[Any] = []
     if temperature not in (None, 1.0):
-        cuts.append(TemperatureLogitsWarper(temperature))
+        cuts.append(_Temperature(temperature))
     if top_k:
         cuts.append(TopKLogitsWarper(top_k))
     if top_p is not None and top_p < 1.0:

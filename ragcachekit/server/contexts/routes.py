@@ -15,7 +15,7 @@ from ragcachekit.server.contexts.context import PREFIX, Context
 from ragcachekit.server.contexts.store import ContextStore
 from ragcachekit.server.contexts.wire import Change, NewContext, described
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.limits import Usage
+from ragcachekit.server.limits import Grant, Usage
 from ragcachekit.server.parsing import parsed
 from ragcachekit.server.tenants import Tenant
 
@@ -37,25 +37,27 @@ def router(
 
     @routes.post("")
     async def create(request: Request) -> Response:
-        owner, body = tenant(request), await parsed(request, NewContext)
+        owner, size = tenant(request), len(await request.body()) // 4
+        async with usage.admit(owner, size) as grant:
+            return await made(request, owner, await parsed(request, NewContext), grant)
+
+    async def made(request: Request, owner: Tenant, body: NewContext, grant: Grant) -> Response:
         if body.model.removeprefix("models/") != model:
             message = f"The model {body.model[:100]!r} does not exist; it is 'models/{model}'."
             raise ApiError(404, message, param="model", code="model_not_found")
-        estimate = sum(map(len, body.chunks())) // 4
-        async with usage.admit(owner, estimate) as grant:
-            work = store.create(
-                owner,
-                body.chunks(),
-                model=model,
-                system=body.system(),
-                display_name=body.display_name,
-                lifetime=body,
-                charge=grant.used,
-            )
-            made = await while_connected(request.receive, work)
-            if made is None:
-                return Response(status_code=CLIENT_GONE)
-            return JSONResponse(_whole(made), headers=grant.headers)
+        work = store.create(
+            owner,
+            body.chunks(),
+            model=model,
+            system=body.system(),
+            display_name=body.display_name,
+            lifetime=body,
+            charge=grant.used,
+        )
+        context = await while_connected(request.receive, work)
+        if context is None:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(_whole(context), headers=grant.headers)
 
     @routes.get("")
     async def all_of_them(request: Request) -> Response:

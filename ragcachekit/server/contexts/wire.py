@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -16,6 +16,8 @@ HOUR = 3600.0
 LONGEST = 10 * 365 * 24 * HOUR
 """Longest time that a context may be kept, in seconds."""
 
+_Part = TypeVar("_Part")
+_Parts = Annotated[list[_Part], Field(fail_fast=True, max_length=4096)]
 _TTL = re.compile(r"(\d{1,10}(?:\.\d{1,9})?)s", re.ASCII)
 
 
@@ -33,7 +35,7 @@ class Content(_Wire):
     """Parts of one role."""
 
     role: str | None = None
-    parts: list[Part]
+    parts: _Parts[Part]
 
     def texts(self) -> list[str]:
         """Texts of the parts; blank ones are left out."""
@@ -64,7 +66,7 @@ class NewContext(Lifetime):
     """Body of a request that makes a context; each part is a chunk, whatever its content's role."""
 
     model: str
-    contents: list[Content]
+    contents: _Parts[Content]
     system_instruction: Content | None = None
     display_name: str = Field("", max_length=128)
 

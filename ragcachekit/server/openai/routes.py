@@ -10,10 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ragcachekit import Answer
 from ragcachekit.server.connection import CLIENT_GONE, while_connected
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.limits import Grant
 from ragcachekit.server.openai.answers import usage_of
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.openai.streaming import EventStream
@@ -51,28 +49,24 @@ def router(services: Services) -> APIRouter:
 
 
 async def _complete(services: Services, request: Request, kind: type[Completion]) -> Response:
-    tenant, body = request.state.tenant, await parsed(request, kind)
+    tenant, size = request.state.tenant, len(await request.body()) // 4  # OpenAI estimates so, too
     async with AsyncExitStack() as stack:
-        context = None
+        grant = await stack.enter_async_context(services.usage.admit(tenant, size))
+        body, context = await parsed(request, kind), None
         if (name := named_context(body)) is not None:
             context = await stack.enter_async_context(services.contexts.using(tenant, name))
         work = Work(services, tenant, body, context)
-        # OpenAI's limits estimate by characters, too.
-        expected = len(await request.body()) // 4 + work.expected_tokens
-        grant = await stack.enter_async_context(services.usage.admit(tenant, expected))
+        grant.expect(work.expected_tokens(size), len(work.choices))
         if not body.stream:
             answers = await while_connected(request.receive, work.answers())
             if answers is None:
                 return Response(status_code=CLIENT_GONE)
             choices = [choice.whole(answer) for choice, answer in zip(work.choices, answers, strict=True)]
-            whole = work.form.whole(choices, _counted(work, answers, grant))
+            grant.used(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
+            whole = work.form.whole(choices, usage_of(work.by_prompt(answers)))
             return JSONResponse(whole, headers=grant.headers)
         streams = [await stack.enter_async_context(stream) for stream in work.streams()]
         wanted = body.stream_options is not None and body.stream_options.include_usage
-
-        def ended(answers: list[Answer]) -> dict[str, Any] | None:
-            usage = _counted(work, answers, grant)
-            return usage if wanted else None
 
         return EventStream(
             work,
@@ -80,12 +74,7 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             stack.pop_all(),
             headers=grant.headers,
             heartbeat=services.config.heartbeat,
-            ended=ended,
+            ended=lambda answers: usage_of(work.by_prompt(answers)) if wanted else None,
+            charge=grant.used,
             error_body=lambda error: api_error(error, services.config.retry_after, request.scope).body(),
         )
-
-
-def _counted(work: Work, answers: list[Answer], grant: Grant) -> dict[str, Any]:
-    usage = usage_of(work.by_prompt(answers))
-    grant.used(usage["total_tokens"])
-    return usage

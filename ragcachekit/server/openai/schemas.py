@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 
@@ -24,7 +24,27 @@ def _only(*allowed: object) -> AfterValidator:
 Refused = Annotated[Any, _only(None)]
 Zero = Annotated[Any, _only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
-Texts = Annotated[list[str], Field(max_length=4)]
+_Item = TypeVar("_Item")
+# One error for a list, however many of its items are wrong.
+Stops = Annotated[list[_Item], Field(fail_fast=True, max_length=4)]
+Some = Annotated[list[_Item], Field(fail_fast=True, max_length=1 << 12)]
+Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
+
+
+def _kind(prompt: object) -> str:
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else ""
+    return "list[int]" if isinstance(first, int) else "list[list]" if isinstance(first, list) else "list[str]"
+
+
+AnyPrompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Some[str], Tag("list[str]")]
+    | Annotated[Ids, Tag("list[int]")]
+    | Annotated[Some[Ids], Tag("list[list]")],
+    Discriminator(_kind),
+]
 
 
 class Part(BaseModel):
@@ -55,9 +75,9 @@ class Message(BaseModel):
     """A message of the conversation; other fields, as answers have them, are not read."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Some[Part] | None = None
     name: str | None = None
-    tool_calls: list[Called] | None = None
+    tool_calls: Some[Called] | None = None
     tool_call_id: str | None = None
 
 
@@ -98,7 +118,7 @@ class Completion(BaseModel):
 
     model: str
     n: Positive | None = None
-    stop: str | Texts | None = None
+    stop: str | Stops[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -106,9 +126,9 @@ class Completion(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Positive | None = None
     # Ours
-    documents: list[str | Document] = []
+    documents: Some[str | Document] = []
     cached_content: str | None = Field(None, validation_alias=AliasChoices("cached_content", "cachedContent"))
-    chunk_ids: list[str] = []
+    chunk_ids: Some[str] = []
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     # Without effect
@@ -122,11 +142,11 @@ class Completion(BaseModel):
 class ChatRequest(Completion):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Some[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
     # Without effect
@@ -152,7 +172,7 @@ class ChatRequest(Completion):
 class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: AnyPrompt
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: Annotated[Any, _only(None, False)] = None
     suffix: Annotated[Any, _only(None, "")] = None

@@ -22,7 +22,8 @@ _HEARTBEAT = b": heartbeat\n\n"
 class EventStream(Response):
     """The answers of ``streams``, which were entered, as events; ``stack`` is left in the end.
 
-    ``ended`` gets all answers; ``error_body`` makes the last event out of an error.
+    ``ended`` gets all answers, ``charge`` the tokens computed when the stream ends, however it does;
+    ``error_body`` makes the last event out of an error.
     """
 
     media_type = "text/event-stream"
@@ -36,16 +37,21 @@ class EventStream(Response):
         headers: Mapping[str, str],
         heartbeat: float,
         ended: Callable[[list[Answer]], dict[str, Any] | None],
+        charge: Callable[[int], object],
         error_body: Callable[[Exception], dict[str, Any]],
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._work, self._streams, self._stack = work, streams, stack
         self._heartbeat, self._ended, self._error_body = heartbeat, ended, error_body
+        self._charge = charge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
-            await while_connected(receive, self._send(send))
+            try:
+                await while_connected(receive, self._send(send))
+            finally:
+                self._charge(sum(stream.tokens for stream in self._streams))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

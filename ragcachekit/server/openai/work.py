@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ragcachekit import Answer, agenerate, astream
-from ragcachekit.engine.asyncio_api import AsyncAnswerStream
+from ragcachekit import Answer
+from ragcachekit.engine.asyncio_api import AsyncAnswerStream, answered, submitted
+from ragcachekit.engine.queue.request import Request
+from ragcachekit.errors import PromptTooLong
 from ragcachekit.server.contexts.context import Context
 from ragcachekit.server.errors import ApiError, unsupported
 from ragcachekit.server.openai.answers import Choice, Form
 from ragcachekit.server.openai.logprobs import Logprobs
-from ragcachekit.server.openai.prompts import chat_prompt, document_text, text_prompt
+from ragcachekit.server.openai.prompts import chat_prompt, document_text, size_of, text_prompt
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.services import Services
 from ragcachekit.server.tenants import Tenant
+
+MOST_CHUNKS = 1024
+"""Documents and marked parts of one prompt."""
+
+COLDEST = 1e-3
+"""Temperatures below this decode greedily: logits divided by them would overflow."""
 
 
 def named_context(body: Completion) -> str | None:
@@ -41,6 +52,7 @@ class Work:
                 404, f"The model `{body.model}` does not exist.", param="model", code="model_not_found"
             )
         self._rag, self._services = services.rag, services
+        self._turns = services.turns[tenant.name]
         self.copies, most = body.n or 1, services.config.max_choices
         given = _given_prompts(body.prompt) if isinstance(body, TextRequest) else [""]
         if self.copies * len(given) > most:
@@ -58,23 +70,59 @@ class Work:
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
         count = len(self._prompts) * self.copies
         self.form, self.choices = form, [Choice(form, n, self.tools, parallel) for n in range(count)]
-        self.expected_tokens = sum(len(document) for document in documents) // 4
+        inline = sum(map(len, map(document_text, body.documents)))
+        self._repeated = len(self._prompts) * sum(map(len, documents)) - inline
+        self._check_sizes()
+
+    def expected_tokens(self, size: int) -> int:
+        """An estimate of all prompts' tokens, before they are tokenised, with ``size`` for the body."""
+        return self.copies * (size + self._repeated // 4)
+
+    def _check_sizes(self) -> None:
+        """Refuse what would cost much before the engine can see that it is too long."""
+        for characters, chunks in map(size_of, self._prompts):
+            if chunks > MOST_CHUNKS:
+                message = f"A prompt has at most {MOST_CHUNKS} documents and marked parts, not {chunks}."
+                raise ApiError(400, message, param="documents", code="invalid_value")
+            if (most := self._services.most_characters) is not None and characters > most:
+                raise PromptTooLong(
+                    f"the model's context is shorter than the prompt's {characters} characters"
+                )
 
     async def answers(self) -> list[Answer]:
         """All answers; the first error ends the others."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(agenerate(self._rag, prompt, **options))
-                    for prompt, options in self._submissions()
-                ]
+                tasks = [group.create_task(self._answer(*asked)) for asked in self._submissions()]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     def streams(self) -> list[AsyncAnswerStream]:
         """The answers as they are generated, by choice; entering one submits it."""
-        return [astream(self._rag, prompt, **options) for prompt, options in self._submissions()]
+        return [
+            AsyncAnswerStream(partial(self._streamed, prompt, options))
+            for prompt, options in self._submissions()
+        ]
+
+    async def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
+        return await answered(await self._submit(prompt, options))
+
+    async def _streamed(self, prompt: Any, options: dict[str, Any], streamer: object) -> Request:
+        return await self._submit(prompt, {**options, "streamer": streamer})
+
+    async def _submit(self, prompt: Any, options: dict[str, Any]) -> Request:
+        """Submit in one of the tenant's turns, which lasts until the thread ends, also when cancelled."""
+        end = time.monotonic() + options["deadline"]
+        async with self._turns:
+            options["deadline"] = end - time.monotonic()
+            task = asyncio.ensure_future(submitted(self._rag, prompt, options))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                with suppress(Exception):
+                    (await task).cancel()
+                raise
 
     def by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         """The answers to each prompt."""
@@ -124,9 +172,8 @@ class Work:
         }
         most = (isinstance(body, ChatRequest) and body.max_completion_tokens) or body.max_tokens
         options["max_new_tokens"] = most or self._services.config.default_tokens
-        context = getattr(self._rag.model.config.get_text_config(), "max_position_embeddings", None)
-        if context is not None:
-            options["max_length"] = context
+        if self._services.context is not None:
+            options["max_length"] = self._services.context
         if self.tools:
             options["tools"] = self.tools
         return options
@@ -154,7 +201,7 @@ def _sampling(body: Completion) -> Mapping[str, Any]:
     """Options of generate; the model's own where the request says nothing."""
     if body.temperature is None and body.top_p is None:
         return {} if body.seed is None else {"seed": body.seed}
-    if body.temperature == 0:
+    if body.temperature is not None and body.temperature < COLDEST:
         return {"do_sample": False}
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": body.seed}
     options["temperature"] = 1.0 if body.temperature is None else body.temperature
