@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import current_thread, main_thread
 from typing import Any, Literal
 
+from ragcachekit.errors import Cancelled
 from ragcachekit.reports import GenerateReport
 from ragcachekit.types import Prompt
 
@@ -51,7 +53,8 @@ class QueryLookup:
 class Observer:
     """Base of observers, with methods that do nothing; see :meth:`ragcachekit.RagCache.add_observer`.
 
-    Its errors are logged and cost no answer. No method may wait: requests do.
+    Its errors are logged and cost no answer. No method may wait: requests do, queued ones all together.
+    Export from a thread of your own.
     """
 
     def request_started(self, start: RequestStart) -> object:
@@ -83,7 +86,7 @@ class Watch:
         """Tell the observers; later calls do nothing."""
         tokens, self._tokens = self._tokens, ()
         for observer, token in tokens:
-            _attempt(observer.request_ended, token, report, error)
+            attempt(observer.request_ended, token, report, error)
 
     def __enter__(self) -> Watch:
         return self
@@ -122,17 +125,17 @@ class Observers:
             return UNWATCHED
         operation = "text_completion" if isinstance(prompt, str | Prompt) else "chat"
         start = RequestStart(operation, namespace, options, epoch_ns(begun))  # type: ignore[arg-type]
-        return Watch(tuple((one, _attempt(one.request_started, start)) for one in self._all))
+        return Watch(tuple((one, attempt(one.request_started, start)) for one in self._all))
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Tell of a lookup."""
         for observer in self._all:
-            _attempt(observer.looked_up, lookup)
+            attempt(observer.looked_up, lookup)
 
     def searched(self, lookup: QueryLookup) -> None:
         """Tell of the search after a lookup."""
         for observer in self._all:
-            _attempt(observer.searched, lookup)
+            attempt(observer.searched, lookup)
 
 
 def epoch_ns(begun: float) -> int:
@@ -140,9 +143,12 @@ def epoch_ns(begun: float) -> int:
     return time.time_ns() - int((time.perf_counter() - begun) * 1e9)
 
 
-def _attempt(call: Callable[..., object], *arguments: object) -> object:
+def attempt(call: Callable[..., object], *arguments: object) -> object:
+    """Call what belongs to a user; its error is logged, except what a signal raises in the main thread."""
     try:
         return call(*arguments)
-    except Exception:
-        log.warning("an observer failed", exc_info=True)
+    except BaseException as error:
+        if not isinstance(error, Cancelled | Exception) and current_thread() is main_thread():
+            raise
+        log.warning("an observer, callback or streamer failed", exc_info=True)
         return None

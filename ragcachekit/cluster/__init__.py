@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ragcachekit.errors import missing_extra
+
 if TYPE_CHECKING:
     from ragcachekit.cluster.app import AppSettings, build_app
     from ragcachekit.cluster.precompute import EncodingJob, encode_chunks
@@ -29,7 +31,6 @@ def __getattr__(name: str) -> Any:
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "ragcachekit.cluster needs Ray: pip install 'ray[data,serve]' (the extra 'ray')"
-        ) from error
+        install = missing_extra("ray", "'ray[data,serve]'")
+        raise ImportError(f"ragcachekit.cluster needs Ray: {install}") from error
     return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -30,7 +30,8 @@ class AppSettings(BaseModel):
       variable with the key that signs its entries, and its budget, which every engine keeps by itself.
     - ``host_gb``: Memory tier of each engine.
     - ``keys``, ``contexts``: File of API keys and folder of contexts, as for
-      :class:`~ragcachekit.server.ServerConfig`; all machines must see them.
+      :class:`~ragcachekit.server.ServerConfig`; all machines must see them. Without ``contexts``, several
+      replicas have none.
     - ``policy``, ``encoder``: As for :class:`ragcachekit.RagCache`. ``auto`` would choose for each replica
       alone, which then could not read each other's entries.
     - ``cpus``, ``gpus``: Of each engine.
@@ -91,7 +92,8 @@ def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1},
     )(Ingress)
     engines = replicas.bind(partial(open_replica, settings))
-    return ingress.bind(engines, partial(open_reader, settings), ServerConfig().max_body_bytes)
+    has_contexts = settings.contexts is not None or settings.replicas == 1
+    return ingress.bind(engines, partial(open_reader, settings), ServerConfig().max_body_bytes, has_contexts)
 
 
 def open_replica(settings: AppSettings) -> Opened:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.server.contexts.store import NAME
 from ragcachekit.types import chunk_id
 
 HEADER = "x-ragcachekit-chunks"
 """Header with chunk ids and commas between them, for clients that know them."""
 
-_MOST_CHUNKS = 256
+_MOST_CHUNKS, _LONGEST_ID = 256, 128
 _USUAL_TOKENS = 200  # of a chunk that is known by its id alone
 _REMEMBERED = 4096  # texts whose ids are remembered
 
@@ -28,7 +30,8 @@ class ChunkReader:
 
     Chunks are ``documents``, content parts with ``cache_control`` or ``prompt_cache_breakpoint``,
     ``chunk_ids``, and the ids in the header ``X-RagCacheKit-Chunks``. The name in ``cached_content`` counts
-    as a chunk. What cannot be read has none: the server will say what is wrong with it.
+    as a chunk, and is the only one with a slash. What cannot be read has none: the server will say what is
+    wrong with it.
 
     Parameters
     ----------
@@ -40,7 +43,8 @@ class ChunkReader:
 
     def __init__(self, tokenizer: Any, namespace: Namespace) -> None:
         self._segmenter, self._namespace = PromptSegmenter(tokenizer), namespace
-        self._of_text = lru_cache(_REMEMBERED)(self._measured)
+        self._known: dict[tuple[bytes, str], tuple[str, int]] = {}
+        self._lock = Lock()
 
     def chunks(self, headers: Headers, body: bytes) -> dict[str, int]:
         """Ids of the request's chunks, with their tokens."""
@@ -49,7 +53,8 @@ class ChunkReader:
             fields = json.loads(body) if body else {}
             if isinstance(fields, dict):
                 found |= dict.fromkeys(_listed(fields.get("chunk_ids")), _USUAL_TOKENS)
-                found |= dict.fromkeys(_listed([fields.get("cached_content")]), _USUAL_TOKENS)
+                if NAME.fullmatch(name := fields.get("cached_content") or fields.get("cachedContent") or ""):
+                    found[name] = _USUAL_TOKENS
                 texts = list(_texts(fields))[:_MOST_CHUNKS]
                 namespace = self._namespace(headers, fields) if texts else ""
                 found |= dict(self._of_text(text, namespace) for text in texts)
@@ -57,15 +62,25 @@ class ChunkReader:
             pass
         return dict(list(found.items())[:_MOST_CHUNKS])
 
-    def _measured(self, text: str, namespace: str) -> tuple[str, int]:
-        ids = self._segmenter.chunk_ids(text)
-        return chunk_id(ids, namespace), len(ids)
+    def _of_text(self, text: str, namespace: str) -> tuple[str, int]:
+        key = hashlib.sha256(text.encode()).digest(), namespace
+        with self._lock:
+            found = self._known.pop(key, None)
+        if found is None:
+            ids = self._segmenter.chunk_ids(text)
+            found = chunk_id(ids, namespace), len(ids)
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return found
 
 
 def _listed(found: object) -> Iterator[str]:
-    """The strings of a list that have a text."""
+    """What can be an id in a list."""
     if isinstance(found, list):
-        yield from (one.strip() for one in found if isinstance(one, str) and one.strip())
+        ids = (one.strip() for one in found if isinstance(one, str))
+        yield from (one for one in ids if 0 < len(one) <= _LONGEST_ID and "/" not in one)
 
 
 def _texts(fields: Fields) -> Iterator[str]:

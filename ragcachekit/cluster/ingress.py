@@ -13,12 +13,14 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from ragcachekit.cluster.chunk_reader import ChunkReader
 from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.server.body_limit import BodyLimit
-from ragcachekit.server.errors import overloaded
+from ragcachekit.server.connection import api_path
+from ragcachekit.server.errors import ApiError, overloaded
 from ragcachekit.server.keys import ApiKeys
 from ragcachekit.server.responses import response
 
@@ -52,6 +54,8 @@ class Ingress:
         Opens the reader of chunks and the API keys in the ingress's process.
     max_body_bytes : int
         Larger bodies are refused with 413.
+    has_contexts : bool
+        Whether every replica finds the contexts; else their routes answer 501.
     """
 
     def __init__(
@@ -59,16 +63,21 @@ class Ingress:
         replicas: DeploymentHandle[Any],
         open: Callable[[], tuple[ChunkReader, ApiKeys]],
         max_body_bytes: int,
+        has_contexts: bool,
     ) -> None:
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._reader, keys = open()
+        self._has_contexts = has_contexts
         self.answer = BodyLimit(self._forward, max_body_bytes, keys.tenant)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the replica's response as it comes; a client that goes away cancels its request."""
-        body = b""
-        if scope["path"].startswith("/v1"):  # where the body is bounded
+        body, path = b"", api_path(scope)
+        if path is not None:  # where the body is bounded
             body = (await receive()).get("body", b"")
+        if path is not None and path.startswith("/v1beta") and not self._has_contexts:
+            refused = ApiError(501, "Cached contents need a folder that all replicas see: 'contexts'.")
+            return await JSONResponse(refused.google_body(), refused.status)(scope, receive, send)
         chunks = await to_thread(self._reader.chunks, Headers(scope=scope), body)
         fields = {name: scope[name] for name in _FIELDS if name in scope}
         messages: Any = self._replicas.remote(fields, body, chunks=chunks)

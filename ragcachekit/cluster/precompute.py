@@ -13,6 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+from pyarrow.fs import FileSelector, FileSystem
+from pyarrow.parquet import read_table
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 from tqdm.auto import tqdm
@@ -55,7 +57,7 @@ def encode_chunks(
     *,
     actors: int,
     checkpoint: str | Path,
-    stored: Container[str] = frozenset(),
+    stored: Container[str] | None = None,
     batch: int = BATCH,
     cpus: float | None = None,
     gpus: float | None = None,
@@ -76,8 +78,9 @@ def encode_chunks(
     checkpoint : str or Path
         Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
         It is deleted when the run succeeds.
-    stored : container of str
-        Ids of chunks that the tier has: batches of such chunks alone are left out.
+    stored : container of str, optional
+        Ids of chunks that the tier has: batches of such chunks alone are left out, and a checkpoint that
+        names others is deleted.
     cpus, gpus : float, optional
         Of each actor. By default the cluster's, shared evenly, with one CPU left for reading and writing.
 
@@ -91,14 +94,30 @@ def encode_chunks(
     if min(actors, batch) < 1:
         raise ValueError(f"actors and batch must be at least 1, got {actors} and {batch}")
     slices = (chunks[start : start + batch] for start in range(0, len(chunks), batch))
-    todo = [part for part in slices if not all(one in stored for one, _ in part)]
+    todo = [part for part in slices if stored is None or not all(one in stored for one, _ in part)]
     if not todo:
         return 0
+    checkpoint = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
+    if stored is not None:
+        _delete_stale(checkpoint, stored)
     with _session(), _context(checkpoint), _bar(sum(map(len, todo)), progress) as counter:
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
         return _run(data, job, actors, _resources(actors, cpus, gpus), RowCount(counter))
+
+
+def _delete_stale(checkpoint: str, stored: Container[str]) -> None:
+    """Delete a checkpoint that names chunks without KV, or that a killed driver left damaged."""
+    files, folder = FileSystem.from_uri(checkpoint)
+    parts = files.get_file_info(FileSelector(folder, allow_not_found=True))
+    try:
+        ids = [read_table(one.path, columns=["chunk_id"], filesystem=files)["chunk_id"] for one in parts]
+        stale = any(one not in stored for part in ids for one in part.to_pylist())
+    except (pa.ArrowException, OSError):
+        stale = True
+    if stale:
+        files.delete_dir(folder)
 
 
 def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any], sink: RowCount) -> int:
@@ -176,12 +195,11 @@ def _session() -> Iterator[None]:
 
 
 @contextmanager
-def _context(checkpoint: str | Path) -> Iterator[None]:
+def _context(checkpoint: str) -> Iterator[None]:
     """Ray Data's settings for one run."""
-    where = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
     context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.checkpoint_config, context.enable_progress_bars, log.level
-    context.checkpoint_config = CheckpointConfig("chunk_id", where, delete_checkpoint_on_success=True)
+    context.checkpoint_config = CheckpointConfig("chunk_id", checkpoint, delete_checkpoint_on_success=True)
     context.enable_progress_bars = False
     log.setLevel(logging.WARNING)
     try:

@@ -13,6 +13,7 @@ from starlette.types import Message, Scope
 from ragcachekit.cluster.chunk_filter import ChunkFilter
 from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.server.contexts.store import NAME
 
 Opened = tuple[RagCache, FastAPI]
 """An engine and the server's application around it."""
@@ -39,7 +40,6 @@ class Replica:
         Ended early, as when the client goes away, it tells the application so.
         """
         self._answered += 1
-        self._note(chunks)
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         bodies = iter([body])
@@ -59,6 +59,8 @@ class Replica:
         task = asyncio.ensure_future(run())
         try:
             while (message := await sent.get()) is not None:
+                if 200 <= message.get("status", 0) < 300:
+                    self._note(chunks)
                 yield message
             await task
         finally:
@@ -82,7 +84,7 @@ class Replica:
     def _note(self, chunks: Mapping[str, int]) -> None:
         """Remember names of contexts, which the engine does not know."""
         for name in chunks:
-            if "/" in name:
+            if NAME.fullmatch(name):
                 self._names.pop(name, None)
                 self._names[name] = None
         while len(self._names) > _CONTEXTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ragcachekit.errors import missing_extra
 from ragcachekit.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -21,6 +22,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
-        message = "the server needs FastAPI: pip install fastapi uvicorn (the extra 'serve')"
+        message = f"the server needs FastAPI: {missing_extra('serve', 'fastapi uvicorn')}"
         raise ImportError(message) from error
     return create_app

@@ -97,17 +97,18 @@ class OpenTelemetryObserver(Observer):
             return
         span, start = token
         common = self._common(start.operation)
-        if report is None:
-            common["error.type"] = type(error).__name__
-            span.set_attribute("error.type", type(error).__name__)
-            span.set_status(Status(StatusCode.ERROR))
-            span.end()
-        else:
-            span.set_attributes(_outcome(report))
-            if span.is_recording():
-                self._children(span, start.started_ns, report)
-            span.end(start.started_ns + _ns(report.total_ms))
-        self._metrics.record(report, common, start.started_ns)
+        try:
+            if report is None:
+                common["error.type"] = type(error).__name__
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(Status(StatusCode.ERROR))
+            else:
+                span.set_attributes(_outcome(report))
+                if span.is_recording():
+                    self._children(span, start.started_ns, report)
+        finally:
+            span.end(None if report is None else start.started_ns + _ns(report.total_ms))
+            self._metrics.record(report, common, start.started_ns)
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Count a lookup; a hit is a span."""

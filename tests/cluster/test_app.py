@@ -36,6 +36,14 @@ def test_wrong_settings_are_named(wrong, named):
         build_app(wrong)
 
 
+@pytest.mark.parametrize(
+    ("given", "has_contexts"), [({}, False), ({"replicas": 1}, True), ({"contexts": "folder"}, True)]
+)
+def test_contexts_need_a_folder_or_a_single_replica(given, has_contexts):
+    bound = build_app({"model": "x", **given})
+    assert bound._bound_deployment.init_args[-1] is has_contexts
+
+
 def test_keys_give_the_namespace_of_chunk_ids(tokenizer, tmp_path):
     file = tmp_path / "keys.json"
     key = add_key(file, "one")

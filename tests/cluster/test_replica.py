@@ -120,10 +120,14 @@ async def test_it_publishes_the_chunks_in_memory(replica):
 
 
 async def test_it_publishes_the_contexts_that_it_served(replica):
-    await collect(replica, chunks=["cachedContents/x", "chunk"])
+    name, unknown = (f"cachedContents/{one * 32}" for one in "ab")
+    others = ["chunk", "a/b" * 1000, name + "/more"]
+    await collect(replica, chunks=[name, *others])
+    await collect(replica, "/nowhere", chunks=[unknown])
     held = ChunkFilter.from_stats(replica.record_routing_stats())
-    assert "cachedContents/x" in held
-    assert "chunk" not in held
+    assert name in held
+    assert [one for one in (unknown, *others) if one in held] == []
+    assert list(replica._names) == [name]
 
 
 async def test_the_engine_is_closed_once(tmp_path):

@@ -98,10 +98,10 @@ def answered():
 
 
 async def test_chunks_find_their_replica(model, run):
-    """Twice as many chunks as a replica's memory holds: with ours, both together hold them all."""
+    """Three times as many chunks as a replica's memory holds: both together hold two thirds."""
     rates = {}
     for name, router in (("power of two", POWER_OF_TWO), ("chunk sets", "")):
-        url = run(model=str(model), host_gb=0.003, **({"router": router} if router else {}))
+        url = run(model=str(model), host_gb=0.0025, **({"router": router} if router else {}))
         begin = time.perf_counter()
         rates[name], load = await hit_rate(url, 600), answered()
         seconds = time.perf_counter() - begin
@@ -109,7 +109,7 @@ async def test_chunks_find_their_replica(model, run):
         assert sum(load) == 600
         assert max(load) / 300 <= 1.3
         serve.shutdown()
-    assert rates["chunk sets"] > 1.15 * rates["power of two"]
+    assert rates["chunk sets"] > 1.2 * rates["power of two"]
 
 
 async def test_clients_see_one_server(model, run, tmp_path):

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*ROOT_PAGES, *sorted(DOCS.rglob("*.md")), DOCS / "llms.txt"]
-PACKAGES = ("ragcachekit", "langchain_ragcachekit", "llama_index_ragcachekit")
+OWN = ("ragcachekit", *(f"ragcachekit.{room}" for room in ("telemetry", "server", "cluster")))
+PACKAGES = (*OWN, "langchain_ragcachekit", "llama_index_ragcachekit")
 
 
 def python_blocks(page: Path) -> list[str]:

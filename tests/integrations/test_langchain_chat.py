@@ -8,10 +8,10 @@ import pytest
 from fake_engine import FakeEngine
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
-from tool_kit import scripted
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
 from ragcachekit import DeadlineExceeded
+from tool_kit import scripted
 
 TEXT = "it is in the north of the town by the sea ."
 

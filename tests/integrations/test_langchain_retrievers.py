@@ -18,10 +18,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
-from tool_kit import scripted
 
 from langchain_ragcachekit import DOCUMENT_PROMPT, ChatRagCache, RagCacheRetriever, format_docs
 from ragcachekit import RagCache, TreeConfig
+from tool_kit import scripted
 
 QUESTION = "Where was Ada Lind born, who is a baker?"
 PROMPT = ChatPromptTemplate.from_messages(

@@ -14,11 +14,11 @@ from langchain_core.tools import create_retriever_tool, tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel
-from tool_kit import scripted, with_tools
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 from ragcachekit import RagCache
 from small_chat_model import SmallChatModel
+from tool_kit import scripted, with_tools
 
 
 @tool

@@ -24,7 +24,7 @@ from ragcachekit import (
     agenerate,
     astream,
 )
-from ragcachekit.errors import DeadlineExceeded, EngineError, PromptTooLong
+from ragcachekit.errors import Cancelled, DeadlineExceeded, EngineError, PromptTooLong
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="none")
 
@@ -150,8 +150,38 @@ def test_an_observer_that_fails_costs_a_log_line(rag, prompt, caplog) -> None:
     with caplog.at_level(logging.WARNING, "ragcachekit.observers"):
         assert rag.generate(prompt, max_new_tokens=1).token_ids
         assert rag.submit(prompt, max_new_tokens=1).result().token_ids
-    assert [record.message for record in caplog.records] == ["an observer failed"] * 4
+    assert [record.message for record in caplog.records] == ["an observer, callback or streamer failed"] * 4
     assert len(seen.ended) == 2
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, Cancelled])
+def test_whatever_an_observer_raises_in_the_engines_thread_costs_no_answer(rag, prompt, raised) -> None:
+    class Leaves(Observer):
+        def request_ended(self, token: Any, report: Any, error: Any) -> None:
+            raise raised
+
+    rag.add_observer(Leaves())
+    rag.add_observer(after := Recorder())
+    with held(rag):
+        requests = [rag.submit(prompt, max_new_tokens=2) for _ in range(3)]
+    assert [len(request.result(60).token_ids) for request in requests] == [2] * 3
+    assert len(after.ended) == 3
+    assert len(rag.submit(prompt, max_new_tokens=2).result(60).token_ids) == 2
+
+
+def test_what_a_signal_raises_in_an_observer_reaches_the_caller(rag, prompt) -> None:
+    class Signalled(Observer):
+        def request_ended(self, token: Any, report: Any, error: Any) -> None:
+            raise SystemExit
+
+    rag.add_observer(Signalled())
+    with held(rag):
+        request = rag.submit(prompt)
+        with pytest.raises(SystemExit):
+            request.cancel()
+        assert request.cancelled()
+    with pytest.raises(SystemExit):
+        rag.generate(prompt, max_new_tokens=1)
 
 
 def test_added_once_and_removed(rag, seen, prompt) -> None:

@@ -172,6 +172,18 @@ def test_errors_have_a_type_and_no_message(rag, traces) -> None:
         assert not span.events
 
 
+def test_a_span_is_ended_and_counted_though_its_children_fail(rag, traces, prompt, monkeypatch) -> None:
+    reader = InMemoryMetricReader()
+    observer = OpenTelemetryObserver(rag, traces.provider, MeterProvider([reader]), model="tiny")
+    monkeypatch.setattr(observer, "_children", lambda *_: 1 / 0)
+    answer = rag.generate(prompt, max_new_tokens=2)
+    span = traces.spans["text_completion tiny"]
+    assert span.end_time - span.start_time == int(answer.report.total_ms * MS)
+    (metrics,) = reader.get_metrics_data().resource_metrics
+    names = {metric.name for scope in metrics.scope_metrics for metric in scope.metrics}
+    assert gen_ai_metrics.GEN_AI_SERVER_REQUEST_DURATION in names
+
+
 def test_cancelled_before_its_turn(rag, traces) -> None:
     OpenTelemetryObserver(rag, traces.provider, model="tiny")
     with held(rag):

@@ -23,7 +23,7 @@ from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.errors import RagCacheError, StoreError
+from ragcachekit.errors import RagCacheError, StoreError, missing_extra
 from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
@@ -54,7 +54,8 @@ class PrecomputeSettings(OwnFiles):
         super().__post_init__()
         at_least_1(self, "actors")
         if self.ray and find_spec("ray") is None:
-            raise RagCacheError("--ray needs Ray: pip install 'ray[data,serve]' (the extra 'ray')")
+            install = missing_extra("ray", "'ray[data,serve]'")
+            raise RagCacheError(f"--ray needs Ray: {install}")
         if self.ray and str(self.chunk_encoder).startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 

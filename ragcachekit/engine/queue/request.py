@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
-from ragcachekit.observers import Watch
+from ragcachekit.observers import Watch, attempt
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.threads import Condition
-
-log = logging.getLogger(__name__)
-
 
 State = Literal["waiting", "running", "done"]
 
@@ -184,7 +180,7 @@ class Request:
             if not self.done():
                 self._callbacks.append(callback)
                 return
-        _attempt(callback, self)
+        attempt(callback, self)
 
     # -- for the queue -----------------------------------------------------------------------------
 
@@ -213,15 +209,6 @@ class Request:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         if self.work.streamer is not None:
-            _attempt(self.work.streamer.end)
+            attempt(self.work.streamer.end)
         for callback in callbacks:
-            _attempt(callback, self)
-
-
-def _attempt(call: Callable[..., object], *arguments: object) -> None:
-    try:
-        call(*arguments)
-    except KeyboardInterrupt:  # of a caller's thread
-        raise
-    except BaseException:
-        log.warning("a callback or streamer of a request failed", exc_info=True)
+            attempt(callback, self)

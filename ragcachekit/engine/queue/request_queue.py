@@ -261,5 +261,7 @@ class RequestQueue:
     ) -> None:
         with self._changed:
             self._counts[outcome] += 1
-        request.work.watch.end(None if answer is None else answer.report, error)
-        request.resolve(answer, error)
+        try:  # before the result is there, so that whoever reads metrics after an answer finds it counted
+            request.work.watch.end(None if answer is None else answer.report, error)
+        finally:
+            request.resolve(answer, error)

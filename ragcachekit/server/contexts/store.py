@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 MOST_CHUNKS = 4096
 """Chunks of one context."""
 
-_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
+NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
+"""Names of contexts."""
 
 
 class ContextStore:
@@ -121,7 +122,7 @@ class ContextStore:
 
     def get(self, tenant: Tenant, name: str) -> Context:
         """The context of that name, perhaps of a file; ApiError 404 if unknown, expired or another's."""
-        found = self._files.get(_owner(tenant), name) if _NAME.fullmatch(name) else None
+        found = self._files.get(_owner(tenant), name) if NAME.fullmatch(name) else None
         if found is None or found.expires <= self._clock():
             message = f"CachedContent not found (or permission denied): {name[:100]!r}."
             raise ApiError(404, message, param="cached_content", code="cached_content_not_found")
