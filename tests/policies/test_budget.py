@@ -281,9 +281,8 @@ def test_the_engine_answers_with_the_calibrated_policy(engine, caplog, policy):
     answer, own = asked(rag), asked(rag, policy=policy)
     assert answer.token_ids == own.token_ids
     assert answer.report.link.policy == f"budget:0.01 -> {policy}"
-    assert replace(answer.report.link, policy=policy, load_ms=0, link_ms=0) == replace(
-        own.report.link, load_ms=0, link_ms=0
-    )
+    times = {"load_ms": 0, "link_ms": 0, "plan_ms": 0}
+    assert replace(answer.report.link, policy=policy, **times) == replace(own.report.link, **times)
     assert answer.report.link.approximate_tokens > 0
     assert rag.policy == f"budget:0.01 -> {policy}"
     batch = rag.generate_batch([PROMPT, PROMPT], **ASKED)

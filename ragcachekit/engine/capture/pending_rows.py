@@ -15,6 +15,9 @@ from ragcachekit.types import ENCODING_PREFIX
 POLL = 0.05
 """Seconds after which a waiting request looks whether it was cancelled."""
 
+LEAST = 1.0
+"""Seconds that a request waits at least, if it must: threads have to start, and processors may be busy."""
+
 Ids = tuple[str, ...]
 
 
@@ -35,7 +38,8 @@ class Pending:
     def of(cls, generated: Generated, turns: bool) -> Pending:
         """What is stored of a request, its first text aside; with ``turns`` also its turn.
 
-        Waiting may take as long as its prefill did: longer, computing the rows again would be quicker.
+        Waiting may take as long as its prefill did, or :data:`LEAST`: longer, computing the rows again would
+        be quicker.
         """
         plan, own, segments = generated.plan, generated.own, set[Ids]()
         if own is not None and own.complete(generated.cache):
@@ -49,7 +53,9 @@ class Pending:
                     segments.add(ids)
         namespace = plan.request.namespace if plan.request is not None else ""
         turn = plan.token_ids if turns else ()
-        return cls(namespace, frozenset(segments), turn, time.monotonic() + (generated.prefill or 0.0))
+        return cls(
+            namespace, frozenset(segments), turn, time.monotonic() + max(LEAST, generated.prefill or 0.0)
+        )
 
     def concerns(self, request: PromptRequest, segments: frozenset[Ids]) -> bool:
         """Whether a request with these segments would reuse some of this."""
