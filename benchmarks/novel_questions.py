@@ -2,7 +2,7 @@
 
 Every prompt has 14 documents of a corpus, drawn and ordered at random, and a question that was never asked
 before. The corpus fits into the store (``--budget``, in corpus sizes); documents are cached beforehand. On
-such requests the CacheBlend of LMCache 0.5.3 fell from 4.5 times the speed of a cold prefill to 1.07 within
+such requests the CacheBlend of LMCache fell from 4.5 times the speed of a cold prefill to 1.07 within
 about 90 questions (https://github.com/LMCache/LMCache/issues/4663): each prompt stored its documents anew.
 
 Each question is asked under every policy in turn. ``prefix`` is an exact prefix cache, a knowledge tree with
