@@ -48,7 +48,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI does: chat and text completions, and stored contexts.
 
-    SIGTERM and Ctrl-C let running answers end. A second signal ends them.
+    SIGTERM and Ctrl-C let running answers end. A second one, a second later or more, ends them.
     """
     from ragcachekit.commands import serve as module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import Any
@@ -14,6 +15,8 @@ from ragcachekit.types import chunk_id
 
 HEADER = "x-ragcachekit-chunks"
 """Header with chunk ids and commas between them, for clients that know them."""
+
+log = logging.getLogger(__name__)
 
 _MOST_CHUNKS, _LONGEST_ID = 256, 128
 _USUAL_TOKENS = 200  # of a chunk that is known by its id alone
@@ -59,7 +62,7 @@ class ChunkReader:
                 namespace = self._namespace(headers, fields) if texts else ""
                 found |= dict(self._of_text(text, namespace) for text in texts)
         except Exception:  # the server refuses what is wrong; here it is only routed
-            pass
+            log.debug("no chunks could be read from a request", exc_info=True)
         return dict(list(found.items())[:_MOST_CHUNKS])
 
     def _of_text(self, text: str, namespace: str) -> tuple[str, int]:

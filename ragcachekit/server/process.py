@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from types import FrameType
 
 import uvicorn
@@ -14,23 +15,28 @@ from ragcachekit.server.health import Activity
 LINGER_SECONDS = 10
 """How long a stop waits for clients to take the rest of answers that have ended."""
 
+AGAIN_SECONDS = 1.0
+"""A signal this soon after the first is the same one: wrappers signal the group and forward it, too."""
+
 
 class GracefulServer(uvicorn.Server):
     """Refuses new requests with 503 after SIGTERM or SIGINT, and exits with 0 when none runs any more.
 
-    A second signal ends it at once.
+    A second signal, a second later or more, ends it at once.
     """
 
     def __init__(self, config: uvicorn.Config, activity: Activity) -> None:
         super().__init__(config)
-        self._activity = activity
+        self._activity, self._begun = activity, 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop."""
-        if self._activity.stopping:
+        now = time.monotonic()
+        if not self._activity.stopping:
+            self._activity.stopping, self._begun = True, now
+        elif now - self._begun >= AGAIN_SECONDS:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
-        self._activity.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to exit; asked every tenth of a second."""

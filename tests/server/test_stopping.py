@@ -10,9 +10,12 @@ import sys
 
 import httpx
 import pytest
+import uvicorn
 
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server import process as server_process
 from ragcachekit.server.body_limit import ALL_BODIES, OWN_BODIES, BodyLimit
+from ragcachekit.server.health import Activity
 from ragcachekit.server.keys import add_key
 from ragcachekit.server.tenants import Limits, Tenant
 from server_kit import LONG, MODEL, QUESTION, engine, until
@@ -115,8 +118,22 @@ def answers(url):
 def test_a_second_signal_ends_a_stop_that_hangs(stuck):
     stuck.send_signal(signal.SIGTERM)
     assert stuck.stdout.readline() == "stopping\n"
-    stuck.send_signal(signal.SIGINT)
-    assert stuck.wait(LONG) == -signal.SIGINT
+    until(lambda: stuck.send_signal(signal.SIGINT) or stuck.poll() is not None)
+    assert stuck.returncode == -signal.SIGINT
+
+
+def test_a_signal_that_is_sent_and_forwarded_counts_once(monkeypatch):
+    now, raised = [100.0], []
+    monkeypatch.setattr(server_process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server_process.signal, "raise_signal", raised.append)
+    activity = Activity()
+    server = server_process.GracefulServer(uvicorn.Config("unused:app"), activity)
+    for seconds, ended in ((0, []), (0.01, []), (0.9, []), (1.0, [signal.SIGTERM])):
+        now[0] = 100 + seconds
+        server.handle_exit(signal.SIGTERM, None)
+        assert activity.stopping
+        assert raised == ended
 
 
 def known(headers):
