@@ -52,6 +52,7 @@ bench: $(STAMP)
 		--rates 0.4,0.8,1.6,3.2 --requests 48 --max-waiting 16 --deadline 30 --json $(RESULTS)/serve-overload.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode_step.py --json $(RESULTS)/decode-step.json
 	$(BIN)/python benchmarks/cluster/routing.py --json $(RESULTS)/routing.json --plot docs/routing.png
+	$(BIN)/python benchmarks/cluster/serve_routing.py --json $(RESULTS)/serve-routing.json
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto --caches half \
 		--orders cache-aware,fifo --rates none --requests 40 --runs 3 --json $(RESULTS)/serve-order.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \

@@ -45,22 +45,22 @@ class AppSettings(BaseModel):
 
     model: str
     model_name: str | None = None
-    replicas: int = Field(2, ge=1)
-    ingresses: int = Field(1, ge=1)
+    replicas: int = Field(default=2, ge=1)
+    ingresses: int = Field(default=1, ge=1)
     shared: str | None = None
     shared_key: str = KEY
-    shared_gb: float = Field(64.0, gt=0)
-    host_gb: float = Field(4.0, gt=0)
+    shared_gb: float = Field(default=64.0, gt=0)
+    host_gb: float = Field(default=4.0, gt=0)
     policy: str = "impact:0.1"
     encoder: str | None = "system"
     namespace: str = "default"
     keys: Path | None = None
     contexts: Path | None = None
     dtype: str = "auto"
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
-    max_ongoing: int = Field(64, ge=1)
-    publish_seconds: float = Field(2.0, gt=0)
+    cpus: float = Field(default=1.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
+    max_ongoing: int = Field(default=64, ge=1)
+    publish_seconds: float = Field(default=2.0, gt=0)
     router: str = "ragcachekit.cluster.router:ChunkRouter"
     router_options: dict[str, float] = {}
 

@@ -6,21 +6,19 @@ import asyncio
 import random
 import socket
 import sys
-import time
 
 import openai
 import pytest
 import ray
 from ray import serve
 
+from benchmarks.cluster import serve_routing
+from benchmarks.cluster.serve_routing import OURS
 from ragcachekit.cluster.app import AppSettings, build_app
 from ragcachekit.server.keys import add_key
 from speaking import WORDS, byte_level, speaker
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
-
-POWER_OF_TWO = "ray.serve._private.request_router.pow_2_router:PowerOfTwoChoicesRequestRouter"
-TOPICS, PER_TOPIC, PER_REQUEST = 30, 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +54,7 @@ def run():
 
 def documents():
     draw, words = random.Random(3), WORDS.split()
-    return [
-        [" ".join([f"Topic {topic}, part {part}.", *draw.choices(words, k=40)]) for part in range(PER_TOPIC)]
-        for topic in range(TOPICS)
-    ]
+    return [" ".join([f"Part {part}.", *draw.choices(words, k=40)]) for part in range(4)]
 
 
 async def ask(client, texts, question="Where does the river flow?", **options):
@@ -71,52 +66,21 @@ async def ask(client, texts, question="Where does the river flow?", **options):
     )
 
 
-async def hit_rate(url, count):
-    """Share of the prompt tokens that were cached, over the last two thirds of Zipf requests."""
-    topics, draw = documents(), random.Random(5)
-    weights = [1 / (rank + 1) for rank in range(TOPICS)]
-    wanted = [draw.choices(topics, weights)[0] for _ in range(count)]
-    found, gate = [], asyncio.Semaphore(4)
-
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-
-        async def one(texts):
-            async with gate:
-                answer = await ask(client, random.Random(len(found)).sample(texts, PER_REQUEST))
-                found.append((answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens))
-
-        await asyncio.gather(*map(one, wanted))
-    counted = found[count // 3 :]
-    return sum(cached for cached, _ in counted) / sum(total for _, total in counted)
-
-
-def answered():
-    """Requests that each replica has had."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    actors = [ray.get_actor(**one) for one in named if "#replicas#" in one["name"]]
-    return [stats["answered"] for stats in ray.get([one.record_routing_stats.remote() for one in actors])]
-
-
-async def test_chunks_find_their_replica(model, run):
-    """Three times as many chunks as a replica's memory holds: both together hold two thirds."""
-    rates = {}
-    for name, router in (("power of two", POWER_OF_TWO), ("chunk sets", "")):
-        url = run(model=str(model), host_gb=0.0025, **({"router": router} if router else {}))
-        begin = time.perf_counter()
-        rates[name], load = await hit_rate(url, 600), answered()
-        seconds = time.perf_counter() - begin
-        sys.stdout.write(f"{name}: {rates[name]:.1%} cached, requests {load}, {seconds:.0f} s\n")
-        assert sum(load) == 600
-        assert max(load) / 300 <= 1.3
-        serve.shutdown()
-    assert rates["chunk sets"] > 1.1 * rates["power of two"]  # seen: 1.17 to 1.20
+def test_chunks_find_their_replica():
+    """Over a corpus of which a replica's memory holds a tenth."""
+    report = serve_routing.run(serve_routing.Workload(requests=600), ("round robin", "first chunk", OURS), 1)
+    even, first, ours = report.rows
+    sys.stdout.write(f"{[(row['router'], row['hit_rate'], row['requests']) for row in report.rows]}\n")
+    assert ours["hit_rate"] >= 1.3 * even["hit_rate"]  # seen: 1.40 to 1.60
+    assert ours["hit_rate"] >= 1.2 * first["hit_rate"]
+    assert ours["requests"] <= 1.3
 
 
 async def test_clients_see_one_server(model, run, tmp_path):
     keys = tmp_path / "keys.json"
     key, other = add_key(keys, "one"), add_key(keys, "two")
     url = run(model=str(model), host_gb=0.1, keys=keys, contexts=tmp_path / "contexts")
-    texts = documents()[0]
+    texts = documents()
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
         assert [one.id async for one in client.models.list()] == ["tiny"]
         await ask(client, texts)
