@@ -1,9 +1,10 @@
-"""Where there is no GPU, Triton kernels run in its interpreter; that is decided when triton is imported."""
+"""What must hold before the first test: Triton's interpreter where there is no GPU, and Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import warnings
 from contextlib import suppress
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
