@@ -40,8 +40,7 @@ def draw(report: BenchReport, path: Path) -> None:
     used = machine()
     figure.suptitle(
         f"SmolLM2-135M-Instruct answers {quality['n']} questions from the documentation of Python's standard "
-        f"library.  Policy {quality['policy']}, encoder {quality['encoder']};  {used['processor']}, "
-        f"threads: {used['threads']}",
+        f"library.  Policy {quality['policy']};  {used['processor']}, threads: {used['threads']}",
         **{"fontsize": 11.5, "color": FULL, "x": 0.012, "y": 0.97, "ha": "left"},
     )
     figure.savefig(path, dpi=130)
@@ -58,7 +57,7 @@ def _first_token(axes: Axes, rows: tuple[dict[str, Any], ...]) -> None:
         row = found[state]
         axes.barh(place, row["ttft_ms"], 0.62, color=FULL if state in ("full", "cold") else CACHED)
         axes.plot([row["ttft_ms_min"], row["ttft_ms_max"]], [place, place], color=INK, linewidth=1.2)
-        times = "" if state in ("full", "cold") else f"  ({row['speedup']:.1f}x)"
+        times = "" if state in ("full", "cold") else f"  ({row['speedup']:.1f}x faster)"
         at = max(row["ttft_ms_max"], row["ttft_ms"]) * 1.02
         axes.text(at, place, f" {row['ttft_ms']:,.0f} ms{times}", va="center", fontsize=11, color=INK)
     axes.set_yticks(range(len(STATES)), list(STATES.values()))
@@ -69,7 +68,7 @@ def _first_token(axes: Axes, rows: tuple[dict[str, Any], ...]) -> None:
     warm = found["host"]
     detail = (
         f"Time to the first token: median and range of {warm['n']} prompts,\n"
-        f"about {warm['prompt_tokens']:.0f} tokens each, {warm['reused_tokens']:.0f} of them reused"
+        f"about {warm['prompt_tokens']:.0f} tokens each; green: {warm['reused_tokens']:.0f} of them reused"
     )
     _title(axes, "How soon does the answer begin?", detail)
 
@@ -86,19 +85,21 @@ def _quality(axes: Axes, row: Mapping[str, Any]) -> None:
         share, low, high = row[name] / (whole or 1), row[f"{name}_low"], row[f"{name}_high"]
         axes.barh(place, share, 0.62, color=colour)
         axes.plot([low, high], [place, place], color=INK, linewidth=1.2)
-        label = f"{row[name]} of {n}" if whole else f"{share:.2f}"
+        label = f"{row[name]} of {n}" if whole else f"{100 * share:.0f} %"
         axes.text(max(share, high) + 0.02, place, label, va="center", fontsize=11, color=INK)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axes.set_xlabel(
-        f"first token: KL from full {row['kl']:.2f} ({row['kl_low']:.2f}-{row['kl_high']:.2f}) nats\n"
+        f"KL of the first token: {row['kl']:.3f} ({row['kl_low']:.3f}-{row['kl_high']:.3f}) nats; "
+        f"{row['other_chunks']} of {n} prompts had other chunks\n"
         f"loss of full's answer: {row['full_loss']:.2f}, with caches {row['cached_loss']:.2f} nats per token"
     )
     axes.grid(axis="x", alpha=0.25)
-    detail = "Right: the known answer stands in the text. The two lower bars\ncompare both caches with full."
-    _title(axes, "Are the answers still the same?", f"{detail} 95 % intervals")
+    right = "Right: the known answer stands in the text. The lower bars"
+    detail = f"{right}\ncompare both caches (chunks, queries) with full. 95 % intervals"
+    _title(axes, "Are the answers as good?", detail)
 
 
 def _queries(axes: Axes, row: Mapping[str, Any], sweep: tuple[dict[str, Any], ...]) -> None:
@@ -107,7 +108,7 @@ def _queries(axes: Axes, row: Mapping[str, Any], sweep: tuple[dict[str, Any], ..
     for place, one in enumerate(shown):
         axes.bar(place, one["right"], 0.7, color=CACHED if one is chosen else PALE)
         axes.bar(place, one["wrong"], 0.7, bottom=one["right"], color=WRONG)
-        label = f"{one['hits']}" + (f"\n{one['wrong']} wrong" if one["wrong"] else "")
+        label = f"{one['hits']}" + (f"\n({one['wrong']})" if one["wrong"] else "")
         top = one["hits"] + row["n"] / 100
         axes.text(place, top, label, ha="center", va="bottom", fontsize=10, color=INK)
     names = [
@@ -116,11 +117,11 @@ def _queries(axes: Axes, row: Mapping[str, Any], sweep: tuple[dict[str, Any], ..
     axes.set_xticks(range(len(shown)), names)
     axes.set_ylim(0, row["n"])
     axes.set_xlabel("tolerance: greatest cosine distance of a hit")
-    axes.set_ylabel(f"searches saved, of {row['n']}")
+    axes.set_ylabel(f"lookups that hit, of {row['n']}")
     axes.grid(axis="y", alpha=0.25)
     hit = "-" if row["hit_ms"] is None else f"{row['hit_ms']:.1f}"
     detail = (
         f"Every question in four wordings; a search takes {row['search_ms']:.1f} ms,\n"
-        f"a hit {hit} ms. At the calibrated tolerance {row['wrong']} hits are wrong"
+        f"a hit {hit} ms. Red: hits on another question's entry"
     )
     _title(axes, "How many searches are saved?", detail)
