@@ -109,11 +109,6 @@ class Continued:
         return logits
 
 
-def divergence(full: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Mean KL in nats."""
-    return (full.exp() * (full - other)).sum(-1).mean()
-
-
 def by_answer(
     run: Continued, linked: LinkedKV, exact: LinkedKV, full: torch.Tensor, shape: Sequence[int], count: int
 ) -> torch.Tensor:
@@ -121,7 +116,8 @@ def by_answer(
     mask = torch.zeros(*shape)
     for step in range(STEPS):
         share = mask.clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(divergence(full, run.log_probs(linked.towards(exact, share))), share)
+        other = run.log_probs(linked.towards(exact, share))
+        (slope,) = torch.autograd.grad((full.exp() * (full - other)).sum(-1).mean(), share)
         slope[mask > 0] = torch.inf  # chosen already
         more = count * (step + 1) // STEPS - count * step // STEPS
         mask.view(-1)[slope.flatten().topk(more, largest=False).indices] = 1
@@ -163,12 +159,12 @@ def measured(
         exact = LinkedKV.of(model(input_ids=torch.tensor([ids])).past_key_values, end)
         full = run.log_probs(exact)
         check = model(input_ids=torch.tensor([[*ids, *right.token_ids]])).logits[0, len(ids) - 1 : -1]
-    if (off := float(divergence(check.log_softmax(-1), full))) > 1e-6:
+    if (off := metrics.divergence(check.log_softmax(-1), full)) > 1e-6:
         raise RagCacheError(f"exact KV is {off:.2g} nats from an ordinary prefill; do not trust any figure")
 
     def row(way: str, kv: LinkedKV) -> Row:
         with torch.no_grad():
-            kl = float(divergence(full, run.log_probs(kv)))
+            kl = metrics.divergence(full, run.log_probs(kv))
         found = rag.tokenizer.decode(run.greedy(kv, rag.tokenizer.eos_token_id), skip_special_tokens=True)
         text, other = cut_at_stop(found, list(maker.stop))[0].strip(), right.text.strip()
         return {"way": way, "kl": kl, "rouge_l": metrics.rouge_l(text, other), "same": float(text == other)}
