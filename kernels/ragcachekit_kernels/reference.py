@@ -41,6 +41,8 @@ def rotate(
     a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :pairs], part[..., pairs:])
     first, second = a * c - b * s, b * c + a * s
     turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+    if 2 * pairs == x.shape[-1]:
+        return turned.to(x.dtype)
     out = x.clone()
     out[..., offset : offset + 2 * pairs] = turned.to(x.dtype)
     return out

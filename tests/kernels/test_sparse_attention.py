@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,16 +220,26 @@ class TestRefused:
             sparse_attention(query, key, value, [1], AttentionOptions(scale=1.0))
 
 
-@given(positions=st.lists(st.integers(0, 2000), min_size=1, max_size=400, unique=True).map(sorted))
+@given(
+    positions=st.lists(st.integers(0, 2000), min_size=1, max_size=400, unique=True).map(sorted),
+    width=st.sampled_from([16, 576, 4096]),
+    window=st.sampled_from([None, 1, 10, 100]),
+)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_tiles_cover_all_rows_in_order_and_stay_small(positions):
-    ranges = list(tiled.tiles(positions))
+def test_tiles_cover_all_rows_in_order_and_end_where_a_gap_costs_more_than_a_tile(positions, width, window):
+    ranges = list(tiled.tiles(positions, width, window))
     assert [row for start, stop in ranges for row in range(start, stop)] == list(range(len(positions)))
     for start, stop in ranges:
         assert 0 < stop - start <= tiled.TILE_ROWS
-        gaps = [b - a for a, b in zip(positions[start:stop], positions[start + 1 : stop], strict=False)]
-        assert max(gaps, default=0) <= tiled.GAP
+        for row in range(start + 1, stop):
+            keys_between = positions[row] - positions[row - 1] - 1
+            assert (row - start) * keys_between * width <= tiled.GAP_PRODUCTS
+            assert window is None or keys_between < window
+    for (start, stop), (after, _) in pairwise(ranges):
+        keys_between = positions[after] - positions[stop - 1] - 1
+        ended = stop - start == tiled.TILE_ROWS or (window is not None and keys_between >= window)
+        assert ended or (stop - start) * keys_between * width > tiled.GAP_PRODUCTS
 
 
 def test_no_tiles_without_rows():
-    assert list(tiled.tiles([])) == []
+    assert list(tiled.tiles([], 576)) == []

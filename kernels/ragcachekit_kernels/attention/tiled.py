@@ -12,8 +12,8 @@ from ragcachekit_kernels.options import AttentionOptions
 TILE_ROWS = 128
 """Rows of a tile at most: bounds the score buffer and the masked triangle of contiguous rows."""
 
-GAP = 32
-"""Distance of rows at which a tile ends: one tile would compute the keys between them for all its rows."""
+GAP_PRODUCTS = 1 << 19
+"""Masked products per matmul above which a tile ends; they take about as long as another tile's calls."""
 
 
 class ContextMass(NamedTuple):
@@ -37,14 +37,21 @@ class ContextMass(NamedTuple):
     outward: torch.Tensor
 
 
-def tiles(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open row ranges of one tile each; ``positions`` must be ascending."""
+def tiles(positions: Sequence[int], width: int, window: int | None = None) -> Iterator[tuple[int, int]]:
+    """Half-open row ranges of one tile each; ``positions`` must be ascending.
+
+    A tile computes the keys up to its last row for all its rows, those between two rows in vain for the
+    rows before. ``width`` is the products per row and key: heads times head_dim.
+    """
     start = 0
     for row in range(1, len(positions) + 1):
-        full = row - start == TILE_ROWS
-        if row == len(positions) or full or positions[row] - positions[row - 1] > GAP:
-            yield start, row
-            start = row
+        if row < len(positions) and row - start < TILE_ROWS:
+            step = positions[row] - positions[row - 1]
+            within = window is None or step <= window
+            if within and (row - start) * (step - 1) * width <= GAP_PRODUCTS:
+                continue
+        yield start, row
+        start = row
 
 
 def attend(
@@ -62,7 +69,7 @@ def attend(
     grouped = _grouped(query, key)
     shape = grouped.shape[:3]
     out = query.new_empty(*shape, value.shape[-1])
-    for start, stop in tiles(positions):
+    for start, stop in tiles(positions, query.shape[0] * query.shape[2], options.window):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
         weights = _weights(scores, stop - start, options.sinks).to(value.dtype)
         mixed = torch.bmm(weights, value[:, low : low + scores.shape[-1]])
@@ -81,8 +88,9 @@ def column_scores(
     grouped = _grouped(query, key)
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros(key.shape[1], dtype=wide, device=key.device)
-    for start, stop in tiles(positions):
+    for start, stop in tiles(positions, query.shape[0] * query.shape[2], options.window):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
+        scores = scores.to(wide)
         seen = out[low : low + scores.shape[-1]]
         if spans is None:
             seen += _weights(scores, stop - start, options.sinks).sum((0, 1))
@@ -106,7 +114,7 @@ def context_mass(
     key, grouped = key.to(wide), _grouped(query.to(wide), key)
     member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
     columns, mass = key.new_zeros(key.shape[1]), key.new_empty(len(positions), len(lengths))
-    for start, stop in tiles(positions):
+    for start, stop in tiles(positions, query.shape[0] * query.shape[2], options.window):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
         weights = _weights(scores, stop - start, options.sinks)
         rows = weights.view(-1, stop - start, weights.shape[-1]).sum(0)
@@ -124,24 +132,30 @@ def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _tile_scores(
     query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], options: AttentionOptions
 ) -> tuple[torch.Tensor, int]:
-    """Masked scores ``[kv_heads, group * rows, keys]``, at least float32, and the first key's position."""
+    """Masked scores ``[kv_heads, group * rows, keys]`` and the first key's position.
+
+    They have the type of ``query``, or at least float32 with a soft-cap.
+    """
     kv_heads, groups, rows, head_dim = query.shape
     window, softcap = options.window, options.softcap
     low = 0 if window is None else max(0, positions[0] - window + 1)
     high = positions[-1] + 1
     folded = (query * options.scale).reshape(kv_heads, groups * rows, head_dim)
-    scores = torch.bmm(folded, key[:, low:high].transpose(1, 2))
-    if scores.dtype in (torch.bfloat16, torch.float16):
-        scores = scores.float()
+    seen = key[:, low:high]
+    if seen.itemsize == 2:
+        seen = seen.contiguous()  # bmm would copy the transposed keys, which is several times slower
+    scores = torch.bmm(folded, seen.transpose(1, 2))
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.tanh(scores.to(torch.promote_types(scores.dtype, torch.float32)) / softcap) * softcap
     _mask(scores.view(kv_heads, groups, rows, high - low), positions, low, window)
     return scores, low
 
 
 def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax in at least float32; rounded to the type of ``scores`` only without sinks."""
     if sinks is None:
-        return torch.softmax(scores, -1)
+        return torch.softmax(scores, -1)  # of 16-bit scores, too, in float32 inside
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     kv_heads, folded, _ = scores.shape
     extra = sinks.to(scores.dtype).view(kv_heads, folded // rows, 1, 1).expand(-1, -1, rows, 1)
     padded = torch.cat((scores, extra.reshape(kv_heads, folded, 1)), -1)

@@ -37,6 +37,8 @@ class Angles:
 
     def factors(self, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the rotation with m, or of its inverse."""
+        if self.m == 1.0:
+            return self.cos, -self.sin if inverse else self.sin
         if inverse:
             return self.cos / self.m, -self.sin / self.m
         return self.cos * self.m, self.sin * self.m
