@@ -62,7 +62,7 @@ bench: $(STAMP)
 	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --sweep $$sweep \
 		--policies full,reuse,deep:0.1 --encoders standalone,similar:1 --neighbours document \
 		--questions-per-type 10 --json $(RESULTS)/fidelity-$$sweep.json --plot docs/$$sweep.png || exit 1; done
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/selection/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
 	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks budget \
 		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse,lego:1,deep:0.1 \

@@ -79,7 +79,7 @@ def budget(
     json: Json = None,
 ) -> None:
     """Whether quality budgets hold: calibrated on some questions, checked on others."""
-    from benchmarks import budget as module
+    from benchmarks.selection import budget as module
 
     quiet_loading()
     settings = module.CheckSettings(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import budget as module
 from benchmarks.cli import app
+from benchmarks.selection import budget as module
 from ragcachekit.commands.calibrate.losses import Loss
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.selection_bound import Continued, LinkedKV, by_answer, by_next_token
+from benchmarks.selection.bound import Continued, LinkedKV, by_answer, by_next_token
 from families import wrapped
 
 END, QUESTION, ANSWER = 12, (7, 8, 9), (3, 5, 2)

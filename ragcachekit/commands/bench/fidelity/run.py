@@ -198,7 +198,7 @@ def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Way]:
             if encoder == IN_PROMPT:
                 raise ValueError(
                     "chunks are encoded in-prompt by earlier prompts, and asking a question would encode its "
-                    "own context for the next policy; benchmarks/craft_in_prompt.py measures that"
+                    "own context for the next policy; benchmarks/selection/craft_in_prompt.py measures that"
                 )
             plain, rounded = encoder.partition("+")[0], quantisation(encoder)
             found = Encodings(plain, rope, tokenizer.bos_token_id).name

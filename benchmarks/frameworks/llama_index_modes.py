@@ -1,6 +1,6 @@
 """How much of a prompt LlamaIndex's response modes and chat engines reuse: a table for the docs.
 
-``python -m benchmarks.llama_index_modes docs/*.md`` needs the sample model and all-MiniLM-L6-v2.
+``python -m benchmarks.frameworks.llama_index_modes docs/*.md`` needs the sample model and all-MiniLM-L6-v2.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the KV of an ordinary prefill. These tokens are
 and ``pairs`` are as many pairs of a token and a layer. ``kl`` is KL(full || way) per token of full's answer
 in nats, ``rouge_l`` and ``same`` compare the greedy answer with full's.
 
-    OMP_NUM_THREADS=1 python benchmarks/selection_bound.py --dataset squad:dev-v2.0.json
+    OMP_NUM_THREADS=1 python benchmarks/selection/bound.py --dataset squad:dev-v2.0.json
 """
 
 from __future__ import annotations

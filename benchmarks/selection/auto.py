@@ -30,7 +30,7 @@ from ragcachekit.engine.shadow import divergence
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.auto import MOST_RATIO, Pair, candidates
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def main() -> None:

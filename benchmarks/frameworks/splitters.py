@@ -1,6 +1,6 @@
 """How much of a prompt's chunks is recognised, per text splitter of LangChain: a table for the docs.
 
-``python -m benchmarks.splitters docs/*.md`` needs the sample model's tokenizer, and no model.
+``python -m benchmarks.frameworks.splitters docs/*.md`` needs the sample model's tokenizer, and no model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every prompt holds three documents, all cached. The ways take turns, so that a drifting machine hits all
 alike, and must answer alike. ``generate`` is ``rag.generate``: it shows what an ``invoke`` costs beside it.
 
-    OMP_NUM_THREADS=1 python benchmarks/framework_batches.py --dataset squad:dev-v2.0.json --json out.json
+    OMP_NUM_THREADS=1 python benchmarks/frameworks/batches.py --dataset squad:dev-v2.0.json --json out.json
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""LangChain and LlamaIndex over the cache: batches, response modes, text splitters."""

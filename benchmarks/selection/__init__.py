@@ -1,0 +1,1 @@
+"""What the choice of tokens is worth: bounds, budgets, and the choice of ``auto``."""
