@@ -1,7 +1,7 @@
 """Differences per question between one policy and the others over the same encoding, at equal cost.
 
 Reads the work file of ``bench fidelity --resume FILE``. Each other way is compared with the policy at the
-ratio that spends most, yet at most half a percent of the cached rows more than that way. Differences per
+ratio that spends most, yet at most one percent of the cached rows more than that way. Differences per
 question have narrower intervals than two means: all ways answer the same questions.
 
     python benchmarks/selection/paired.py squad.work --policy impact
@@ -21,7 +21,7 @@ from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.resample import Bootstrap
 
-MORE = 0.005
+MORE = 0.01
 """Share of the cached rows that the policy may spend more than the way it is compared with."""
 
 Way = tuple[str, str]
