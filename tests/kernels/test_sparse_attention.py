@@ -130,6 +130,17 @@ def test_half_precision_keeps_its_type_and_sums_in_float32(dtype):
     torch.testing.assert_close(ours.double(), want, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sinks", [None, torch.full((2,), -30.0)])
+def test_thousands_of_equal_weights_in_half_precision(dtype, sinks):
+    """A sum of weights in 16 bits would stop growing at 256 of them (bfloat16) or 2,048 (float16)."""
+    query, value = torch.zeros(2, 3, 8, dtype=dtype), torch.ones(1, 4096, 8, dtype=dtype)
+    _, key, _ = drawn(1, 2, 4096, 8, 8, 3, dtype=dtype)
+    options = AttentionOptions(scale=1.0, sinks=sinks)
+    ours = sparse_attention(query, key, value, [4000, 4001, 4095], options)
+    torch.testing.assert_close(ours.float(), torch.ones(2, 3, 8), rtol=8e-3, atol=0)
+
+
 class TestPoison:
     """What a row may not see is not read, so NaN there does not spread."""
 

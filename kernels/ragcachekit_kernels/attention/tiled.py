@@ -152,10 +152,12 @@ def _tile_scores(
 
 
 def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax in at least float32; rounded to the type of ``scores`` only without sinks."""
+    """Softmax, in float32 or wider inside; 16-bit scores may come back as 16-bit weights."""
+    if sinks is None and scores.device.type != "mps":
+        return torch.softmax(scores, -1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # MPS may sum in 16 bits
     if sinks is None:
-        return torch.softmax(scores, -1)  # of 16-bit scores, too, in float32 inside
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return torch.softmax(scores, -1)
     kv_heads, folded, _ = scores.shape
     extra = sinks.to(scores.dtype).view(kv_heads, folded // rows, 1, 1).expand(-1, -1, rows, 1)
     padded = torch.cat((scores, extra.reshape(kv_heads, folded, 1)), -1)
