@@ -21,6 +21,19 @@ def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
     return digest.hexdigest()
 
 
+_ID_LENGTH = 64  # hex digits of SHA-256
+
+
+def part_id(chunk_id: str, start: int, stop: int) -> str:
+    """Name of the rows ``start`` to ``stop`` of a chunk, where a prompt has only these tokens of it."""
+    return f"{chunk_id}:{start}:{stop}"
+
+
+def whole_id(name: str) -> str:
+    """The chunk id in a name that :func:`part_id` made; any other name itself."""
+    return name[:_ID_LENGTH] if name[_ID_LENGTH : _ID_LENGTH + 1] == ":" else name
+
+
 @dataclass(frozen=True)
 class Segment:
     """A piece of a prompt, as text or as token ids: :class:`Text` or :class:`Chunk`."""
@@ -80,7 +93,8 @@ class KVKey:
 
     - ``fingerprint``: Digest of all that changes KV values (see ``ragcachekit.model.identity.fingerprint``).
     - ``namespace``: Tenant and corpus, a hard partition.
-    - ``chunk_id``: SHA-256 of the token ids, salted with the namespace.
+    - ``chunk_id``: SHA-256 of the token ids, salted with the namespace; see :func:`part_id` for rows of a
+      part.
     - ``encoding``: How the chunk was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
       suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
     - ``context``: Ids of the segments that the chunk was encoded behind, in order. ``forget`` follows them.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragcachekit_kernels.placement.planes import ChunkTensors, Layout
+from ragcachekit_kernels.placement.planes import ChunkTensors, Layout, Place
 
 
 def rotate(
@@ -62,7 +62,7 @@ def assemble(layout: Layout, first: int = 0, last: int | None = None) -> None:
             if chunk is None and turn is None:
                 continue
             into = plane.kv[:, place.start : place.start + place.tokens]
-            new = into if chunk is None else _plain(chunk, index, place.tokens)
+            new = into if chunk is None else _plain(chunk, index, place)
             new = new.to(torch.promote_types(new.dtype, into.dtype))
             if turn is not None:
                 new = rotate(new, *turn, interleaved=plane.interleaved, offset=plane.offset)
@@ -91,10 +91,13 @@ def disassemble(layout: Layout) -> None:
             _keep(bare, chunk.tensors[index][:, : place.tokens], chunk.scale(index))
 
 
-def _plain(chunk: ChunkTensors, plane: int, tokens: int) -> torch.Tensor:
+def _plain(chunk: ChunkTensors, plane: int, place: Place) -> torch.Tensor:
     """``[heads, tokens, dim]``, float32 if quantised."""
-    elements, scale = chunk.tensors[plane][:, :tokens], chunk.scale(plane)
-    return elements if scale is None else elements.float() * scale[:, :tokens]
+    rows = slice(place.first, place.first + place.tokens)
+    elements, scale = chunk.tensors[plane][:, rows], chunk.scale(plane)
+    if scale is None:
+        return elements
+    return elements.float() * (scale if scale.shape[1] == 1 else scale[:, rows])
 
 
 def _keep(bare: torch.Tensor, into: torch.Tensor, scale: torch.Tensor | None) -> None:

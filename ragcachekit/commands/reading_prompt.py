@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.model.tokens import PromptTokenizer
 
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
@@ -36,7 +36,7 @@ def prompt_for(tokenizer: Any) -> ReadingPrompt:
     """System and user message, one message if the template takes no system, or else a plain string."""
     if not tokenizer.chat_template:
         return ReadingPrompt(_plain, False, _plain(_PLACE, "").partition(_PLACE)[0])
-    tokens = SegmentTokenizer(tokenizer)
+    tokens = PromptTokenizer(tokenizer)
     for messages in (_with_system, _one_message):
         try:
             before, found, _ = tokens.render(messages(_PLACE, "Why?")).partition(_PLACE)
@@ -45,6 +45,14 @@ def prompt_for(tokenizer: Any) -> ReadingPrompt:
         if found:
             return ReadingPrompt(messages, True, before)
     raise ValueError("this model's chat template takes no user message; use a model with another one")
+
+
+def bare_ids(tokenizer: Any, prompt: str | Messages) -> tuple[int, ...]:
+    """The ids that a user's own code sends: the tokenizer's own, without this library."""
+    if isinstance(prompt, str):
+        return tuple(tokenizer(prompt).input_ids)
+    found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return tuple(found["input_ids"])
 
 
 def _plain(context: str, question: str) -> str:

@@ -23,9 +23,6 @@ from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
 
-JOINT = "\n\n"
-"""Text between a chunk and the neighbours that it is encoded behind, as between chunks of most chains."""
-
 
 class ChunkPlanner(PromptSegmenter):
     """Names what to encode and to look up for the chunks of one model in one store.
@@ -54,7 +51,7 @@ class ChunkPlanner(PromptSegmenter):
         self.variants = open_pool(store)
         self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
         self._bos = self.bos(model)
-        self._joint = self._tokens.text(JOINT, first=False) if self._tokens else ()
+        self._joint = self._tokens.blank_line() if self._tokens else ()
         self._watch = ModelWatch(model)
         self._identity = self._watch.state()
 

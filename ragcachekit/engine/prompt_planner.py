@@ -65,7 +65,7 @@ class PromptPlanner(ChunkPlanner):
     def observe(self, prompt: PromptLike, namespace: str) -> None:
         """Take the text before the prompt's first chunk for the last one used; ValueError without chunks."""
         found = self.segment(prompt, namespace)
-        segments = self.tokenise(found.prompt, isinstance(prompt, str | Prompt))
+        segments = self.tokenise(prompt, found, {}).segments
         if not any(segment.is_chunk for segment in segments):
             raise ValueError(
                 f"prompt= has no chunk: {found.fallback or self.registry.nothing_found(namespace)}"
@@ -89,8 +89,7 @@ class PromptPlanner(ChunkPlanner):
         segmentation = self.segment(prompt, namespace)
         texts: dict[Ids, str] = {}
         notes: list[str] = []
-        # Chat templates write their own BOS; a string or segments of text get the tokenizer's.
-        segments = self.tokenise(segmentation.prompt, isinstance(prompt, str | Prompt), texts)
+        segments, remarks = self.tokenise(prompt, segmentation, texts)
         count = sum(len(segment.token_ids) for segment in segments)
         if count == 0:
             raise ValueError("the prompt is empty")
@@ -118,7 +117,7 @@ class PromptPlanner(ChunkPlanner):
                 notes.append(self.registry.nothing_found(namespace))
         return replace(
             request,
-            notes=(*segmentation.prompt.notes, *notes),
+            notes=(*segmentation.prompt.notes, *remarks, *notes),
             epoch=epoch,
             texts=texts,
             neighbours=", ".join(f"{origin}: {count}" for origin, count in origins.most_common()),

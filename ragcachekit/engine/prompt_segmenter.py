@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from ragcachekit.model.encoding import Ids
-from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.model.tokens import PromptTokenizer, common_prefix, without_lone_surrogates
 from ragcachekit.plan.encodings import TokenSegment
-from ragcachekit.prompt.base import Segmentation
+from ragcachekit.prompt.base import Segmentation, stands_apart
 from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segment import blanks_outside, body, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
+from ragcachekit.prompt.token_runs import Run, find_runs
 from ragcachekit.types import Chunk, Prompt, Segment, Text
 
 
@@ -32,19 +34,36 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]] | ChatWithTools
 _CERTAIN = "chat messages tell them from the template's own for certain"
 
 
+AS_GIVEN = (
+    "the segments of this Prompt are tokenised one by one, as given; a string or messages get the tokenizer's "
+    "own ids"
+)
+
+SLOW_SPECIAL = (
+    "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"
+)
+
+
+class Tokenised(NamedTuple):
+    """Segments of a prompt, and notes for its report."""
+
+    segments: list[TokenSegment]
+    notes: tuple[str, ...] = ()
+
+
 class PromptSegmenter:
-    """Finds registered chunks in prompts and tokenises segments one by one.
+    """Finds registered chunks in prompts and tokenises them.
 
     Without a tokenizer, prompts are segments of token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokens = SegmentTokenizer(tokenizer) if tokenizer is not None else None
+        self._tokens = PromptTokenizer(tokenizer) if tokenizer is not None else None
         self.registry = ChunkRegistry()
         self.special_tokens = SpecialTokenTexts(self._tokens.special_tokens if self._tokens else ())
 
     @property
-    def tokens(self) -> SegmentTokenizer:
+    def tokens(self) -> PromptTokenizer:
         """The tokenizer; ValueError if there is none."""
         if self._tokens is None:
             raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
@@ -74,10 +93,9 @@ class PromptSegmenter:
         return self.tokens.chunk(body(text))
 
     def text_before(self, system: str) -> Ids:
-        """Token ids of a system text before a prompt's first chunk."""
-        if not system:  # then only what the tokenizer puts in front
-            return self.tokens.leading
-        return self.tokenise(Prompt([Text(system)]), leading=True)[0].token_ids
+        """Token ids of a system text before a prompt's first chunk; with BOS, unless it begins with one."""
+        ids, bos = self.tokens.before_chunk(system, special=False), self.tokens.leading
+        return ids if ids[: len(bos)] == bos else bos + ids
 
     def segment(self, prompt: PromptLike, namespace: str) -> Segmentation:
         """The prompt's segments: as given, or by the registered chunks in it."""
@@ -115,24 +133,54 @@ class PromptSegmenter:
         notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
         return replace(segmentation, prompt=Prompt(segments, (*prompt.notes, *notes)))
 
-    def tokenise(
-        self, prompt: Prompt, leading: bool, texts: dict[Ids, str] | None = None
-    ) -> list[TokenSegment]:
-        """Token ids per segment; ``leading``: after what the tokenizer puts in front of plain text (BOS).
+    def tokenise(self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]) -> Tokenised:
+        """Token ids per segment of the segmented ``prompt``.
 
-        ``texts`` is filled with the chunks' texts by their ids.
+        A string has the ids of ``tokenizer(text)``, messages those of ``apply_chat_template``; chunks are
+        runs of them. Explicit segments are tokenised one by one. ``texts`` is filled with the chunks' texts
+        by their ids.
         """
+        if isinstance(prompt, Prompt):
+            several = sum(segment.text is not None for segment in found.prompt.segments) > 1
+            return Tokenised(self._as_given(found.prompt, True, texts), (AS_GIVEN,) if several else ())
+        special = isinstance(prompt, str)
+        segments = [
+            replace(s, text=without_lone_surrogates(s.text or ""))
+            for s in blanks_outside(found.prompt.segments)
+        ]
+        ends = list(accumulate((len(s.text or "") for s in segments), initial=0))
+        spans = list(zip(segments, pairwise(ends), strict=True))
+        text = "".join(s.text or "" for s in segments)
+        apart = [span for segment, span in spans if stands_apart(segment)]
+        tokens = self.tokens.prompt(text, special=special, apart=apart) if text else None
+        if tokens is None:
+            return Tokenised(self._as_given(found.prompt, special, texts), (SLOW_SPECIAL,) if text else ())
+        chunks = [(s.text or "", span) for s, span in spans if isinstance(s, Chunk)]
+        own = [self.chunk_ids(chunk) for chunk, _ in chunks]
+        runs = find_runs(tokens.ids, tokens.offsets, [span for _, span in chunks], own)
+        for (chunk, _), ids, run in zip(chunks, own, runs, strict=True):
+            if run is not None:
+                texts[ids] = texts[tokens.ids[run.start : run.stop]] = chunk
+        system, first = Ids(), next((span[0] for (_, span), run in zip(chunks, runs, strict=True) if run), 0)
+        if first:
+            system = self.tokens.before_chunk(text[:first], special=special)
+        lost, plain = runs.count(None), tokens.plain - plain_count(segments)
+        notes = [*([_lost(lost)] if lost else []), *([_plain(plain)] if plain > 0 else [])]
+        return Tokenised(_cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes))
+
+    def _as_given(self, prompt: Prompt, leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
+        """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""
         segments: list[TokenSegment] = []
         for segment in blanks_outside(prompt.segments):
             ids = self._ids(segment, first=not segments)
+            if not ids:
+                continue
             is_chunk = isinstance(segment, Chunk)
-            if texts is not None and is_chunk and segment.text is not None:
-                texts[ids] = segment.text
-            if ids and segments and not is_chunk and not segments[-1].is_chunk:
-                # One text: the prefix, and what a chunk is encoded behind, go up to the first chunk.
-                segments[-1] = TokenSegment(segments[-1].token_ids + ids, False)
-            elif ids:
-                segments.append(TokenSegment(ids, is_chunk))
+            pieces = self._chunk_as_given(segment, ids, texts) if is_chunk else [TokenSegment(ids, False)]
+            if segments and not pieces[0].is_chunk and not segments[-1].is_chunk:
+                # One text: the prefix, and what a chunk is encoded after, go up to the first chunk.
+                pieces[0] = TokenSegment(segments.pop().token_ids + ids, False)
+            segments += pieces
         if not leading or not segments or prompt.segments[0].token_ids is not None:
             return segments
         bos = self.tokens.leading
@@ -142,12 +190,55 @@ class PromptSegmenter:
             return [TokenSegment(bos, False), *segments]
         return [TokenSegment(bos + segments[0].token_ids, False), *segments[1:]]
 
+    def _chunk_as_given(self, chunk: Segment, ids: Ids, texts: dict[Ids, str]) -> list[TokenSegment]:
+        """A chunk, and last tokens of it that would be others before a blank line."""
+        if chunk.text is None:
+            return [TokenSegment(ids, True)]
+        own = self.chunk_ids(chunk.text)
+        texts[own] = chunk.text
+        rest = [TokenSegment(ids[len(own) :], False)] if len(ids) > len(own) else []
+        return [TokenSegment(own, True), *rest]
+
     def _ids(self, segment: Segment, first: bool) -> Ids:
         if segment.token_ids is not None:
             return segment.token_ids
         text = segment.text or ""
         if isinstance(segment, Chunk):
-            return self.chunk_ids(text)
+            return self.tokens.plain(body(text))
         if isinstance(segment, Text) and segment.split_special_tokens:
-            return self.tokens.chunk(text)
+            return self.tokens.plain(text)
         return self.tokens.text(text, first=first)
+
+
+def _cut(ids: Ids, system: Ids, chunks: Iterable[tuple[Run | None, Ids]]) -> list[TokenSegment]:
+    """The prompt's tokens as texts and chunks, each with its own tokens.
+
+    Of the text before the first chunk, ``system``, as far as the prompt begins with it, is a segment apart:
+    the tokens after it depend on the chunk.
+    """
+    segments, done = list[TokenSegment](), 0
+    for run, own in chunks:
+        if run is None:
+            continue
+        if not segments and (same := len(common_prefix(system, ids[: run.start]))):
+            segments.append(TokenSegment(ids[:same], False))
+            done = same
+        if done < run.start:
+            segments.append(TokenSegment(ids[done : run.start], False))
+        found = ids[run.start : run.stop]
+        part = (own, run.first) if found != own else ((), 0)
+        segments.append(TokenSegment(found, True, *part))
+        done = run.stop
+    if done < len(ids):
+        segments.append(TokenSegment(ids[done:], False))
+    return segments
+
+
+def _lost(count: int) -> str:
+    chunks = "chunk is" if count == 1 else "chunks are"
+    return f"{count} {chunks} computed: their tokens in this prompt are not those of the text alone"
+
+
+def _plain(count: int) -> str:
+    strings = f"{count} special-token string{'s' * (count > 1)}"
+    return f"{strings} in chunks read as plain text: there the ids are not those of the tokenizer's own call"

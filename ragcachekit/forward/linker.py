@@ -119,7 +119,7 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
         )
         for piece, angles in zip(plan.pieces, turns, strict=True):
             at = slice(piece.start, piece.stop)
-            own = piece.kv.keys[index][:, : piece.tokens], piece.kv.values[index][:, : piece.tokens]
+            own = piece.kv.keys[index][:, piece.rows], piece.kv.values[index][:, piece.rows]
             keys[0, :, at], values[0, :, at] = rope.place(index, *own, angles) if angles else own
         return keys, values
 

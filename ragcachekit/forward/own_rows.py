@@ -17,7 +17,7 @@ from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.prefix_tree.conversations import Turn
-from ragcachekit.types import ENCODING_PREFIX
+from ragcachekit.types import ENCODING_PREFIX, whole_id
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 MOST_HELD = 1 << 30
@@ -200,7 +200,7 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     if sum(t.numel() * t.element_size() for t in sides) > most:
         return None
     exact = exact_rows(plan)
-    traces = (id for chunk in plan.placed for id in chunk.context)
+    traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
     (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))], locked=False)
     return Turn(
         beginning.match.root,

@@ -95,7 +95,7 @@ class Placing:
         """The launch table for all layers."""
         chunks = self._chunks()
         planes = [p for n in range(self._layers) for p in self._planes(n)]
-        places = [dispatch.Place(p.start, p.tokens, p.kv.start is not None) for p in plan.pieces]
+        places = [dispatch.Place(p.start, p.tokens, p.kv.start is not None, p.first) for p in plan.pieces]
         own = [chunks[id(piece.kv)] for piece in plan.pieces]
         tables = self._rope.turns.on(self._device, len(plan.token_ids))
         skip = () if isinstance(plan.policy, LayerwisePolicy) else plan.rows

@@ -18,6 +18,9 @@ SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 SENSITIVITY = "sensitivity"
 """Name in ``sums`` of ``[layers, tokens]``: how far values move between two encodings of a chunk."""
 
+PER_TOKEN = frozenset({"attended", "outward", SENSITIVITY})
+"""Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
+
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
     """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.model.packed`)."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, Ids, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
+from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id, part_id, whole_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
 DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
@@ -28,10 +29,22 @@ _ARGUMENT = {
 
 @dataclass(frozen=True)
 class TokenSegment:
-    """A tokenised segment; ``is_chunk`` marks retrieved text."""
+    """A tokenised segment; ``is_chunk`` marks retrieved text.
+
+    Where a prompt has only part of a chunk's own tokens (a boundary changed the others), ``own`` are all of
+    them, and ``token_ids`` those from number ``first`` on.
+    """
 
     token_ids: Ids
     is_chunk: bool
+    own: Ids = ()
+    first: int = 0
+
+    def name(self, namespace: str) -> str:
+        """The chunk id, or the id of a part; of other text the id of its tokens."""
+        if not self.own:
+            return chunk_id(self.token_ids, namespace)
+        return part_id(chunk_id(self.own, namespace), self.first, self.first + len(self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class Wanted:
     ``before`` are the ids of all preceding segments, texts too, in order. Where the encoder is
     ``average:n``: ``average`` is the key of the chunk's mean KV behind any chunks, ``plain`` that of its KV
     behind the system text alone, and ``in_place`` that of the rows that this prompt computes if it must.
+    Of a chunk that stands in the prompt in part, ``whole`` is all of it: its rows from number ``first`` on
+    serve as well, and it is what is encoded.
     """
 
     start: int
@@ -52,6 +67,26 @@ class Wanted:
     average: KVKey | None = None
     plain: KVKey | None = None
     in_place: KVKey | None = None
+    whole: Wanted | None = None
+    first: int = 0
+
+    @property
+    def to_encode(self) -> Wanted:
+        """All of the chunk, which serves wherever it stands; of rows that are exact here, just these."""
+        if self.whole is None or self.exact or isinstance(self.encoding, InPromptEncoding):
+            return self
+        return self.whole
+
+
+class _Place(NamedTuple):
+    """Where a segment stands: what precedes it in its prompt of ``length`` tokens."""
+
+    start: int
+    length: int
+    system: Ids
+    names: Sequence[str]
+    fingerprint: str
+    namespace: str
 
 
 class Encodings:
@@ -111,28 +146,46 @@ class Encodings:
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         length = sum(len(segment.token_ids) for segment in segments)
-        rope, system = self._rope, self.system_of(segments)
+        system = self.system_of(segments)
         start, before = 0, list[Ids]()
         names = list[str]()
         for segment in segments:
             ids = segment.token_ids
-            if ids and (segment.is_chunk or (start == 0 and system)):
-                encoding, context = self._encoding(ids if segment.is_chunk else None, start, system, before)
-                width = len(encoding.behind)
-                # The ids of preceding segments: hashing them again for every chunk adds up.
-                known = tuple(names) if encoding.name == IN_PROMPT else None
-                key = self.key(ids, encoding, context, fingerprint, namespace, length, known)
-                if rope.depends_on_length and rope.regime(width + len(ids)) != rope.regime(length):
-                    encoding = replace(encoding, length=length)  # the whole prompt's frequencies
-                exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and width == start)
-                want = Wanted(start, ids, key, encoding, exact, tuple(names))
-                if self.averages and segment.is_chunk and start:
-                    want = self._with_alternatives(want, system, length)
+            if not ids:
+                continue
+            name = segment.name(namespace)
+            if segment.is_chunk or (start == 0 and system):
+                place = _Place(start, length, system, names, fingerprint, namespace)
+                encoding, context = self._encoding(
+                    (segment.own or ids) if segment.is_chunk else None, start, system, before
+                )
+                want = self._wanted(ids, name, encoding, context, place)
+                if segment.own:
+                    whole = self._wanted(segment.own, whole_id(name), encoding, context, place)
+                    # Of rows computed after tokens that the prompt does not have, none is exact.
+                    whole = replace(whole, exact=whole.exact and not segment.first)
+                    want = replace(want, whole=whole, first=segment.first)
                 yield want
-            if ids:
-                before.append(ids)
-                names.append(chunk_id(ids, namespace))
+            before.append(ids)
+            names.append(name)
             start += len(ids)
+
+    def _wanted(
+        self, ids: Ids, name: str, encoding: Encoding, context: tuple[Ids, ...], place: _Place
+    ) -> Wanted:
+        """A segment with its key; ``name`` is its id."""
+        rope, start, names = self._rope, place.start, tuple(place.names)
+        width = len(encoding.behind)
+        # The ids of preceding segments: hashing them again for every chunk adds up.
+        known = names if encoding.name == IN_PROMPT else None
+        key = self.key(ids, encoding, context, place.fingerprint, place.namespace, place.length, known, name)
+        if rope.depends_on_length and rope.regime(width + len(ids)) != rope.regime(place.length):
+            encoding = replace(encoding, length=place.length)  # the whole prompt's frequencies
+        exact = start == 0 or (encoding.name in ("system", IN_PROMPT) and width == start)
+        want = Wanted(start, ids, key, encoding, exact, names)
+        if self.averages and start:
+            want = self._with_alternatives(want, place.system, place.length)
+        return want
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that is not at position 0, and the token ids of its context."""
@@ -147,17 +200,18 @@ class Encodings:
         namespace: str,
         length: int,
         context_ids: tuple[str, ...] | None = None,
+        name_of_ids: str | None = None,
     ) -> KVKey:
         """The store key of ``ids`` under ``encoding`` in prompts of ``length`` tokens.
 
-        ``context_ids`` are those of ``context``, if they are known.
+        ``context_ids`` are those of ``context`` and ``name_of_ids`` that of ``ids``, if they are known.
         """
         name = encoding.name
         if self._rope.depends_on_length:
             name = f"{name}@{self._rope.regime(length)}"
         if context_ids is None:
             context_ids = tuple(chunk_id(c, namespace) for c in context)
-        return KVKey(fingerprint, namespace, chunk_id(ids, namespace), name, context_ids)
+        return KVKey(fingerprint, namespace, name_of_ids or chunk_id(ids, namespace), name, context_ids)
 
     def _with_alternatives(self, want: Wanted, system: Ids, length: int) -> Wanted:
         """What else may serve, and the name of the prompt's own rows."""
@@ -167,7 +221,9 @@ class Encodings:
             return want
         if isinstance(want.encoding, AverageEncoding):
             plain, context = behind_text(system), (system,) if system else ()
-            own = self.key(want.token_ids, plain, context, key.fingerprint, key.namespace, length)
+            own = self.key(
+                want.token_ids, plain, context, key.fingerprint, key.namespace, length, None, key.chunk_id
+            )
             want = replace(want, plain=own)
         # The system text stays first, even if it is empty.
         behind_these = (behind, *(want.before[1:] if system else want.before))

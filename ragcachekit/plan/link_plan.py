@@ -37,16 +37,25 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Cached KV for a part of the prompt: ``kv``, or its first ``keep`` tokens, belongs at ``start``."""
+    """Cached KV for a part of the prompt: rows of ``kv`` from ``first`` on belong at ``start``.
+
+    All of them, or the next ``keep`` tokens.
+    """
 
     start: int
     kv: AnyKV
     keep: int | None = None
+    first: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that are used."""
-        return self.kv.tokens if self.keep is None else self.keep
+        return self.kv.tokens - self.first if self.keep is None else self.keep
+
+    @property
+    def rows(self) -> slice:
+        """The rows of ``kv`` that are used."""
+        return slice(self.first, self.first + self.tokens)
 
     @property
     def stop(self) -> int:

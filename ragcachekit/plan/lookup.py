@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.layout import KVLayout, misfit
+from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.store.base import KVStore
@@ -24,11 +25,16 @@ MEMORY_TIERS = ("gpu", "host")
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored entry for a wanted chunk; ``renew``: encode the chunk in the present context as well."""
+    """A stored entry for a wanted chunk; ``renew``: encode the chunk in the present context as well.
+
+    Of an entry of a whole chunk (``want``) whose part is in the prompt, rows from ``first`` on are used.
+    """
 
     key: KVKey
     found: Hit
     renew: bool = False
+    want: Wanted | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)

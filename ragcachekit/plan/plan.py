@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.encoding import Ids, InPromptEncoding
+from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
@@ -17,7 +18,7 @@ from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.types import ENCODING_PREFIX, KVKey
+from ragcachekit.types import ENCODING_PREFIX, KVKey, whole_id
 
 
 def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
@@ -39,7 +40,13 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     parts = _parts(request, decision, entries, ids)
     report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
-    useful |= {want.in_place for want in request.wanted if want.in_place and want.key in useful}
+    useful |= {
+        key
+        for want in request.wanted
+        if want.key in useful
+        for key in (want.in_place, want.whole and want.whole.key)
+        if key
+    }
     plan = LinkPlan(
         ids,
         tuple(parts.pieces),
@@ -100,34 +107,39 @@ def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | N
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
     for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
         if stored is None or (entry is not None and entry.renew):
-            key, encoding = want.key, want.encoding
+            item = want.to_encode
+            key, encoding = item.key, item.encoding
             if want.in_place and not entry:  # made here: of all chunks it would take memory for nothing
-                key, segments = want.in_place, lengths[: len(want.before)]
+                item, key, segments = want, want.in_place, lengths[: len(want.before)]
                 encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=segments)
-            out.missing[key] = Missing(key, want.token_ids, encoding, request.epoch)
+            out.missing[key] = Missing(key, item.token_ids, encoding, request.epoch)
         if entry is None:
             chunk = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False)
             out.cold.append(chunk)
-            out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, COMPUTED))
+            out.uses.append(ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, COMPUTED))
             continue
-        chunk = _placed(want, entry)
+        chunk, keep = _placed(want, entry), None if entry.want is None else len(want.token_ids)
         out.placed.append(chunk)
-        out.pieces.append(Piece(want.start, entry.found.kv))
-        out.uses.append(ChunkUse(chunk.chunk_id, chunk.tokens, entry.found.tier, exact=chunk.is_exact))
+        out.pieces.append(Piece(want.start, entry.found.kv, keep, entry.first))
+        use = ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, entry.found.tier, exact=chunk.is_exact)
+        out.uses.append(use)
     return out
 
 
 def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
-    kv = entry.found.kv
+    kv, served, sums = entry.found.kv, want, entry.found.kv.sums
+    if entry.want is not None:
+        served, rows = entry.want, slice(entry.first, entry.first + len(want.token_ids))
+        sums = {name: t[..., rows] if name in PER_TOKEN else t for name, t in sums.items()}
     return PlacedChunk(
         want.key.chunk_id,
         want.start,
         len(want.token_ids),
-        want.exact and entry.key == want.key and not kv.quantised,
-        attended=kv.sums.get("attended"),
+        served.exact and entry.key == served.key and not kv.quantised,
+        attended=sums.get("attended"),
         before=want.before,
         context=entry.key.context,
-        sums=kv.sums,
+        sums=sums,
     )
 
 

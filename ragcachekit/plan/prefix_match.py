@@ -15,7 +15,7 @@ from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.reports import ChunkUse
-from ragcachekit.types import chunk_id
+from ragcachekit.types import chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PrefixMatch:
     def uses(self) -> list[ChunkUse]:
         """Its parts as reported."""
         return [
-            ChunkUse(reused.step.ids[-1], reused.step.tokens, reused.tier, exact=True)
+            ChunkUse(whole_id(reused.step.ids[-1]), reused.step.tokens, reused.tier, exact=True)
             for reused in self.match.found
         ] + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
 
@@ -97,7 +97,7 @@ class PrefixMatcher:
         epoch = self.tree.turns.epoch
         match = self._match(*self.place(segments, wanted, fingerprint, namespace))
         past, former = self._past(match, segments, namespace)
-        members = former.union(i for want in wanted for i in (*want.before, want.key.chunk_id))
+        members = former.union(whole_id(i) for want in wanted for i in (*want.before, want.key.chunk_id))
         ms = (time.perf_counter() - begun) * 1e3
         return PrefixMatch(match, ms, past, members, epoch)
 

@@ -6,7 +6,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY
@@ -177,31 +177,44 @@ def weight_at(cost: float) -> float:
 
 
 def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
-    """For every wanted chunk the entry of exactly its context, else the best one of another, or None."""
-    out = []
+    """For every wanted chunk the entry of exactly its context, else the best one of another, or None.
+
+    For a chunk that stands in the prompt in part, rows of the whole chunk serve where none of just that part
+    are stored, or only a prompt's own rows.
+    """
+    entries = []
     for want in wanted:
-        cost = 0.0 if want.exact else pool.cost(want.key, want.before)
-        found = fetch.get(want.key, len(want.token_ids), weight_at(cost))
-        entry = Entry(want.key, found) if found is not None else None
-        if isinstance(want.encoding, InPromptEncoding):
-            if entry is None:
-                entry = _best(want, fetch, pool)
-            else:
-                pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
-                pool.used(entry.key, want.before)
-        elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
-            # A chunk whose companions are not known is named as behind the system text alone.
-            entry = _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
-        out.append(entry)
-    return out
+        entry = _look_up(want, fetch, pool)
+        if want.whole is not None and (entry is None or entry.renew):
+            whole = _look_up(want.whole, fetch, pool)
+            if whole is not None and (entry is None or not whole.renew):
+                entry = replace(whole, want=want.whole, first=want.first)
+        entries.append(entry)
+    return entries
+
+
+def _look_up(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    cost = 0.0 if want.exact else pool.cost(want.key, want.before)
+    found = fetch.get(want.key, len(want.token_ids), weight_at(cost))
+    entry = Entry(want.key, found) if found is not None else None
+    if isinstance(want.encoding, InPromptEncoding):
+        if entry is None:
+            return _best(want, fetch, pool)
+        pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
+        pool.used(entry.key, want.before)
+    elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
+        # A chunk whose companions are not known is named as behind the system text alone.
+        return _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
+    return entry
 
 
 def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
     """Keys under which :func:`look_up` may find an entry for a wanted chunk."""
+    whole = keys_for(want.whole, pool) if want.whole is not None else []
     if isinstance(want.encoding, InPromptEncoding):
-        return [want.key, *pool.of(want.key)]
+        return [want.key, *pool.of(want.key), *whole]
     mean = pool.averages.find(want.average) if want.average is not None else None
-    return [want.key, *(key for key in (mean, want.plain) if key is not None)]
+    return [want.key, *(key for key in (mean, want.plain) if key is not None), *whole]
 
 
 def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:

@@ -10,6 +10,7 @@ from ragcachekit.prefix_tree.base import Match, Path, Reused, Root, Step
 from ragcachekit.prefix_tree.memory_tier import MOVED, MemoryTier
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.eviction.base import HIT, Access
+from ragcachekit.types import whole_id
 
 Evicted = Callable[[Root, Path, ChunkKV], object]
 """Called with KV that is evicted from memory, or does not fit into it."""
@@ -48,7 +49,7 @@ class Levels:
         stack, out = [node for children in roots for node in children.values()], []
         while stack:
             node = stack.pop()
-            if chunk_ids is None or not chunk_ids.isdisjoint(node.step.ids):
+            if chunk_ids is None or not chunk_ids.isdisjoint(map(whole_id, node.step.ids)):
                 out.append(node)
             else:
                 stack.extend(node.children.values())

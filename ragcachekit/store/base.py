@@ -11,7 +11,7 @@ import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import Report
-from ragcachekit.types import KVKey
+from ragcachekit.types import KVKey, whole_id
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> 
     """Whether ``forget(namespace, chunk_ids)`` drops ``key``; the ids of its context count as well."""
     if key.namespace != namespace:
         return False
-    return chunk_ids is None or not chunk_ids.isdisjoint((key.chunk_id, *key.context))
+    return chunk_ids is None or not chunk_ids.isdisjoint(map(whole_id, (key.chunk_id, *key.context)))
 
 
 def quota_of(quotas: Mapping[str, int], namespace: str) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
 
-from ragcachekit.types import KVKey
+from ragcachekit.types import KVKey, whole_id
 
 MOST_NAMES = 100_000
 
@@ -73,7 +73,7 @@ class ForgetEpochs:
             known = self._namespaces.get(namespace)
             if known is None:
                 return False
-            return known.whole > since or any(known.last.get(name, 0) > since for name in names)
+            return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
 
 
 def _name(text: str) -> str:

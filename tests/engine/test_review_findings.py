@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from families import tokens
 from ragcachekit import Chunk, Prompt, RagCache, Text, agenerate
 from ragcachekit.generate.detokenizer import Detokenizer
-from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.model.tokens import PromptTokenizer
 from speaking import byte_level, sentencepiece, speaker
 
 ASKED = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": -1}
@@ -114,7 +114,7 @@ def test_streamed_text_is_the_answer_where_transformers_would_clean_up_spaces():
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     cleaning = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
-    tokenizer = SegmentTokenizer(cleaning)
+    tokenizer = PromptTokenizer(cleaning)
     ids = tokenizer.text("it ' s , the end .", first=True)
     detokenizer = Detokenizer(tokenizer.decode)
     streamed = "".join([*(detokenizer.push([i]) for i in ids), detokenizer.finish()])
@@ -124,7 +124,7 @@ def test_streamed_text_is_the_answer_where_transformers_would_clean_up_spaces():
 @pytest.mark.parametrize("way", ["metaspace", "legacy"])
 @pytest.mark.parametrize("text", ["\n\nParis", "\nParis", "\n", "\n\n", "Paris", " Paris"])
 def test_text_behind_a_chunk_gets_no_space_of_its_own(way, text):
-    tokenizer = SegmentTokenizer(sentencepiece(way))
+    tokenizer = PromptTokenizer(sentencepiece(way))
     first = tokenizer.text("Berlin", first=True)
     assert tokenizer.decode(first + tokenizer.text(text)) == "Berlin" + text
 

@@ -123,6 +123,7 @@ class Wanted:
 
         self.key, self.before, self.token_ids = key(chunk, before), tuple(before), (1, 2, 3, 4)
         self.encoding, self.exact = InPromptEncoding("in-prompt", (9,), segments=(1,)), True
+        self.whole = None
 
 
 class TestLookUp:

@@ -88,7 +88,8 @@ def blocks(places: Sequence[Place], tokens: int | None = None, skipped: Skipped 
     first = (np.arange(len(piece)) - np.repeat(np.cumsum(per_piece) - per_piece, per_piece)) * tokens
     slot = starts[piece] + first
     count = np.minimum(sizes[piece] - first, tokens)
-    out: Numbers = np.stack((piece, first, slot, 2 * count + (1 - fixed[piece])), 1)
+    skip = np.array([p.first for p in places], dtype=np.int64)
+    out: Numbers = np.stack((piece, first + skip[piece], slot, 2 * count + (1 - fixed[piece])), 1)
     if skipped is None:
         return out
     before = np.concatenate(([0], np.cumsum(skipped, dtype=np.int64)))

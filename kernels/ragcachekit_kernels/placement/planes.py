@@ -40,14 +40,16 @@ class Plane:
 
 @dataclass(frozen=True)
 class Place:
-    """Positions ``start .. start + tokens - 1`` of the first ``tokens`` tokens of a chunk.
+    """Positions ``start .. start + tokens - 1`` of the ``tokens`` tokens of a chunk from ``first`` on.
 
-    ``rotated``: the keys are rotated for these positions already (an exact prefix), and are copied.
+    ``rotated``: the keys are rotated for these positions already (an exact prefix), and are copied. ``first``
+    is for assembly alone.
     """
 
     start: int
     tokens: int
     rotated: bool = False
+    first: int = 0
 
 
 class Format(NamedTuple):
@@ -161,8 +163,9 @@ class Layout:
         for plane in self.planes:
             _check_plane(plane, self.stop, self.tables)
         for place, chunk in zip(self.places, self.chunks, strict=True):
-            if chunk is not None and chunk.tensors[0].shape[1] < place.tokens:
-                raise ValueError(f"a chunk of {chunk.tensors[0].shape[1]} tokens has no {place.tokens}")
+            if chunk is not None and chunk.tensors[0].shape[1] < place.first + place.tokens:
+                size, last = chunk.tensors[0].shape[1], place.first + place.tokens
+                raise ValueError(f"a chunk of {size} tokens has no {last}")
         for chunk in self.kinds:
             _check_chunk(chunk, self.planes)
 

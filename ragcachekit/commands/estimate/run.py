@@ -189,12 +189,11 @@ def _request(
     useful = {item.key for item in planner.plan(request).missing}
     uses = []
     for want in request.wanted:
-        if want.key in useful:
+        key = want.to_encode.key
+        if key in useful:
             tokens = len(want.token_ids)
-            chunk = PlacedChunk(want.key.chunk_id, want.start, tokens, want.exact)
-            uses.append(
-                Use(want.key, tokens, tokens * token.nbytes, row_cost_of(policy, chunk, token.layers))
-            )
+            chunk = PlacedChunk(key.chunk_id, want.start, tokens, want.exact)
+            uses.append(Use(key, tokens, tokens * token.nbytes, row_cost_of(policy, chunk, token.layers)))
     return Request(len(request.token_ids), tuple(uses), request.fallback)
 
 

@@ -106,13 +106,13 @@ class PolicyCheck:
     def prompt(self, probe: Probe, system: Ids) -> CheckPrompt:
         """A probe as a prompt behind ``system``."""
         tokens = self._prompts.tokens
-        separator = tokens.text(_SEPARATOR)
+        separator = tokens.blank_line()
         texts = {self._prompts.chunk_ids(text): text for text in probe.texts}
         segments = [TokenSegment(system, False)] if system else []
         for number, ids in enumerate(texts):
             between = [TokenSegment(separator, False)] if number else []
             segments += [*between, TokenSegment(ids, True)]
-        question = TokenSegment(separator + tokens.chunk(probe.beginning), False)
+        question = TokenSegment(separator + tokens.plain(probe.beginning), False)
         return CheckPrompt((*segments, question), texts)
 
     def _measured(
@@ -130,7 +130,10 @@ class PolicyCheck:
             for pair, policy in policies.items():
                 request = self._prompts.request_over(store, prompt.segments, prompt.texts, policy, namespace)
                 # Not as a plan has them missing: its own rows would be exact here.
-                wanted = [Missing(want.key, want.token_ids, want.encoding) for want in request.wanted]
+                wanted = [
+                    Missing(item.key, item.token_ids, item.encoding)
+                    for item in (want.to_encode for want in request.wanted)
+                ]
                 if missing := [item for item in wanted if item.key not in store]:
                     steps.take()
                     encoder.now(missing, lambda _: steps.take())

@@ -55,14 +55,15 @@ class Runner:
 
     def note_waiting(self, request: Request) -> None:
         """Count the entries of a request that waits."""
-        self._wanted.update(want.key for want in request.work.prompt.wanted)
+        self._wanted.update(want.to_encode.key for want in request.work.prompt.wanted)
 
     def note_left(self, request: Request) -> None:
         """Count them no longer."""
         for want in request.work.prompt.wanted:
-            self._wanted[want.key] -= 1
-            if not self._wanted[want.key]:
-                del self._wanted[want.key]
+            key = want.to_encode.key
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
 
     def prefetch(self, request: Request) -> None:
         """Load entries of a waiting request from slow tiers, once."""

@@ -15,7 +15,7 @@ from torch import nn
 from ragcachekit.model.identity.watch import adapter_values
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_tensor, source_digest, state_digest
 
-KV_SCHEMA = 4  # version of stored KV; raised when KV is stored in another form or computed otherwise
+KV_SCHEMA = 5  # version of stored KV; raised when KV is stored in another form or computed otherwise
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
 _LAYOUT = (

@@ -11,7 +11,7 @@ from ragcachekit.store.base import quota_of
 from ragcachekit.store.remote.base import Usage, hashed
 from ragcachekit.store.remote.redis_scripts import DROP, FORGET, SAVE, TOUCH, TRIM
 from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.types import KVKey
+from ragcachekit.types import KVKey, whole_id
 
 _LARGEST = 256 << 20  # Redis takes strings of up to 512 MB
 _READ = 1 << 20  # reading a megabyte at once is ten times as fast as redis-py's 64 KiB
@@ -77,7 +77,7 @@ class RedisBackend:
     def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
         namespace = hashed(key.namespace)
         quota = quota_of(self._quotas, key.namespace) or 0
-        ids = sorted({hashed(name) for name in (key.chunk_id, *key.context)})
+        ids = sorted({hashed(whole_id(name)) for name in (key.chunk_id, *key.context)})
         token = self._tokens.get(namespace, "")
         for _ in range(2):
             # Asked after the token was read: if it is that of a later forget, this is False.

@@ -18,7 +18,7 @@ from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.options import end_tokens
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.tokens import SegmentTokenizer
+from ragcachekit.model.tokens import PromptTokenizer
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.factory import open_store
@@ -81,7 +81,7 @@ class Engines:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         encoders, rope = list(encoders), describe_rope(model)
-        self._model, self._decode = model, SegmentTokenizer(tokenizer).decode
+        self._model, self._decode = model, PromptTokenizer(tokenizer).decode
         self._stores = {
             kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
             for kind in dict.fromkeys(map(quantisation, encoders))

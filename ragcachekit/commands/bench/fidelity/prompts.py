@@ -1,4 +1,4 @@
-"""Questions as prompts of token ids, the same for every policy and the model itself."""
+"""Questions as prompts, the same for every policy and the model itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from itertools import chain
 from typing import Any
 
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
-from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, ReadingPrompt, prompt_for
+from ragcachekit.commands.reading_prompt import (
+    PLAIN_STOP,
+    SEPARATOR,
+    Messages,
+    ReadingPrompt,
+    bare_ids,
+    prompt_for,
+)
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.tokens import SegmentTokenizer
-from ragcachekit.types import Chunk, Prompt, Segment, Text
+from ragcachekit.model.tokens import PromptTokenizer
+from ragcachekit.prompt.token_runs import find_runs
 
 ASK, FEW_SHOT = "ask", "few-shot"
 STYLES = (ASK, FEW_SHOT)
@@ -26,12 +33,12 @@ _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 
 @dataclass(frozen=True)
 class FidelityPrompt:
-    """A prompt whose chunks are text (encoders may look for similar ones), all else token ids.
+    """A prompt as a user gives it, and the ids that the tokenizer itself makes of it.
 
     ``before`` is the text before the first chunk, ``spans`` are the positions of every chunk.
     """
 
-    prompt: Prompt
+    prompt: str | Messages
     token_ids: tuple[int, ...]
     before: str
     spans: tuple[range, ...]
@@ -51,7 +58,7 @@ class PromptMaker:
             raise ValueError(f"unknown prompt {style!r}; known: {', '.join(STYLES)}")
         few_shot = style == FEW_SHOT
         self._reading = ReadingPrompt(_few_shot, False, "") if few_shot else prompt_for(tokenizer)
-        self._tokens = SegmentTokenizer(tokenizer)
+        self._tokenizer, self._tokens = tokenizer, PromptTokenizer(tokenizer)
         self.pad = self._tokens.pad
         self.stop: tuple[str, ...] = ("\n",) if few_shot else () if self._reading.chat else PLAIN_STOP
 
@@ -69,19 +76,20 @@ class PromptMaker:
             or self._rendered(context.removesuffix(after), question) != before + context
         ):
             raise RagCacheError("this model's chat template changes the chunks; there is no reuse to measure")
-        ids = () if self._reading.chat else self._tokens.leading
-        # Ids from the first segment on: a chat template writes its own BOS.
-        segments: list[Segment] = [Text(token_ids=ids), Text(token_ids=self._tokens.text(before, first=True))]
-        ids += self._tokens.text(before, first=True)
-        spans = []
+        prompt = self._reading.filled(context.removesuffix(after), question.question)
+        text = before + context
+        tokens = self._tokens.prompt(text, special=isinstance(prompt, str))
+        assert tokens is not None, "no text is apart"
+        at, places = len(before), list[tuple[int, int]]()
         for chunk, joint in zip(question.chunks, between, strict=True):
-            start = len(ids)
-            ids += self._tokens.chunk(chunk)
-            spans.append(range(start, len(ids)))
-            text = self._tokens.text(joint, first=False)
-            segments += [Chunk(chunk), Text(token_ids=text)]
-            ids += text
-        return FidelityPrompt(Prompt(segments), ids, before, tuple(spans))
+            places.append((at, at + len(chunk)))
+            at += len(chunk) + len(joint)
+        own = [self._tokens.chunk(chunk) for chunk in question.chunks]
+        runs = find_runs(tokens.ids, tokens.offsets, places, own)
+        if None in runs:
+            raise RagCacheError("this model's tokenizer changes the chunks; there is no reuse to measure")
+        spans = tuple(range(run.start, run.stop) for run in runs if run is not None)
+        return FidelityPrompt(prompt, bare_ids(self._tokenizer, prompt), before, spans)
 
     def _rendered(self, context: str, question: FidelityQuestion) -> str:
         prompt = self._reading.filled(context, question.question)
