@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from ragcachekit.model.encoding import Ids
@@ -34,10 +34,7 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]] | ChatWithTools
 _CERTAIN = "chat messages tell them from the template's own for certain"
 
 
-AS_GIVEN = (
-    "the segments of this Prompt are tokenised one by one, as given; a string or messages get the tokenizer's "
-    "own ids"
-)
+AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given: their ids are not those of the joined text"
 
 SLOW_SPECIAL = (
     "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"
@@ -141,8 +138,8 @@ class PromptSegmenter:
         by their ids.
         """
         if isinstance(prompt, Prompt):
-            several = sum(segment.text is not None for segment in found.prompt.segments) > 1
-            return Tokenised(self._as_given(found.prompt, True, texts), (AS_GIVEN,) if several else ())
+            given = self._as_given(found.prompt, True, texts)
+            return Tokenised(given, (AS_GIVEN,) if self._differs(found.prompt, given) else ())
         special = isinstance(prompt, str)
         segments = [
             replace(s, text=without_lone_surrogates(s.text or ""))
@@ -167,6 +164,14 @@ class PromptSegmenter:
         lost, plain = runs.count(None), tokens.plain - plain_count(segments)
         notes = [*([_lost(lost)] if lost else []), *([_plain(plain)] if plain > 0 else [])]
         return Tokenised(_cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes))
+
+    def _differs(self, prompt: Prompt, given: Sequence[TokenSegment]) -> bool:
+        """Whether the tokenizer makes other ids of the joined text than of its segments."""
+        texts = [segment.text for segment in prompt.segments if segment.text is not None]
+        if not 1 < len(texts) == len(prompt.segments):
+            return False
+        whole = self.tokens.prompt(without_lone_surrogates("".join(texts)), special=True)
+        return whole is not None and whole.ids != tuple(chain.from_iterable(s.token_ids for s in given))
 
     def _as_given(self, prompt: Prompt, leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
         """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""

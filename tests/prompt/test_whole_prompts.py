@@ -1,20 +1,37 @@
 """Prompts have the ids of the user's own tokenizer, and chunks are found in them."""
 
+import logging
 import random
 import types
 
 import pytest
-from tokenizer_kit import KINDS, paragraphs, tokenizer_of
 
 from ragcachekit.engine.prompt_segmenter import PromptSegmenter
 from ragcachekit.prompt.segment import body
 from ragcachekit.types import Chunk, Prompt, Text
+from tokenizer_kit import KINDS, paragraphs, tokenizer_of
 
 # What chains put between documents, and before the first: LangChain's and LlamaIndex's defaults come most.
-JOINTS = ("\n\n",) * 5 + ("\n", " ", "\n---\n", "\n\n## ", "\n\nSource: a.md\n", ". ", "\n\n[2] ", ")(", "\n \n")
+JOINTS = ("\n\n",) * 5 + (
+    "\n",
+    " ",
+    "\n---\n",
+    "\n\n## ",
+    "\n\nSource: a.md\n",
+    ". ",
+    "\n\n[2] ",
+    ")(",
+    "\n \n",
+)
 LEADS = ("Passages:\n\n",) * 3 + ("Context: ", "", "Use this:\n", "1. ", '"', "Question first?\n\n\n")
 ENDS = ("\n\nQuestion: ", "\n---------------------\nQuery: ", " ", "\n", "")
-QUESTIONS = ("What is stored?", "¿Dónde está el café 😀?", "Why 3.10 and not 3.1?", "x" * 40, "日本語 text 12345")
+QUESTIONS = (
+    "What is stored?",
+    "¿Dónde está el café 😀?",
+    "Why 3.10 and not 3.1?",
+    "x" * 40,
+    "日本語 text 12345",
+)
 
 
 def ids_of(tokenizer, prompt):
@@ -69,7 +86,7 @@ def test_ids_are_the_tokenizers_own_and_chunks_are_found(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_prompts(kind):
     share = check(kind, 1000, seed=1)
-    print(f"{kind}: 1,000 prompts, {share:.4f} of the chunks' tokens found")
+    logging.getLogger(__name__).info("%s: 1,000 prompts, %.4f of the chunks' tokens found", kind, share)
     assert share >= 0.99
 
 
@@ -108,12 +125,15 @@ def test_a_control_token_put_together_of_two_documents_is_plain_text():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_before_the_chunks_has_the_same_ids_whatever_follows(kind):
     segmenter = PromptSegmenter(tokenizer_of(kind))
-    chunks = ["The page is about stores.", "12 pages are about models.", '"Quoted" pages come next.', "(a) is what comes fourth."]
+    chunks = [
+        "The page is about stores.",
+        "12 pages are about models.",
+        '"Quoted" pages come next.',
+        "(a) is what comes fourth.",
+    ]
     segmenter.registry.add("docs", chunks)
     for lead in ("Passages:\n\n", "Context: ", "Read this.\n", "Documents:\n---\n"):
-        firsts = {
-            tokenised(segmenter, f"{lead}{chunk}\n\nWhat?").segments[0].token_ids for chunk in chunks
-        }
+        firsts = {tokenised(segmenter, f"{lead}{chunk}\n\nWhat?").segments[0].token_ids for chunk in chunks}
         assert firsts == {segmenter.text_before(lead)}
 
 
