@@ -10,6 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ragcachekit.cancellation import CancelScope
+from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.reports import Answer
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class AsyncAnswerStream:
     @property
     def answer(self) -> Answer:
         """The whole answer with its report, once the iteration has ended."""
-        return self._request.result(0)
+        return _answer(self._request)
 
 
 def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:
@@ -126,7 +127,21 @@ async def answered(request: Request) -> Answer:
     except asyncio.CancelledError:
         request.cancel()
         raise
-    return request.result(0)
+    return _answer(request)
+
+
+def _answer(request: Request) -> Answer:
+    """The answer of a request that has ended.
+
+    EngineError for what its own code raised beyond Exception: CancelledError would look as if the task had
+    been cancelled, SystemExit would end the loop.
+    """
+    try:
+        return request.result(0)
+    except (Cancelled, Exception):
+        raise
+    except BaseException as error:
+        raise EngineError(f"the request's own streamer, processor or criterion raised {error!r}") from error
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:

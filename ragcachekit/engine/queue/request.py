@@ -124,6 +124,8 @@ class Request:
             If it was not answered within its deadline.
         EngineError
             If the batch that it was decoded in failed.
+        BaseException
+            What its own streamer, processor or criterion raised, whatever that is.
         Closed
             If the engine was closed before its turn.
         Cancelled
@@ -200,9 +202,10 @@ class Request:
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the queue."""
-        cause = error
-        while cause is not None:  # whose frames hold the KV of a whole batch
+        cause, cleared = error, set[int]()  # an error can be its own cause
+        while cause is not None and id(cause) not in cleared:  # whose frames hold the KV of a whole batch
             clear_frames(cause.__traceback__)
+            cleared.add(id(cause))
             cause = cause.__cause__ or cause.__context__
         with self._changed:
             self._answer, self._error, self._state = answer, error, "done"

@@ -197,7 +197,7 @@ class RequestQueue:
         try:
             if self._runner.begin(request, self._pool.closed):
                 self._finish(request)
-        except (Cancelled, Exception) as error:
+        except BaseException as error:  # also SystemExit of a streamer: the others go on
             self._runner.drop(request)
             self._ended_by(request, error)
 
@@ -205,7 +205,7 @@ class RequestQueue:
         try:
             with request.work.scope, CancelScope(self._pool.closed):
                 answer = self._runner.answer(request)
-        except (Cancelled, Exception) as error:
+        except BaseException as error:
             self._ended_by(request, error)
         else:
             cancelled = answer.report.finish_reason == "cancelled"
