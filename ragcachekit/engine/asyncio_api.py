@@ -108,6 +108,7 @@ async def agenerate(rag: RagCache, prompt: Any, **options: Any) -> Answer:
 
 async def submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> Request:
     """``rag.submit(prompt, **options)`` in a thread, after room in the queue as for :func:`astream`."""
+    rag.queue.refuse_own_thread()
     options = {"wait": True, **options}
     end = time.monotonic() + (inf if options.get("deadline") is None else options["deadline"])
     while options["wait"] is True and not rag.queue.has_room() and time.monotonic() < end:

@@ -123,6 +123,7 @@ class RagCache(InspectMethods):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        self.queue.refuse_own_thread()  # some of it waits until no request runs
         return self._components.flush(timeout)
 
     # -- prompts -----------------------------------------------------------------------------------

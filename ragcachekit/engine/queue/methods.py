@@ -98,6 +98,7 @@ class QueueMethods(TuneMethods):
         ``deadline`` and ``wait`` are those of :meth:`submit`. ``max_length`` counts from the longest prompt.
         An interrupt cancels them all.
         """
+        self.queue.refuse_own_thread()
         begun, prompts, stop = time.perf_counter(), several(prompts, "prompts"), stop_strings(stop)
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
@@ -177,7 +178,7 @@ class QueueMethods(TuneMethods):
             counted,
             watch,
         )
-        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
+        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue)
         try:
             self.queue.submit(request, wait)
         except KeyboardInterrupt:  # which may come when it waits already

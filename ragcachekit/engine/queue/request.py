@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
 from traceback import clear_frames
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -20,6 +20,9 @@ from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.threads import Condition
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.queue.request_queue import RequestQueue
 
 State = Literal["waiting", "running", "done"]
 
@@ -94,9 +97,9 @@ class Request:
         work: Work,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
-        on_cancel: Callable[[Request], object],
+        queue: RequestQueue,
     ) -> None:
-        self.work, self._on_cancel = work, on_cancel
+        self.work, self._queue = work, queue
         self.prefetched, self.batch = False, 0
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
@@ -118,6 +121,8 @@ class Request:
 
         Raises
         ------
+        RuntimeError
+            In the engine's own thread, as in a streamer or a callback, before it is done.
         TimeoutError
             After ``timeout`` seconds; the request goes on.
         DeadlineExceeded
@@ -131,6 +136,7 @@ class Request:
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
+        self._refuse_own_thread(timeout)
         try:
             if not self._changed.wait_for(self.done, timeout):
                 raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
@@ -150,10 +156,12 @@ class Request:
         """
         given, tokens, self._tokens = "", self._tokens, None
         try:
+            self._refuse_own_thread()
             for ids in tokens or ():
                 if piece := self.detokenizer.push(ids):
                     given += piece
                     yield piece
+                    self._refuse_own_thread()
             if rest := self.result().text[len(given) :]:
                 yield rest
         finally:
@@ -163,7 +171,7 @@ class Request:
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
         self.work.cancel.set()
-        self._on_cancel(self)
+        self._queue.cancel(self)
 
     def done(self) -> bool:
         """Whether it was answered, cancelled or failed."""
@@ -176,7 +184,7 @@ class Request:
     def add_done_callback(self, callback: Callable[[Request], object]) -> None:
         """Call ``callback(request)`` once it is done: in the engine's thread, or now.
 
-        It must not wait for other requests. Its errors are logged.
+        There, waiting for another request is a RuntimeError. Its errors are logged.
         """
         with self._changed:
             if not self.done():
@@ -185,6 +193,10 @@ class Request:
         attempt(callback, self)
 
     # -- for the queue -----------------------------------------------------------------------------
+
+    def _refuse_own_thread(self, timeout: float | None = None) -> None:
+        if not self.done() and timeout != 0:
+            self._queue.refuse_own_thread()
 
     def start(self) -> None:
         """Note that its turn has come."""

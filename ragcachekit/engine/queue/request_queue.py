@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from math import inf
-from threading import TIMEOUT_MAX
+from threading import TIMEOUT_MAX, get_ident
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import QueueConfig
@@ -44,6 +44,7 @@ class RequestQueue:
         self._counts = Counter[str]()
         self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
+        self._thread: int | None = None  # that answers
         self._turns: list[Request] = []  # that the thread is beginning or answering
         refuse_after_fork(self)
 
@@ -74,8 +75,17 @@ class RequestQueue:
                 most_overtaken=self._order.most_overtaken,
             )
 
+    def refuse_own_thread(self) -> None:
+        """RuntimeError in the thread that answers requests: what it waited for would never come."""
+        if self._thread == get_ident():
+            raise RuntimeError(
+                "this is the thread that answers the engine's requests: waiting for one here would never end; "
+                "use add_done_callback(), or wait in another thread"
+            )
+
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
+        self.refuse_own_thread()
         return self._changed.wait_for(lambda: not self._driving, timeout)
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
@@ -94,6 +104,7 @@ class RequestQueue:
                     self._counts["submitted"] += 1
                 self._ended_by(request, Cancelled())
                 return
+            self.refuse_own_thread()
             self._changed.wait_for(lambda: self._closed or self.has_room(), min(left, EVERY))
 
     def cancel(self, request: Request) -> None:
@@ -144,6 +155,7 @@ class RequestQueue:
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _drive(self) -> None:
+        self._thread = get_ident()
         try:
             with self._active:
                 while self._turn():
@@ -159,6 +171,8 @@ class RequestQueue:
                 self._changed.notify_all()
             ended = [request for request in ended if not request.done()]
             self._fail(ended, error, "the engine's thread failed")
+        finally:
+            self._thread = None
 
     def _turn(self) -> bool:
         """Begin a request, decode a token for each; False, and the thread is over, if there is none."""

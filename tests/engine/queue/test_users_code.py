@@ -9,7 +9,7 @@ import torch
 
 from engine_kit import EXACT, PROMPT, warmed
 from queue_kit import LONG, held
-from ragcachekit import EngineError, agenerate, astream
+from ragcachekit import EngineError, QueueConfig, Request, agenerate, astream
 from ragcachekit.generate.hooks import ScoreObserver
 
 ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
@@ -148,3 +148,95 @@ async def test_in_asyncio_it_ends_neither_the_task_nor_the_loop(rag, error):
         assert caught.value.__cause__ is error
         with pytest.raises(EngineError):
             stream.answer  # noqa: B018
+
+
+# -- waiting in the thread that answers ------------------------------------------------------------------
+
+
+async def streamed(rag):
+    async with astream(rag, EXACT, **ASKED) as stream:
+        return [piece async for piece in stream]
+
+
+WAITS = {
+    "result": lambda rag: rag.submit(EXACT, **ASKED).result(),
+    "result for a time": lambda rag: rag.submit(EXACT, **ASKED).result(LONG),
+    "stream": lambda rag: list(rag.submit(EXACT, **ASKED).stream()),
+    "batch": lambda rag: rag.generate_batch([EXACT], **ASKED),
+    "agenerate": lambda rag: asyncio.run(agenerate(rag, EXACT, **ASKED)),
+    "astream": lambda rag: asyncio.run(streamed(rag)),
+    "drain": lambda rag: rag.queue.drain(),
+    "flush": lambda rag: rag.flush(),
+}
+
+
+def caught_from(call, seen):
+    """Calls ``call`` and keeps what it raises, as a user's code might."""
+
+    def then():
+        try:
+            seen.append(call())
+        except BaseException as error:
+            seen.append(error)
+
+    return then
+
+
+@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("where", ["put of a later token", "processor", "criterion", "callback"])
+def test_waiting_for_its_own_thread_is_an_error_at_once(rag, how, where):
+    seen: list[object] = []
+    then = caught_from(lambda: WAITS[how](rag), seen)
+    with held(rag):
+        if where == "callback":
+            first = rag.submit(PROMPT, **ASKED)
+            first.add_done_callback(lambda _: then())
+        else:
+            first = rag.submit(PROMPT, **USERS_CODE[where](then), **ASKED)
+    assert len(first.result(LONG).token_ids) == 8
+    assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids == first.result().token_ids
+    assert rag.queue.drain(LONG)
+    assert seen
+    for error in seen:
+        assert isinstance(error, RuntimeError)
+        assert "add_done_callback" in str(error)
+
+
+def test_a_full_queue_is_not_waited_for_in_its_own_thread():
+    seen: list[object] = []
+    with warmed("llama", PROMPT, queue=QueueConfig(max_batch=1, max_waiting=1)) as rag:
+        then = caught_from(lambda: rag.submit(PROMPT, wait=True, **ASKED), seen)
+        first = rag.submit(
+            PROMPT, streamer=Streamer(lambda: (waiting.append(rag.submit(PROMPT, **ASKED)), then())), **ASKED
+        )
+        waiting: list[Request] = []
+        assert first.result(LONG).token_ids == waiting[0].result(LONG).token_ids
+    assert [type(error) for error in seen] == [RuntimeError]
+
+
+def test_what_does_not_wait_is_allowed_there(rag):
+    want, requests, answers = rag.generate(EXACT, **ASKED).token_ids, [], []
+
+    def then():
+        answers.append(rag.generate(EXACT, **ASKED))
+        requests.append(rag.submit(EXACT, wait=True, **ASKED))
+        requests[-1].add_done_callback(lambda request: answers.append(request.result()))
+        rag.submit(PROMPT, **ASKED).cancel()
+        assert rag.queue.stats().running == 1
+        with pytest.raises(TimeoutError):
+            requests[-1].result(0)
+
+    first = rag.submit(PROMPT, streamer=Streamer(then), **ASKED)
+    first.add_done_callback(lambda request: "".join(request.stream()))
+    assert len(first.result(LONG).token_ids) == 8
+    assert requests[0].result(LONG).token_ids == want
+    assert rag.queue.drain(LONG)
+    assert [answer.token_ids for answer in answers] == [want, want]
+
+
+def test_another_engines_request_may_be_waited_for(rag):
+    answers = []
+    with warmed("llama", PROMPT, policy="reuse") as other:
+        then = caught_from(lambda: other.submit(PROMPT, **ASKED).result(LONG).token_ids, answers)
+        request = rag.submit(PROMPT, streamer=Streamer(then), **ASKED)
+        assert answers == [request.result(LONG).token_ids]
