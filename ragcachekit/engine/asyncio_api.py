@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import inf
@@ -40,10 +41,12 @@ class _Tokens:
 
 
 class AsyncAnswerStream:
-    """An answer as it is generated: an async context manager and an async iterator of text pieces.
+    """An answer as it is generated: an async iterator of text pieces, and an async context manager.
 
-    Leaving the context early, by ``break``, an error or cancellation, cancels the generation before its next
-    layer or after its token. ``submit`` takes a streamer and returns the request.
+    The prompt is submitted at the first step, or when the context is entered. Leaving the context,
+    :meth:`aclose` and dropping the stream cancel a generation that goes on, before its next layer or after
+    its token; the context does it at once, whatever ends the loop. ``submit`` takes a streamer and returns
+    the request.
 
     Examples
     --------
@@ -54,20 +57,32 @@ class AsyncAnswerStream:
 
     def __init__(self, submit: Callable[[_Tokens], Awaitable[Request]]) -> None:
         self._submit, self._given, self._generated = submit, "", 0
-        self._ended = False
+        self._ended, self._entering = False, asyncio.Lock()
+        self._submitted: Request | None = None
 
     async def __aenter__(self) -> AsyncAnswerStream:
-        self._tokens = _Tokens()
-        self._request = await self._submit(self._tokens)
+        async with self._entering:
+            if self._submitted is None:
+                self._tokens = _Tokens()
+                self._submitted = request = await self._submit(self._tokens)
+                weakref.finalize(self, _soon, asyncio.get_running_loop(), request.cancel).atexit = False
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._request.cancel()
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the iteration, and cancel a generation that goes on."""
+        self._ended = True
+        if self._submitted is not None:
+            self._submitted.cancel()
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
 
     async def __anext__(self) -> str:
+        if self._submitted is None and not self._ended:
+            await self.__aenter__()
         while not self._ended:
             ids = await self._tokens.queue.get()
             self._ended = ids is None
@@ -83,6 +98,12 @@ class AsyncAnswerStream:
         return (await answered(self._request)).text[len(self._given) :]
 
     @property
+    def _request(self) -> Request:
+        if self._submitted is None:
+            raise RuntimeError("nothing was asked yet: begin with `async for` or `async with`")
+        return self._submitted
+
+    @property
     def tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return self._request.work.estimator.tokens + self._generated
@@ -94,10 +115,12 @@ class AsyncAnswerStream:
 
 
 def astream(rag: RagCache, prompt: Any, **options: Any) -> AsyncAnswerStream:
-    """``rag.submit(prompt, **options)`` for ``async with`` and ``async for``.
+    """``rag.submit(prompt, **options)`` for ``async for``, with or without ``async with``.
 
-    It waits for room in a full queue; with ``wait=False`` it raises QueueFull.
+    It waits for room in a full queue; with ``wait=False`` it raises QueueFull. ValueError for a ``streamer``.
     """
+    if options.get("streamer") is not None:
+        raise ValueError("astream reads the tokens itself; give streamer= to agenerate")
     return AsyncAnswerStream(lambda tokens: submitted(rag, prompt, {**options, "streamer": tokens}))
 
 

@@ -79,7 +79,7 @@ class RequestQueue:
         """RuntimeError in the thread that answers requests: what it waited for would never come."""
         if self._thread == get_ident():
             raise RuntimeError(
-                "this is the thread that answers the engine's requests: waiting for one here would never end; "
+                "this is the thread that answers the engine's requests: waiting for one here never ends; "
                 "use add_done_callback(), or wait in another thread"
             )
 
